@@ -6,7 +6,12 @@
 Importing changes nothing in transformers; `use_for_auto_classes` does, when called.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 
 from .configuration_roformer import RoFormerConfig
 from .modeling_roformer import (

@@ -46,7 +46,9 @@ def eager_attention(
     return torch.matmul(dropped, value).transpose(1, 2), probabilities
 
 
-def attend(module: nn.Module, implementation: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def attend(
+    module: nn.Module, implementation: str, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Attention through the kernel of that name; arguments as `eager_attention`."""
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
     output, probabilities = function(module, *args, **kwargs)

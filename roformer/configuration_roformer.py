@@ -4,7 +4,7 @@ A folder saved here loads in stock transformers and the other way round, so a fi
 ignore (and so compute something else) has no place under `model_type: roformer`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -16,8 +16,8 @@ class RoFormerConfig(PreTrainedConfig):
 
     Attributes:
         vocab_size: Number of token ids, V.
-        embedding_size: Width of the word embeddings; None means `hidden_size`. When the two differ a
-            linear layer, `embeddings_project`, joins them.
+        embedding_size: Width of the word embeddings; None means `hidden_size`. When the two
+            differ a linear layer, `embeddings_project`, joins them.
         hidden_size: Width of the encoder, E.
         num_hidden_layers: Number of layers.
         num_attention_heads: Heads a layer, H; the head width D = E / H must be even, because the
@@ -26,8 +26,8 @@ class RoFormerConfig(PreTrainedConfig):
         hidden_act: Activation by its transformers name.
         hidden_dropout_prob: Dropout after embeddings, projections and in classification heads.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
-        max_position_embeddings: The length the model was trained for. Nothing here is cut off by it
-            (a rotation has no table to run out of); stock transformers builds a table of this many rows.
+        max_position_embeddings: The length the model was trained for. Nothing here is cut off by
+            it: a rotation has no table to run out of. Stock builds a table of this many rows.
         type_vocab_size: Number of token types (segments).
         initializer_range: Standard deviation of the initial weights.
         layer_norm_eps: Added to the variance in every LayerNorm.
@@ -37,10 +37,13 @@ class RoFormerConfig(PreTrainedConfig):
         tie_word_embeddings: Share the word embeddings with the masked-LM decoder.
 
     Raises:
-        ValueError: A field breaks its rule; the message names the field, the rule and the value found.
+        ValueError: A field breaks its rule; the message names it, the rule and the value found.
     """
 
     model_type = "roformer"
+    has_position_limit: ClassVar[bool] = (
+        False  # read by whoever must refuse a text longer than a table
+    )
 
     vocab_size: int = 50000
     embedding_size: int | None = None
@@ -73,7 +76,12 @@ class RoFormerConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         sizes = ("vocab_size", "embedding_size", "hidden_size", "num_hidden_layers")
-        sizes += ("num_attention_heads", "intermediate_size", "max_position_embeddings", "type_vocab_size")
+        sizes += (
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+        )
         for name in sizes:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):

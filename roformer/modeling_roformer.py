@@ -33,7 +33,9 @@ class RoFormerEmbeddings(nn.Module):
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         width = config.embedding_size
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.word_embeddings = nn.Embedding(
+            config.vocab_size, width, padding_idx=config.pad_token_id
+        )
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -44,7 +46,9 @@ class RoFormerEmbeddings(nn.Module):
         """[B, L] ids, or [B, L, embedding_size] vectors, to [B, L, embedding_size]."""
         words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if token_type_ids is None:
-            types = self.token_type_embeddings.weight[0]  # everything is segment 0: no gather needed
+            types = self.token_type_embeddings.weight[
+                0
+            ]  # everything is segment 0: no gather needed
         else:
             types = self.token_type_embeddings(token_type_ids)
         return self.dropout(self.LayerNorm(words + types))
@@ -149,7 +153,9 @@ class RoFormerEncoder(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(RoFormerLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layer = nn.ModuleList(
+            RoFormerLayer(config, i) for i in range(config.num_hidden_layers)
+        )
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, rotation: Rotation, **kwargs: Any
@@ -290,7 +296,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
             ValueError: Both or neither of `input_ids` and `inputs_embeds` are given.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given, got both or neither")
+            raise ValueError(
+                "exactly one of input_ids and inputs_embeds must be given, got both or neither"
+            )
         embedded = self.embeddings(input_ids, token_type_ids, inputs_embeds)
         if self.config.embedding_size != self.config.hidden_size:
             embedded = self.embeddings_project(embedded)
@@ -340,7 +348,10 @@ class RoFormerForMaskedLM(RoFormerPreTrainedModel):
         logits = self.cls(outputs.last_hidden_state)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, -2), labels.flatten())
         return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 
@@ -403,7 +414,10 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 

@@ -1,0 +1,73 @@
+"""How a command starts and ends: processes as asked for, errors in one line, exit codes."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from train.settings import InputError, parse
+
+SettingsT = TypeVar("SettingsT")
+
+
+def run_command(
+    main: Callable[[SettingsT], object],
+    settings: type[SettingsT],
+    argv: Sequence[str] | None = None,
+    default_config: str | None = None,
+) -> None:
+    """Parse, run, and leave: exit code 2 and one line when what was given cannot be used.
+
+    Args:
+        main: The command, called with its settings.
+        settings: Their dataclass.
+        argv: Flags; None means the command line's.
+        default_config: YAML read when no `--config` is given.
+    """
+    try:
+        main(parse(settings, argv, default_config))
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:
+    """The Accelerator of this process, as the launcher was asked for it.
+
+    Args:
+        tracker: Accelerate tracker by name, or None.
+        folder: Where the tracker writes.
+
+    Returns:
+        It. Accumulation, data and loss scaling stay with the loop, which is why none is set here.
+
+    Raises:
+        InputError: The launcher started fewer processes, or another kind of distribution, than its
+            flags or configuration say: what `accelerate launch --cpu --num_processes 2` does.
+    """
+    environment = os.environ
+    # Accelerate's single-process launcher sets an address only when several processes were asked for
+    alone = "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment
+    if alone:
+        raise InputError(
+            "launch must start the processes that were asked for, got 1 process for several; "
+            "start them with `torchrun --nproc_per_node N train/pretrain.py ...`"
+        )
+    accelerator = Accelerator(log_with=tracker, project_dir=folder)
+    wanted = int(environment.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != wanted:
+        raise InputError(
+            f"launch must join all {wanted} processes, got a world of {accelerator.num_processes}; "
+            "check num_processes and num_machines in the accelerate configuration"
+        )
+    sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    if sharded and accelerator.distributed_type != DistributedType.FSDP:
+        raise InputError(
+            f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; FSDP needs "
+            "several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
+        )
+    return accelerator

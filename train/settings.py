@@ -1,0 +1,223 @@
+"""Every knob of pretraining, and the one way from YAML and flags to settings.
+
+Defaults stand here and nowhere else. A YAML under configs/ lists what an experiment decides; several
+`--config` files are merged, later ones win, flags win over all (`--optim.learning_rate 1e-4`).
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jsonargparse
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+SettingsT = TypeVar("SettingsT")
+
+
+class InputError(ValueError):
+    """What a user gave cannot be used: said in one line (key, rule, found, remedy), exit code 2."""
+
+
+def require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
+    """Refuse a value in one line.
+
+    Raises:
+        InputError: `holds` is false.
+    """
+    if not holds:
+        raise InputError(f"{key} {rule}, got {found}; {remedy}")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The encoder that is trained."""
+
+    type: str = "roformer"
+    """transformers' model type: roformer, bert, or any other with a masked-LM head."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of that type's configuration class; the vocabulary size comes from the tokenizer."""
+    init: str | None = None
+    """Folder or hub id to continue from instead of random weights; BERT's fit a RoFormer."""
+    attention: str = "sdpa"
+    """Attention kernel by transformers' name: eager (fastest on CPU in bf16) or sdpa."""
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """The text, and how it becomes sequences."""
+
+    train: str | list[str] = "embedded"
+    """Folders, globs or files of parquet, jsonl or txt; a hub data set; or `embedded`, the
+    documentation installed on this machine."""
+    validation: str | list[str] = "embedded"
+    """Held-out text, given in the same ways."""
+    text_column: str = "text"
+    """Column of parquet and jsonl that holds the text."""
+    tokenizer: str = "runs/vocabulary"
+    """Folder, hub id or vocab.txt of the tokenizer."""
+    vocabulary_size: int | None = 8192
+    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet."""
+    length: int = 128
+    """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut into several."""
+    mask_rate: float = 0.15
+    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay."""
+    cache: str = "runs/tokens"
+    """Folder where tokenised text is kept and found again."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.length >= 8,
+            "corpus.length",
+            "must be at least 8",
+            self.length,
+            "128 and 512 are usual",
+        )
+        require(
+            0 < self.mask_rate < 1,
+            "corpus.mask_rate",
+            "must lie between 0 and 1",
+            self.mask_rate,
+            "BERT and the paper use 0.15",
+        )
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """How the weights move."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate, reached after `warmup_steps`."""
+    schedule: str = "linear"
+    """transformers' schedule by name: linear, cosine, constant_with_warmup, ..."""
+    warmup_steps: int = 100
+    """Optimiser steps over which the rate rises from 0 to its peak."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's decay of the first and second moment."""
+    epsilon: float = 1e-6
+    """AdamW's addition to the denominator."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; biases and LayerNorms are exempt."""
+    clip_norm: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    batch_size: int = 32
+    """Sequences an optimiser step, over all processes and accumulated micro-batches."""
+    micro_batch: int = 32
+    """Sequences a process takes at once; the rest of its share is accumulated."""
+    steps: int | None = None
+    """Optimiser steps; give this or `tokens`."""
+    tokens: int | None = None
+    """Training tokens, turned into steps by the corpus's mean sequence; give this or `steps`."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "epsilon", "clip_norm", "batch_size", "micro_batch"):
+            value = getattr(self, name)
+            require(
+                value > 0,
+                f"optim.{name}",
+                "must be positive",
+                value,
+                "leave it out for the default",
+            )
+        for name in ("warmup_steps", "weight_decay"):
+            value = getattr(self, name)
+            require(value >= 0, f"optim.{name}", "must not be negative", value, "0 turns it off")
+        both = f"steps={self.steps}, tokens={self.tokens}"
+        given = (self.steps is None) != (self.tokens is None)
+        require(given, "optim", "needs exactly one of steps and tokens", both, "set one of the two")
+        budget = self.steps if self.steps is not None else self.tokens
+        assert budget is not None
+        require(budget > 0, "optim", "needs a positive number of steps or tokens", both, "raise it")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where a run lives and how often it reports."""
+
+    name: str = "demo-roformer"
+    """Folder of the run under `folder`; starting the same name again resumes it."""
+    folder: str = "runs"
+    """Parent of all runs."""
+    seed: int = 0
+    """Decides initial weights, order, masks and dropout, each as a pure function."""
+    log_every: int = 20
+    """Optimiser steps between two lines of log.jsonl."""
+    validate_every: int = 200
+    """Optimiser steps between two evaluations on the held-out text."""
+    validation_sequences: int = 2048
+    """Most held-out sequences an evaluation reads."""
+    save_every: int = 500
+    """Optimiser steps between two checkpoints."""
+    keep: int = 2
+    """Checkpoints kept; an older one goes only after a newer one is complete."""
+    tracker: str | None = "tensorboard"
+    """Accelerate tracker by name beside log.jsonl, or null."""
+
+    def __post_init__(self) -> None:
+        names = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
+        for name in names:
+            value = getattr(self, name)
+            require(
+                value >= 1,
+                f"run.{name}",
+                "must be at least 1",
+                value,
+                "leave it out for the default",
+            )
+        usable = bool(self.name) and self.name not in (".", "..") and "/" not in self.name
+        require(
+            usable,
+            "run.name",
+            "must be a plain folder name",
+            repr(self.name),
+            "put the path in run.folder",
+        )
+        require(self.seed >= 0, "run.seed", "must not be negative", self.seed, "use 0, 1, 2, ...")
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """Pretrain an encoder with masked language modelling."""
+
+    optim: OptimSettings
+    model: ModelSettings = field(default_factory=ModelSettings)
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+
+class _OneLineParser(jsonargparse.ArgumentParser):
+    """A parser whose complaints are exceptions of one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        line = " ".join(message.split()).removeprefix("Parser key ")
+        typed = (
+            line.removeprefix("unrecognized arguments: ").split(" ")[0].lstrip("-").split("=")[0]
+        )
+        known = difflib.get_close_matches(typed, self.get_defaults().as_flat().__dict__, n=1)
+        hint = f"did you mean {known[0]}?" if known and known[0] != typed else "see --help"
+        raise InputError(f"{line}; {hint}") from ex
+
+
+def parse(
+    settings: type[SettingsT], argv: Sequence[str] | None = None, default_config: str | None = None
+) -> SettingsT:
+    """YAML files and flags to settings.
+
+    Args:
+        settings: The frozen dataclass to fill.
+        argv: Flags; None means the command line's.
+        default_config: YAML read when no `--config` is given.
+
+    Returns:
+        An instance of `settings`.
+
+    Raises:
+        InputError: A key, type or value is wrong; the message is one line.
+    """
+    from sys import argv as command_line
+
+    flags = list(command_line[1:] if argv is None else argv)
+    if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
+        flags = ["--config", default_config, *flags]
+    return jsonargparse.auto_cli(settings, args=flags, parser_class=_OneLineParser)

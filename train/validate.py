@@ -1,0 +1,120 @@
+"""Masked-LM loss of any saved model on held-out text, at any length.
+
+    python -m train.validate --model runs/NAME/model --corpus.validation TEXT --length 512
+
+Masks are fixed: 15 %, the same for every model and every evaluation, so that losses compare.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import nn
+
+import roformer
+from train import vocabulary
+from train.corpus import tokenise
+from train.initialise import build, model_config
+from train.launch import run_command, start_accelerator
+from train.objective import MaskedLanguageModel
+from train.packing import Sequences, SpecialTokens, examples
+from train.settings import CorpusSettings, InputError, ModelSettings, require
+
+MASK_RATE = 0.15
+MASK_SEED = 0
+
+
+@dataclass(frozen=True)
+class ValidateSettings:
+    """Measure the masked-LM loss of a saved model."""
+
+    model: str
+    """Folder or hub id of the model and its tokenizer."""
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    length: int | None = None
+    """Sequence length; None means `corpus.length`."""
+    sequences: int | None = None
+    """Most sequences to read; None means all."""
+    batch: int = 32
+    """Sequences a forward pass, in each process."""
+    attention: str = "sdpa"
+    """Attention kernel by transformers' name."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    sequences: Sequences,
+    special: SpecialTokens,
+    accelerator: Accelerator,
+    batch: int = 32,
+    limit: int | None = None,
+) -> dict[str, float]:
+    """Loss and accuracy per predicted token, exact over processes.
+
+    Args:
+        model: A `MaskedLanguageModel`, prepared by Accelerate.
+        sequences: Held-out text.
+        special: The tokenizer's ids.
+        accelerator: Shares the batches out and adds the sums up.
+        batch: Sequences a forward pass.
+        limit: Most sequences to read, from the start of the text.
+
+    Returns:
+        validation_loss in nats, validation_accuracy in [0, 1], validation_tokens predicted.
+    """
+    number = len(sequences) if limit is None else min(limit, len(sequences))
+    index = np.arange(number)
+    by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
+    batches = [by_length[i : i + batch] for i in range(0, number, batch)]
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    was_training = model.training
+    model.eval()
+    for rows in batches[accelerator.process_index :: accelerator.num_processes]:
+        tensors = examples(sequences, rows, np.zeros_like(rows), special, MASK_RATE, MASK_SEED)
+        loss, right = model(**{k: v.to(accelerator.device) for k, v in tensors.items()})
+        sums += torch.stack(
+            [loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double()]
+        )
+    model.train(was_training)
+    loss, right, predicted = accelerator.reduce(sums).tolist()
+    require(predicted > 0, "corpus.validation", "must hold a token to predict", 0, "give more text")
+    return {
+        "validation_loss": loss / predicted,
+        "validation_accuracy": right / predicted,
+        "validation_tokens": int(predicted),
+    }
+
+
+def main(settings: ValidateSettings) -> dict[str, float]:
+    """Load, measure, print one line of JSON."""
+    roformer.use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
+    accelerator = start_accelerator()
+    length = settings.length or settings.corpus.length
+    tokenizer = vocabulary.load(settings.model)
+    try:
+        kind = transformers.AutoConfig.from_pretrained(settings.model).model_type
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model must be a folder or hub id, got {settings.model!r}; check it"
+        ) from error
+    wanted = ModelSettings(type=kind, init=settings.model, attention=settings.attention)
+    model = build(wanted, model_config(wanted, tokenizer, length), seed=0)
+    with accelerator.local_main_process_first():
+        store = tokenise(settings.corpus, "validation", tokenizer)
+    objective = accelerator.prepare_model(MaskedLanguageModel(model), evaluation_mode=True)
+    sequences, special = Sequences(store, length), SpecialTokens.of(tokenizer)
+    scores = evaluate(
+        objective, sequences, special, accelerator, settings.batch, settings.sequences
+    )
+    if accelerator.is_main_process:
+        print(json.dumps({"model": settings.model, "length": length} | scores))
+    return scores
+
+
+if __name__ == "__main__":
+    run_command(main, ValidateSettings)
