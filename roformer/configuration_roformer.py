@@ -75,13 +75,10 @@ class RoFormerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
-        sizes = ("vocab_size", "embedding_size", "hidden_size", "num_hidden_layers")
-        sizes += (
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "type_vocab_size",
-        )
+        sizes = (
+            "vocab_size", "embedding_size", "hidden_size", "num_hidden_layers",
+            "num_attention_heads", "intermediate_size", "max_position_embeddings", "type_vocab_size",
+        )  # fmt: skip
         for name in sizes:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
@@ -91,7 +88,7 @@ class RoFormerConfig(PreTrainedConfig):
         _require(
             E % (2 * H) == 0,
             "hidden_size",
-            f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that every head holds pairs to rotate",
+            f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that heads hold pairs",
             E,
         )
         pad = self.pad_token_id

@@ -27,12 +27,16 @@ from .rotary import inverse_frequencies, rotate, rotation_table
 Rotation: TypeAlias = tuple[Tensor, Tensor]  # cos, sin: [L, D/2] or [B, L, D/2], float32
 
 
+def _embedding_width(config: RoFormerConfig) -> int:
+    return config.embedding_size or config.hidden_size
+
+
 class RoFormerEmbeddings(nn.Module):
     """Word and token-type embeddings, normalised; no positions: they enter in the attention."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        width = config.embedding_size
+        width = _embedding_width(config)
         self.word_embeddings = nn.Embedding(
             config.vocab_size, width, padding_idx=config.pad_token_id
         )
@@ -55,7 +59,7 @@ class RoFormerEmbeddings(nn.Module):
 
 
 class RoFormerSelfAttention(nn.Module):
-    """Multi-head attention whose scores depend on positions m and n through m - n only (equation 16)."""
+    """Multi-head attention whose scores know positions m and n by m - n only (equation 16)."""
 
     def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -171,9 +175,9 @@ class RoFormerPredictionHeadTransform(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        self.dense = nn.Linear(config.hidden_size, _embedding_width(config))
         self.transform_act_fn = ACT2FN[config.hidden_act]
-        self.LayerNorm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
+        self.LayerNorm = nn.LayerNorm(_embedding_width(config), eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., E] to [..., embedding_size]."""
@@ -186,7 +190,7 @@ class RoFormerLMPredictionHead(nn.Module):
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         self.transform = RoFormerPredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
+        self.decoder = nn.Linear(_embedding_width(config), config.vocab_size)
         # stock saves the bias under this second name; it is tied to the decoder's own
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
@@ -242,11 +246,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         super().__init__(config)
         if config.is_decoder or config.add_cross_attention:
             raise ValueError(
-                "is_decoder and add_cross_attention must be False, got True; this version is an encoder"
+                "is_decoder and add_cross_attention must be False, got True; use an encoder"
             )
         self.embeddings = RoFormerEmbeddings(config)
         if config.embedding_size != config.hidden_size:
-            self.embeddings_project = nn.Linear(config.embedding_size, config.hidden_size)
+            self.embeddings_project = nn.Linear(_embedding_width(config), config.hidden_size)
         self.encoder = RoFormerEncoder(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -285,7 +289,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             input_ids: [B, L] token ids.
             attention_mask: [B, L], 1 for a token and 0 for padding; or [B, 1, L, L] ready-made.
             token_type_ids: [B, L] segments; None means all 0.
-            position_ids: [L] or [B, L] positions in any order and with any start; None counts from 0.
+            position_ids: [L] or [B, L] positions, any order and start; None counts from 0.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             **kwargs: transformers' `output_hidden_states`, `output_attentions`, `return_dict`.
 

@@ -3,7 +3,8 @@
     runs/<name>/settings.yaml        the settings the run was started with
                 environment.json     versions, machine, commit
                 log.jsonl            one line an interval, one an evaluation
-                checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json, manifest.json
+                checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json,
+                                     manifest.json (a hash of each)
                 model/               the finished model and tokenizer, for from_pretrained
 
 A checkpoint is written beside its place, flushed, and renamed: it is there whole or not at all. It
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
 
 
@@ -49,10 +51,10 @@ def save(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    save_file(weights, unfinished / "weights.safetensors")
-    save_file(_moments(optimizer), unfinished / "optimizer.safetensors")
-    (unfinished / "state.json").write_text(json.dumps({"step": step} | state))
-    hashes = {path.name: _sha256(path) for path in sorted(unfinished.iterdir())}
+    save_file(weights, unfinished / FILES[0])
+    save_file(_moments(optimizer), unfinished / FILES[1])
+    (unfinished / FILES[2]).write_text(json.dumps({"step": step} | state))
+    hashes = {name: _sha256(unfinished / name) for name in FILES}
     (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2))
     for path in [*unfinished.iterdir(), unfinished]:
         _flush(path)
@@ -64,7 +66,7 @@ def save(
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and a line for each newer one that is damaged."""
-    complaints = []
+    complaints: list[str] = []
     for path in sorted((folder / "checkpoints").glob("step-*[0-9]"), reverse=True):
         damage = _damage(path)
         if damage is None:
@@ -76,8 +78,8 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 def _damage(path: Path) -> str | None:
     try:
         hashes = json.loads((path / MANIFEST).read_text())
-        for name, expected in hashes.items():
-            if _sha256(path / name) != expected:
+        for name in FILES:
+            if _sha256(path / name) != hashes.get(name):
                 return f"{name} is not what was saved"
     except (OSError, ValueError, AttributeError) as error:
         return f"{MANIFEST}: {error}"
@@ -94,8 +96,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         ValueError: It belongs to another model.
     """
     try:
-        weights = load_file(path / "weights.safetensors")
-        moments = load_file(path / "optimizer.safetensors")
+        weights = load_file(path / FILES[0])
+        moments = load_file(path / FILES[1])
     except SafetensorError as error:
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     parameters = dict(model.named_parameters())
@@ -107,7 +109,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     described = optimizer.state_dict()
     described["state"] = _state_of(moments)
     optimizer.load_state_dict(described)
-    return json.loads((path / "state.json").read_text())
+    return json.loads((path / FILES[2]).read_text())
 
 
 def retain(folder: Path, keep: int) -> None:

@@ -3,7 +3,7 @@
 A store is a folder named by the hash of everything that decides its bytes (sources, tokenizer,
 format), so a change of any makes another folder and nothing stale can be read:
 
-    <cache>/<hash>/tokens.bin      ids of all documents in a row, no special tokens, uint16 or uint32
+    <cache>/<hash>/tokens.bin      ids of all documents in a row, uint16 or uint32; no [CLS]
                    documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
                    manifest.json   what it was made from, counts
 """

@@ -24,7 +24,7 @@ def bits(*names: ArrayLike) -> Bits:
 
 def uniform(*names: ArrayLike) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, named as in `bits`."""
-    return (bits(*names) >> np.uint64(11)) * 2.0**-53
+    return (bits(*names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permuted(index: ArrayLike, size: int, *names: int) -> NDArray[np.int64]:

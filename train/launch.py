@@ -50,7 +50,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             flags or configuration say: what `accelerate launch --cpu --num_processes 2` does.
     """
     environment = os.environ
-    # Accelerate's single-process launcher sets an address only when several processes were asked for
+    # Accelerate's single-process launcher sets an address only when several were asked for
     alone = "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment
     if alone:
         raise InputError(
@@ -67,7 +67,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if sharded and accelerator.distributed_type != DistributedType.FSDP:
         raise InputError(
-            f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; FSDP needs "
-            "several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
+            f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
+            "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
     return accelerator

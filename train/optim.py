@@ -10,7 +10,7 @@ from train.settings import InputError
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameters in two groups: matrices decay; biases, LayerNorm gains and other vectors do not."""
+    """Parameters in two groups: matrices decay; biases and LayerNorm gains do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},

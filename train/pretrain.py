@@ -29,7 +29,7 @@ from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
 from train.optim import adamw, rate_factor, set_rate
 from train.packing import Sequences, SpecialTokens, Steps
-from train.settings import InputError, PretrainSettings
+from train.settings import PretrainSettings, require
 from train.validate import evaluate
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
@@ -93,7 +93,7 @@ def train(
     state = resume(folder, objective, optimizer, accelerator)
     model, optimizer = accelerator.prepare(objective, optimizer)
     journal = Journal(accelerator, folder, state, total)
-    loader = DataLoader(steps, batch_size=None, sampler=range(state["step"], total))  # type: ignore[arg-type]
+    loader = DataLoader(steps, batch_size=None, sampler=range(state["step"], total))
     for step, micro_batches in enumerate(loader, start=state["step"]):
         torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
         set_rate(optimizer, optim.learning_rate * rate(step + 1))
@@ -128,7 +128,7 @@ def train(
 def prepare_data(
     settings: PretrainSettings, accelerator: Accelerator
 ) -> tuple[PreTrainedTokenizerBase, tuple[TokenStore, TokenStore]]:
-    """Tokenizer, and the training and held-out text as token ids; one process a machine does the work."""
+    """Tokenizer, and training and held-out text as ids; one process a machine does the work."""
     corpus = settings.corpus
     with accelerator.local_main_process_first():
         vocabulary.learn_if_missing(corpus)
@@ -230,13 +230,10 @@ def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
     before, now = yaml.safe_load(file.read_text()), as_dict(settings)
     for section, values in now.items():
         for key, value in values.items():
-            if section == "run" and key in REPORTING:
-                continue
-            if before.get(section, {}).get(key) != value:
-                raise InputError(
-                    f"{section}.{key} must stay {before.get(section, {}).get(key)!r} for the run in "
-                    f"{folder}, got {value!r}; choose another run.name"
-                )
+            begun = before.get(section, {}).get(key)
+            if begun != value and not (section == "run" and key in REPORTING):
+                rule = f"must stay {begun!r} for the run in {folder}"
+                require(False, f"{section}.{key}", rule, repr(value), "choose another run.name")
 
 
 def write_header(folder: Path, settings: PretrainSettings, accelerator: Accelerator) -> None:

@@ -1,7 +1,7 @@
 """Every knob of pretraining, and the one way from YAML and flags to settings.
 
-Defaults stand here and nowhere else. A YAML under configs/ lists what an experiment decides; several
-`--config` files are merged, later ones win, flags win over all (`--optim.learning_rate 1e-4`).
+Defaults stand here and nowhere else. A YAML under configs/ lists what an experiment decides;
+several `--config` files are merged, later ones win, flags win over all (`--optim.steps 100`).
 """
 
 import difflib
@@ -60,7 +60,7 @@ class CorpusSettings:
     vocabulary_size: int | None = 8192
     """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet."""
     length: int = 128
-    """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut into several."""
+    """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
     mask_rate: float = 0.15
     """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay."""
     cache: str = "runs/tokens"
@@ -220,4 +220,6 @@ def parse(
     flags = list(command_line[1:] if argv is None else argv)
     if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config", default_config, *flags]
-    return jsonargparse.auto_cli(settings, args=flags, parser_class=_OneLineParser)
+    return jsonargparse.auto_cli(
+        settings, args=flags, parser_class=_OneLineParser, as_positional=False
+    )

@@ -2,13 +2,13 @@
 
     python -m train.vocabulary --corpus.train TEXT --corpus.tokenizer FOLDER
 
-The trainer numbers its pieces differently from run to run; here they are numbered canonically, so
-the same text gives the same bytes.
+The same text gives the same bytes, in every process and on every machine.
 """
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 from train.corpus import documents
 from train.launch import run_command
 from train.settings import CorpusSettings, InputError, require
+
+ALPHABET = 1000
+"""Most characters that get pieces of their own, as in bert-base-uncased."""
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -29,22 +32,37 @@ class VocabularySettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
 
-def learn(texts: Iterator[str], size: int) -> list[str]:
+def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     """The pieces of a lower-cased WordPiece vocabulary, in canonical order.
 
+    The trainer breaks ties between equally frequent pairs by their numbers, and numbers pieces as
+    its hash map happens to hand them out. Given the alphabet and its continuations in sorted order
+    beforehand, it has no choice left, and the same text gives the same pieces.
+
     Args:
-        texts: Documents.
+        texts: Called for each of the two passes over the documents.
         size: Most pieces, special tokens included.
 
     Returns:
         Special tokens, then whole-word beginnings, then continuations (##), each sorted.
     """
-    trainer = BertWordPieceTokenizer(lowercase=True)
-    trainer.train_from_iterator(
-        texts, vocab_size=size, min_frequency=2, limit_alphabet=1000, special_tokens=list(SPECIAL),
-        show_progress=True,
-    )  # fmt: skip
-    pieces = set(trainer.get_vocab()) - set(SPECIAL)
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    normalise = tokenizer.normalizer.normalize_str
+    counts: Counter[str] = Counter()
+    for text in texts():
+        counts.update(normalise(text))
+    frequent = sorted(counts, key=lambda c: (-counts[c], c))
+    alphabet = sorted(c for c in frequent[:ALPHABET] if not c.isspace())
+    continuations = [f"##{c}" for c in alphabet]
+    tokenizer.train_from_iterator(
+        texts(),
+        vocab_size=size,
+        min_frequency=2,
+        limit_alphabet=ALPHABET,
+        initial_alphabet=alphabet,
+        special_tokens=[*SPECIAL, *alphabet, *continuations],
+    )
+    pieces = set(tokenizer.get_vocab()) - set(SPECIAL)
     return [*SPECIAL, *sorted(pieces, key=lambda piece: (piece.startswith("##"), piece))]
 
 
@@ -75,7 +93,7 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
         "8192 is small",
     )
     save(
-        learn(documents(corpus, "train"), corpus.vocabulary_size),
+        learn(lambda: documents(corpus, "train"), corpus.vocabulary_size),
         corpus.tokenizer,
         corpus.length,
     )

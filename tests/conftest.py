@@ -1,0 +1,114 @@
+"""A tiny language, its tokenizer, and tiny models: what most tests stand on."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import roformer
+from train import vocabulary
+
+ROOT = Path(__file__).parent.parent
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(2)
+
+SUBJECTS = ("the cat", "a dog", "the old king", "my sister", "the red bird")
+VERBS = ("sees", "likes", "follows", "hears", "finds")
+OBJECTS = ("the moon", "a river", "the small house", "her friend", "the song")
+
+TINY_MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def sentences(number: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    parts = (SUBJECTS, VERBS, OBJECTS)
+    return [" ".join(draw.choice(part) for part in parts) + " ." for _ in range(number)]
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train.jsonl and validation.jsonl: documents of 1 to 12 sentences each."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for part, number, seed in (("train", 300, 1), ("validation", 40, 2)):
+        draw = random.Random(seed)
+        texts = [" ".join(sentences(draw.randint(1, 12), seed * 1000 + i)) for i in range(number)]
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{part}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = sorted({w for s in sentences(400, 3) for w in s.split()})
+    folder = tmp_path_factory.mktemp("tokenizer") / "tiny"
+    vocabulary.save([*vocabulary.SPECIAL, *words], folder, 64)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> transformers.PreTrainedTokenizerBase:
+    return vocabulary.load(str(tokenizer_folder))
+
+
+@pytest.fixture
+def config() -> roformer.RoFormerConfig:
+    return roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+
+
+@pytest.fixture
+def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) -> list[str]:
+    """Flags of a tiny pretraining run of 12 steps in `tmp_path`."""
+    flags = {
+        "model.config": json.dumps(TINY_MODEL),
+        "corpus.train": corpus_folder / "train.jsonl",
+        "corpus.validation": corpus_folder / "validation.jsonl",
+        "corpus.tokenizer": tokenizer_folder,
+        "corpus.length": 32,
+        "corpus.cache": tmp_path / "tokens",
+        "optim.steps": 12,
+        "optim.warmup_steps": 2,
+        "optim.batch_size": 16,
+        "optim.micro_batch": 16,
+        "run.name": "tiny",
+        "run.folder": tmp_path / "runs",
+        "run.log_every": 1,
+        "run.validate_every": 6,
+        "run.save_every": 4,
+        "run.tracker": "null",
+    }
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the project as its user would, from the root."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def log_rows(run: Path, key: str = "loss") -> dict[int, float]:
+    """step -> value of the rows of log.jsonl that hold the key."""
+    rows = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return {row["step"]: row[key] for row in rows if key in row}

@@ -1,0 +1,120 @@
+"""Checkpoints: exact, atomic, and distrustful of what lies on the disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train import checkpoint
+
+
+def trained(steps: int = 3):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        move(model, optimizer)
+    return model, optimizer
+
+
+def move(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
+    model, optimizer = trained()
+    checkpoint.save(tmp_path, 3, model, optimizer, {"tokens": 7})
+    move(model, optimizer)
+    other, other_optimizer = trained(steps=0)
+    path, complaints = checkpoint.newest(tmp_path)
+    state = checkpoint.load(path, other, other_optimizer)
+    assert (state, complaints) == ({"step": 3, "tokens": 7}, [])
+    move(other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["bit", "truncated", "deleted"])
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(tmp_path, name, damage):
+    for step in (3, 6):
+        checkpoint.save(tmp_path, step, *trained(step), {})
+    file = tmp_path / "checkpoints" / "step-00000006" / name
+    content = bytearray(file.read_bytes())
+    if damage == "deleted":
+        file.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
+    path, complaints = checkpoint.newest(tmp_path)
+    assert path.name == "step-00000003"
+    assert len(complaints) == 1
+    assert "step-00000006 is damaged" in complaints[0]
+    assert name in complaints[0] or name == "manifest.json"
+
+
+def test_a_folder_without_checkpoint_has_none(tmp_path):
+    assert checkpoint.newest(tmp_path) == (None, [])
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    path, complaints = checkpoint.newest(tmp_path)
+    assert path is None
+    assert len(complaints) == 1
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    assert checkpoint.newest(tmp_path)[0] is None
+
+
+def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, *trained(1), {})
+    (tmp_path / "checkpoints" / "step-00000009.tmp").mkdir()
+    checkpoint.retain(tmp_path, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+
+
+def test_tied_weights_are_saved_once(tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    path = checkpoint.save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {})
+    assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *trained(1), {})
+    other = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
+
+
+def test_a_kill_inside_a_save_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    """A process that saves without pause is killed; what it leaves must always be complete."""
+    code = f"""
+import pathlib, torch
+from train import checkpoint
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 10**6):
+    checkpoint.save(pathlib.Path({str(tmp_path)!r}), step, model, optimizer, {{}})
+    checkpoint.retain(pathlib.Path({str(tmp_path)!r}), 2)
+    print(step, flush=True)
+"""
+    victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    while int(victim.stdout.readline()) < 3:
+        pass
+    time.sleep(0.05 * (os.getpid() % 7) / 7)
+    victim.send_signal(signal.SIGKILL)
+    last = [3, *map(int, victim.stdout.read().split())][-1]
+    victim.wait()
+    victim.stdout.close()
+    path, _ = checkpoint.newest(tmp_path)
+    assert json.loads((path / "state.json").read_text())["step"] >= last

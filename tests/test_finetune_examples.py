@@ -1,0 +1,168 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from tiny_glue import sentences, tiny_tokenizer, write_split, write_stsb
+from transformers import BertConfig
+
+import roformer
+from finetune.examples import epoch_batches, load_examples, require_fit
+from finetune.tasks import TASKS
+from train.settings import InputError
+
+
+def load(folder, task="sst2", split="train", length=32):
+    return load_examples(TASKS[task], split, str(folder), tiny_tokenizer(), length)
+
+
+def lengths(rows=1037):
+    return np.random.default_rng(0).geometric(0.04, rows).clip(3, 128)
+
+
+def test_every_example_comes_once_an_epoch_and_the_last_batch_is_kept():
+    batches = list(epoch_batches(lengths(), 8, seed=3, epoch=1))
+    assert sorted(np.concatenate(batches)) == list(range(1037))
+    assert sorted({len(rows) for rows in batches}) == [1037 % 8, 8]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        return np.concatenate(list(epoch_batches(lengths(), 8, seed, epoch))).tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(*name)) for name in ((0, 0), (0, 1), (1, 0))}) == 3
+
+
+def test_buckets_leave_little_padding_and_batches_are_shuffled():
+    sizes = lengths(4000)
+    batches = list(epoch_batches(sizes, 16, seed=0, epoch=0))
+    longest = np.array([sizes[rows].max() for rows in batches])
+    filled = sum(sizes[rows].sum() for rows in batches)
+    assert filled / sum(len(rows) * size for rows, size in zip(batches, longest)) > 0.9
+    # sorted batches would rise all the way through a window
+    assert 0.3 < np.mean(np.diff(longest) > 0) < 0.6
+
+
+def test_one_row_is_an_epoch():
+    assert [rows.tolist() for rows in epoch_batches(np.array([5]), 8, 0, 0)] == [[0]]
+
+
+def test_a_batch_is_what_the_tokenizer_pads(tmp_path):
+    examples = load(write_stsb(tmp_path), "stsb")
+    columns = parquet.read_table(tmp_path / "stsb/train.parquet").to_pydict()
+    rows = np.array([4, 0, 7])
+    texts = [[columns[name][row] for row in rows] for name in ("sentence1", "sentence2")]
+    expected = tiny_tokenizer()(*texts, padding=True, return_tensors="pt")
+    batch = examples.batch(rows)
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels", "token_type_ids"]
+    assert all(batch[name].equal(expected[name]) for name in expected)
+    assert batch["labels"].tolist() == [columns["label"][row] for row in rows]
+
+
+def test_long_pairs_are_cut_to_the_length(tmp_path):
+    assert load(write_stsb(tmp_path), "stsb", length=9).lengths.max() == 9
+
+
+def test_the_three_file_types_hold_the_same_examples(tmp_path):
+    texts, labels = sentences(5, 0)
+    texts[:3] = ['he said "no', "2020-01-01", "null"]
+    tsv = tmp_path / "tsv" / "sst2" / "train.tsv"
+    jsonl = tmp_path / "jsonl" / "sst2" / "train.jsonl"
+    for file in (tsv, jsonl):
+        file.parent.mkdir(parents=True)
+    rows = list(zip(texts, labels))
+    tsv.write_text("sentence\tlabel\n" + "".join(f"{a}\t{b}\n" for a, b in rows))
+    quoted = [(a.replace('"', '\\"'), b) for a, b in rows]
+    jsonl.write_text("".join(f'{{"sentence": "{a}", "label": {b}}}\n' for a, b in quoted))
+    write_split(tmp_path / "parquet", "sst2", "train", {"sentence": texts, "label": labels})
+    first, *others = (load(tmp_path / kind) for kind in ("parquet", "tsv", "jsonl"))
+    assert all(other.inputs == first.inputs for other in others)
+    assert all(other.labels.tolist() == labels for other in others)
+
+
+GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"text": ["good"], "label": [1]}, ["columns sentence, label", "got text, label"]),
+        ({**GOOD, "label": [1, 2]}, ["label of sst2/train", "0 to 1", "got 2 in row 1"]),
+        ({**GOOD, "label": [0.5, 1.0]}, ["label", "0.5 in row 0"]),
+        ({**GOOD, "label": ["yes", "no"]}, ["label", "'yes'"]),
+        ({**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
+        ({**GOOD, "sentence": ["good", None]}, ["column sentence", "None in row 1"]),
+        ({"sentence": [], "label": []}, ["at least one row"]),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, columns, words):
+    write_split(tmp_path, "sst2", "train", columns)
+    refused(words, lambda: load(tmp_path))
+
+
+def test_values_outside_the_scale_are_refused(tmp_path):
+    columns = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
+    write_split(tmp_path, "stsb", "train", columns)
+    refused(["label of stsb/train", "0 to 5", "5.5"], lambda: load(tmp_path, "stsb"))
+
+
+def test_missing_files_are_refused_in_one_line(tmp_path):
+    refused(["glue_dir", "a folder sst2", "check the path"], lambda: load(tmp_path / "nowhere"))
+    write_split(tmp_path, "sst2", "train", GOOD)
+    refused(["sst2/validation", "got train.parquet"], lambda: load(tmp_path, split="validation"))
+
+
+def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.parquet").write_text("no parquet")
+    refused(["train.parquet", "readable"], lambda: load(tmp_path))
+
+
+def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("finetune.examples.HUB_DATA", "nobody/has-this")
+    call = lambda: load_examples(TASKS["rte"], "train", None, tiny_tokenizer(), 32)  # noqa: E731
+    refused(["glue_dir", "got null", "--glue_dir FOLDER"], call)
+
+
+def test_a_length_over_the_table_is_refused_unless_there_is_none():
+    bert = BertConfig(max_position_embeddings=64, vocab_size=100)
+    refused(["length", "64 positions", "got 65"], lambda: require_fit(bert, tiny_tokenizer(), 65))
+    require_fit(bert, tiny_tokenizer(), 64)
+    ours = roformer.RoFormerConfig(max_position_embeddings=64, vocab_size=100)
+    require_fit(ours, tiny_tokenizer(), 65)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused():
+    small = SimpleNamespace(vocab_size=16)
+    refused(["tokenizer", "16 entries", "got 17"], lambda: require_fit(small, tiny_tokenizer(), 8))
+
+
+def refused(words, call):
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli", "ax"])
+def test_real_glue_has_the_official_rows(task):
+    folder = Path(os.environ["ROFORMER_DATA"]) / "glue" / task
+    splits = TASKS[task].splits
+    found = {split: parquet.read_metadata(folder / f"{split}.parquet").num_rows for split in splits}
+    assert found == splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
+def test_real_reduced_tasks_are_labelled_so(task):
+    folder = Path(os.environ["ROFORMER_DATA"]) / "glue_reduced"
+    row = TASKS[task]
+    rows = {s: len(load(folder, task, s)) for s in ("train", *row.validations)}
+    assert row.label(rows) == f"{task} (9k)"
+    assert not row.is_official(rows)

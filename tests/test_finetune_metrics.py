@@ -1,0 +1,67 @@
+import warnings
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn import metrics as sk
+
+from finetune.metrics import GlueMetric
+from finetune.tasks import TASKS
+
+draw = np.random.default_rng(7)
+CLASSES = draw.integers(0, 2, 200), draw.integers(0, 2, 200)
+VALUES = draw.uniform(0, 5, 200), draw.normal(size=200)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS.values() if task.labels])
+def test_class_metrics_equal_scikit_learn(task):
+    truth, guess = (draw.integers(0, len(task.labels), 200) for _ in range(2))
+    expected = {
+        "matthews": lambda: sk.matthews_corrcoef(truth, guess),
+        "accuracy": lambda: sk.accuracy_score(truth, guess),
+        "f1": lambda: sk.f1_score(truth, guess),
+    }
+    result = GlueMetric(task.name).compute(predictions=guess, references=truth)
+    assert list(result) == list(task.metrics)
+    assert result == pytest.approx({name: expected[name]() for name in task.metrics}, abs=1e-12)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS.values() if not task.labels])
+def test_correlations_equal_scipy(task):
+    truth, guess = VALUES
+    result = GlueMetric(task.name).compute(predictions=guess, references=truth)
+    assert result == pytest.approx(
+        {
+            "pearson": stats.pearsonr(truth, guess).statistic,
+            "spearman": stats.spearmanr(truth, guess).statistic,
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize("constant", [0, 1])
+def test_a_model_that_says_one_class_has_no_correlation_and_no_warning(constant):
+    truth, _ = CLASSES
+    guess = np.full(len(truth), constant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GlueMetric("cola").compute(predictions=guess, references=truth) == {"matthews": 0.0}
+        pair = GlueMetric("mrpc").compute(predictions=guess, references=truth)
+    assert pair["accuracy"] == np.mean(truth == constant)
+    assert pair["f1"] == (pytest.approx(sk.f1_score(truth, guess)) if constant else 0.0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-15])
+def test_a_constant_regression_has_no_correlation_and_no_warning(noise):
+    truth, jitter = VALUES
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = GlueMetric("stsb").compute(predictions=2.5 + noise * jitter, references=truth)
+    assert result == {"pearson": 0.0, "spearman": 0.0}
+
+
+def test_a_metric_can_be_used_twice():
+    metric = GlueMetric("sst2")
+    first = metric.compute(predictions=[1, 1], references=[1, 0])
+    second = metric.compute(predictions=[1, 1, 1], references=[1, 1, 1])
+    assert (first["accuracy"], second["accuracy"]) == (0.5, 1.0)

@@ -1,0 +1,51 @@
+"""The learned vocabulary: the same bytes every time, a real BERT tokenizer, picklable."""
+
+import copy
+
+import pytest
+from transformers import AutoTokenizer
+
+from conftest import command
+from train import vocabulary
+from train.settings import CorpusSettings, InputError
+
+
+def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
+    for name in ("a", "b"):
+        done = command(
+            "-m", "train.vocabulary", f"--corpus.train={corpus_folder / 'train.jsonl'}",
+            f"--corpus.tokenizer={tmp_path / name}", "--corpus.vocabulary_size=120",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    for file in ("vocab.txt", "tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    pieces = (tmp_path / "a" / "vocab.txt").read_text().splitlines()
+    assert tuple(pieces[:5]) == vocabulary.SPECIAL
+    assert len(set(pieces)) == len(pieces) <= 120
+    assert any(piece.startswith("##") for piece in pieces)
+
+
+def test_the_saved_tokenizer_is_a_bert_one_for_any_auto_class(tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    pair = tokenizer("The CAT sees", "a dog")
+    assert tokenizer.decode(pair["input_ids"]) == "[CLS] the cat sees [SEP] a dog [SEP]"
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
+    clone = copy.deepcopy(tokenizer)  # by the pickle protocol, as data workers receive it
+    assert clone("the moon")["input_ids"] == tokenizer("the moon")["input_ids"]
+
+
+def test_a_vocab_txt_serves_as_tokenizer(tokenizer_folder, tokenizer):
+    from_file = vocabulary.load(str(tokenizer_folder / "vocab.txt"))
+    assert from_file.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
+    before = (tokenizer_folder / "vocab.txt").stat().st_mtime_ns
+    settings = CorpusSettings(train="/nowhere/x", tokenizer=str(tokenizer_folder))
+    vocabulary.learn_if_missing(settings)
+    assert (tokenizer_folder / "vocab.txt").stat().st_mtime_ns == before
+
+
+def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
+    with pytest.raises(InputError, match="corpus.tokenizer must be a folder, vocab.txt or hub id"):
+        vocabulary.load(str(tmp_path / "none"))
