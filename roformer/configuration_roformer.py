@@ -76,8 +76,8 @@ class RoFormerConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         sizes = (
-            "vocab_size", "embedding_size", "hidden_size", "num_hidden_layers",
-            "num_attention_heads", "intermediate_size", "max_position_embeddings", "type_vocab_size",
+            "vocab_size", "embedding_size", "hidden_size", "intermediate_size", "type_vocab_size",
+            "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
         )  # fmt: skip
         for name in sizes:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))

@@ -1,7 +1,12 @@
 """A tiny language, its tokenizer, and tiny models: what most tests stand on."""
 
-import json
+# ruff: noqa: E402
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import json
 import random
 import subprocess
 import sys
@@ -10,16 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 
 import roformer
 from train import vocabulary
 
 ROOT = Path(__file__).parent.parent
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 
 SUBJECTS = ("the cat", "a dog", "the old king", "my sister", "the red bird")
 VERBS = ("sees", "likes", "follows", "hears", "finds")
@@ -72,26 +76,28 @@ def config() -> roformer.RoFormerConfig:
 
 @pytest.fixture
 def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) -> list[str]:
-    """Flags of a tiny pretraining run of 12 steps in `tmp_path`."""
-    flags = {
-        "model.config": json.dumps(TINY_MODEL),
-        "corpus.train": corpus_folder / "train.jsonl",
-        "corpus.validation": corpus_folder / "validation.jsonl",
-        "corpus.tokenizer": tokenizer_folder,
-        "corpus.length": 32,
-        "corpus.cache": tmp_path / "tokens",
-        "optim.steps": 12,
-        "optim.warmup_steps": 2,
-        "optim.batch_size": 16,
-        "optim.micro_batch": 16,
-        "run.name": "tiny",
-        "run.folder": tmp_path / "runs",
-        "run.log_every": 1,
-        "run.validate_every": 6,
-        "run.save_every": 4,
-        "run.tracker": "null",
+    """The `--config` of a tiny pretraining run of 12 steps in `tmp_path`."""
+    settings = {
+        "model": {"config": TINY_MODEL},
+        "corpus": {
+            "train": str(corpus_folder / "train.jsonl"),
+            "validation": str(corpus_folder / "validation.jsonl"),
+            "tokenizer": str(tokenizer_folder),
+            "length": 32,
+            "cache": str(tmp_path / "tokens"),
+        },
+        "optim": {"steps": 12, "warmup_steps": 2, "batch_size": 16, "micro_batch": 16},
+        "run": {
+            "name": "tiny",
+            "folder": str(tmp_path / "runs"),
+            "log_every": 1,
+            "validate_every": 6,
+            "save_every": 4,
+            "tracker": None,
+        },
     }
-    return [f"--{key}={value}" for key, value in flags.items()]
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return [f"--config={tmp_path / 'tiny.yaml'}"]
 
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

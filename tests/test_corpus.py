@@ -75,7 +75,7 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
     [
         (lambda p: "/nowhere/x", "corpus.train must exist, got '/nowhere/x'; check the path"),
         (lambda p: str(p / "empty"), "corpus.train must hold .*.parquet.* files, got none in"),
-        (lambda p: str(p / "*.parquet"), "corpus.train must match a file, got none for"),
+        (lambda p: str(p / "none-*.parquet"), "corpus.train must match a file, got none for"),
         (
             lambda p: str(p / "t.csv"),
             "corpus.train must be .*.parquet.* files, got .*t.csv; convert",
@@ -125,7 +125,7 @@ def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path,
 def test_docstrings_are_read_without_running_the_file(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
-        '"""Top."""\nraise SystemExit\nclass A:\n    """In A."""\n    def f(self):\n        """In f."""\n'
+        '"""Top."""\nraise SystemExit\nclass A:\n  """In A."""\n  def f(x):\n    """In f."""\n'
     )
     assert list(docstrings.docstrings(file)) == ["Top.", "In A.", "In f."]
     file.write_text('def broken(:\n  """x"""')

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_glue import tiny_model, tiny_tokenizer, write_split, write_sst2, write_stsb
 from transformers import pipeline
 
 from finetune import glue, grid
 from finetune.results import KEY, append_result, read_results
 from finetune.settings import GlueSettings, GridSettings
+from tiny_glue import tiny_model, tiny_tokenizer, write_split, write_sst2, write_stsb
+from train import counter
 from train.settings import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,15 @@ def test_the_same_settings_give_the_same_numbers(tmp_path):
     assert first["history"] == again["history"]
     assert first["metrics"] == again["metrics"]
     assert first["loss"] != other["loss"]
+
+
+def test_dropout_follows_from_seed_step_and_rank(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=40)
+    seeds, seed_torch = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
+    glue.main(settings(tmp_path, epochs=2, seed=5))
+    assert seeds == [5, *(int(counter.bits(5, step, 0)) >> 1 for step in range(6))]
 
 
 def test_a_line_says_all_that_made_it(tmp_path):
@@ -155,8 +165,8 @@ def test_two_processes_score_each_example_once_and_match_one(tmp_path):
     asked = settings(tmp_path, "stsb", epochs=2, batch_size=8, learning_rate=1e-3)
     one = glue.main(asked)
     flags = [f"--{k}={v}" for k, v in vars(asked).items() if v is not None and v is not False]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    command += ["--master_port=29631", str(ROOT / "finetune" / "glue.py"), *flags]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "finetune" / "glue.py"), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

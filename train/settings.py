@@ -15,6 +15,9 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 SettingsT = TypeVar("SettingsT")
 
+SCHEDULES = ("linear", "cosine", "polynomial", "constant_with_warmup", "constant")
+"""transformers' schedules that follow the step alone."""
+
 
 class InputError(ValueError):
     """What a user gave cannot be used: said in one line (key, rule, found, remedy), exit code 2."""
@@ -90,7 +93,7 @@ class OptimSettings:
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
-    """transformers' schedule by name: linear, cosine, constant_with_warmup, ..."""
+    """transformers' schedule by name; see `SCHEDULES`."""
     warmup_steps: int = 100
     """Optimiser steps over which the rate rises from 0 to its peak."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -123,6 +126,9 @@ class OptimSettings:
         for name in ("warmup_steps", "weight_decay"):
             value = getattr(self, name)
             require(value >= 0, f"optim.{name}", "must not be negative", value, "0 turns it off")
+        named = f"must be one of {', '.join(SCHEDULES)}"
+        found = repr(self.schedule)
+        require(self.schedule in SCHEDULES, "optim.schedule", named, found, "linear is BERT's")
         both = f"steps={self.steps}, tokens={self.tokens}"
         given = (self.steps is None) != (self.tokens is None)
         require(given, "optim", "needs exactly one of steps and tokens", both, "set one of the two")
@@ -190,6 +196,7 @@ class _OneLineParser(jsonargparse.ArgumentParser):
     """A parser whose complaints are exceptions of one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        """Raise what argparse would print."""
         line = " ".join(message.split()).removeprefix("Parser key ")
         typed = (
             line.removeprefix("unrecognized arguments: ").split(" ")[0].lstrip("-").split("=")[0]

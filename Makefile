@@ -1,0 +1,88 @@
+# Everything a newcomer needs: `make demo` and `make test` set up what they use.
+PYTHON ?= python3
+BIN := .venv/bin
+CPU := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml
+DEMO_MODELS := [runs/demo-roformer/model,runs/demo-bert/model]
+DEMO_TASKS := [demo-order,demo-next,demo-overlap]
+export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test test-slow test-oldest lint type check smoke pretrain glue report bench clean
+
+setup: .venv/installed
+.venv/installed: pyproject.toml configs/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: PYTHON must be 3.11 or later, got %d.%d; make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@echo "setting up .venv (about 2 minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune both, compare them
+	@mkdir -p runs
+	$(CPU) train/pretrain.py
+	$(CPU) train/pretrain.py --model.type bert --run.name demo-bert
+	$(BIN)/python -m finetune.demo_tasks --output runs/demo-tasks
+	$(CPU) -m finetune.grid --config configs/glue/demo.yaml --glue_dir runs/demo-tasks \
+	  --models '$(DEMO_MODELS)' --tasks '$(DEMO_TASKS)' --seeds '[0, 1]' --random_control true \
+	  --output runs/demo/results.jsonl
+	$(BIN)/python -m train.curves --runs '[runs/demo-roformer, runs/demo-bert]' \
+	  --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
+	$(BIN)/python -m finetune.report runs/demo/results.jsonl
+	@echo 'tables: runs/demo/report.md and .json; pictures: runs/demo/report.png, runs/demo/curves.png;' \
+	  'models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, see "Pretrain" in README.md'
+
+test: setup ## lint, types and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: setup ## tests that take minutes or need the data named by ROFORMER_DATA
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supported transformers
+	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' tests/test_rotary.py \
+	  tests/test_modeling.py tests/test_objective.py tests/test_pretrain.py tests/test_glue.py
+.venv-oldest/installed: pyproject.toml configs/constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -vE '^(transformers|huggingface_hub)==' configs/constraints.txt > .venv-oldest/constraints.txt
+	PIP_CONSTRAINT=.venv-oldest/constraints.txt .venv-oldest/bin/pip install --quiet \
+	  'transformers==5.17.0' 'huggingface_hub<2' --editable '.[dev]'
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: setup
+	$(BIN)/mypy
+
+check: lint type test
+
+smoke: setup ## the demo's road in a minute: two tiny models, one task
+	$(CPU) train/pretrain.py --run.name smoke-roformer --run.folder runs/smoke --optim.tokens 100000
+	$(CPU) train/pretrain.py --run.name smoke-bert --run.folder runs/smoke --optim.tokens 100000 --model.type bert
+	$(BIN)/python -m finetune.demo_tasks --output runs/smoke/tasks --train_rows 200 --validation_rows 100
+	$(CPU) -m finetune.grid --config configs/glue/demo.yaml --glue_dir runs/smoke/tasks --tasks '[demo-order]' \
+	  --models '[runs/smoke/smoke-roformer/model, runs/smoke/smoke-bert/model]' --output runs/smoke/results.jsonl
+	$(BIN)/python -m finetune.report runs/smoke/results.jsonl
+
+# make pretrain ARGS='--config configs/pretrain/small.yaml --config configs/model/roformer-small.yaml ...'
+pretrain: setup
+	$(CPU) train/pretrain.py $(ARGS)
+
+# make glue ARGS='--config configs/glue/small.yaml --model runs/NAME/model --task rte --glue_dir FOLDER'
+glue: setup
+	$(CPU) finetune/glue.py $(ARGS)
+
+# make report RESULTS=runs/demo/results.jsonl
+RESULTS ?= results.jsonl
+report: setup
+	$(BIN)/python -m finetune.report $(RESULTS)
+
+bench: setup ## a training step against transformers' RoFormer and BERT
+	$(BIN)/python -m train.bench
+
+clean: ## environments and caches; runs/ and results/ stay
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	find roformer train finetune tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""Loss curves: the picture is written, and runs are compared where both have been."""
+
+import json
+
+import pytest
+
+from train.curves import CurvesSettings, main
+from train.settings import InputError
+
+
+def write_run(folder, losses, seconds):
+    folder.mkdir()
+    rows = []
+    for number, loss in enumerate(losses, start=1):
+        place = {"step": number, "tokens": 100 * number, "seconds": seconds * number}
+        rows += [place | {"loss": loss + 0.1}, place | {"validation_loss": loss}]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_runs_are_compared_at_the_tokens_that_all_have_seen(tmp_path, capsys):
+    write_run(tmp_path / "a", [5.0, 4.0, 3.0], 1)
+    write_run(tmp_path / "b", [6.0, 4.5], 2)
+    output = tmp_path / "out" / "curves.png"
+    main(CurvesSettings([str(tmp_path / "a"), str(tmp_path / "b")], str(output)))
+    assert output.read_bytes()[:4] == b"\x89PNG"
+    numbers = json.loads(output.with_suffix(".json").read_text())
+    assert numbers["at_equal_tokens"] == {"tokens": 200, "validation_loss": {"a": 4.0, "b": 4.5}}
+    assert len(numbers["runs"]["a"]["held_out"]) == 3
+    assert "a 4.000, b 4.500" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"runs must hold a log.jsonl, got .*nothing"):
+        main(CurvesSettings([str(tmp_path / "nothing")], str(tmp_path / "c.png")))
+    write_run(tmp_path / "young", [], 1)
+    with pytest.raises(InputError, match="runs must have logged and evaluated"):
+        main(CurvesSettings([str(tmp_path / "young")], str(tmp_path / "c.png")))
+    assert not (tmp_path / "c.png").exists()

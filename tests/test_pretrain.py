@@ -1,0 +1,252 @@
+"""The pretraining command as its user starts it: processes, kills, errors, and that it learns."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import roformer
+from conftest import ROOT, TINY_MODEL, command, log_rows
+from train import vocabulary
+from train.corpus import tokenise
+from train.initialise import build, model_config
+from train.pretrain import main
+from train.settings import InputError, ModelSettings, PretrainSettings, parse
+from train.validate import ValidateSettings
+from train.validate import main as validate
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511")
+SCRIPT = "train/pretrain.py"
+NO_DROPOUT = json.dumps(
+    TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+)
+
+
+def run(flags: list[str], *more: str) -> PretrainSettings:
+    settings = parse(PretrainSettings, [*flags, *more])
+    main(settings)
+    return settings
+
+
+def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
+    done = command(*LAUNCH, SCRIPT, *pretrain_flags, "--run.tracker=tensorboard")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "tiny"
+    assert "tokens/s" in done.stderr  # the progress bar
+    assert set(log_rows(folder)) == set(range(1, 13))
+    assert set(log_rows(folder, "validation_loss")) == {6, 12}
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    assert environment["precision"] == "bf16"
+    assert list((folder / "tracker").rglob("events*"))
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    model = roformer.RoFormerForMaskedLM.from_pretrained(folder / "model")
+    stock = transformers.AutoModelForMaskedLM.from_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    inputs = tokenizer("the cat [MASK] the moon .", return_tensors="pt")
+    torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, "--optim.steps=40", "--run.save_every=3", "--optim.micro_batch=8"]
+    whole = run(flags, "--run.name=whole")
+    assert whole.model.config == TINY_MODEL  # which leaves dropout at its default of 0.1
+    folder = tmp_path / "runs" / "tiny"
+    arguments = [sys.executable, *LAUNCH[:2], SCRIPT, *flags]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as many as here: sums round alike
+    victim = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True, **quiet)
+    while not (folder / "checkpoints" / "step-00000009").exists():
+        assert victim.poll() is None
+        time.sleep(0.01)
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.wait()
+    reached = max(log_rows(folder))
+    assert reached < 40
+    run(flags)
+    losses = [log_rows(tmp_path / "runs" / name) for name in ("whole", "tiny")]
+    assert losses[0] == losses[1]
+    weights = [(tmp_path / "runs" / n / "model" / "model.safetensors") for n in ("whole", "tiny")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_two_processes_give_the_losses_of_one(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}"]
+    run(flags, "--run.name=one")
+    run(flags, "--run.name=accumulated", "--optim.micro_batch=4")
+    done = command(
+        *TORCHRUN, SCRIPT, *flags, "--run.name=two", "--optim.micro_batch=4", ACCELERATE_USE_CPU="1"
+    )
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "accuracy", "tokens", "validation_loss", "gradient_norm"):
+        one, accumulated, two = (
+            list(log_rows(tmp_path / "runs" / name, key).values())
+            for name in ("one", "accumulated", "two")
+        )
+        np.testing.assert_allclose(accumulated, one, rtol=1e-5 if key == "gradient_norm" else 1e-6)
+        np.testing.assert_allclose(two, one, rtol=1e-5 if key == "gradient_norm" else 1e-6)
+    processes = json.loads((tmp_path / "runs" / "two" / "environment.json").read_text())[
+        "processes"
+    ]
+    assert processes == 2
+
+
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain_flags, tmp_path):
+    topics = [" ".join(f"{letter}{i}" for i in range(8)) for letter in "abcdef"]
+    for part, number in (("train", 40), ("validation", 4)):
+        lines = (
+            json.dumps({"text": f"{topic} {topic} {topic}"}) + "\n" for topic in topics * number
+        )
+        (tmp_path / f"{part}.jsonl").write_text("".join(lines))
+    words = sorted(set(" ".join(topics).split()))
+    vocabulary.save([*vocabulary.SPECIAL, *words], tmp_path / "words", 64)
+    settings = run(
+        pretrain_flags, f"--model.type={kind}", "--optim.steps=150", "--run.log_every=25",
+        "--optim.learning_rate=5e-3", "--run.validate_every=150",
+        f"--corpus.tokenizer={tmp_path / 'words'}",
+        f"--corpus.train={tmp_path / 'train.jsonl'}",
+        f"--corpus.validation={tmp_path / 'validation.jsonl'}",
+    )  # fmt: skip
+    store = tokenise(settings.corpus, "validation", vocabulary.load(str(tmp_path / "words")))
+    counts = np.array(list(Counter(store.tokens.tolist()).values()))
+    shares = counts / counts.sum()
+    entropy = -(shares * np.log(shares)).sum()
+    loss = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[150]
+    assert loss < 0.7 * entropy
+    assert log_rows(tmp_path / "runs" / "tiny")[25] > loss
+
+
+def test_a_saved_folder_is_validated_at_any_length_with_the_loss_of_the_log(
+    pretrain_flags, tmp_path, capsys
+):
+    settings = run(pretrain_flags)
+    folder = tmp_path / "runs" / "tiny"
+    found = validate(ValidateSettings(str(folder / "model"), settings.corpus))
+    assert found["validation_loss"] == pytest.approx(log_rows(folder, "validation_loss")[12])
+    longer = validate(ValidateSettings(str(folder / "model"), settings.corpus, length=300))
+    assert math.isfinite(longer["validation_loss"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
+
+
+def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
+    run(pretrain_flags)
+    first = log_rows(tmp_path / "runs" / "tiny")
+    init = f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}"
+    run(pretrain_flags, init, "--run.name=more", "--model.config={}")
+    assert log_rows(tmp_path / "runs" / "more")[1] < first[1] - 0.1
+
+
+def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenizer):
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **TINY_MODEL)
+    bert = transformers.BertForMaskedLM(config)
+    bert.save_pretrained(tmp_path)
+    roformer.use_for_auto_classes()
+    settings = ModelSettings(init=str(tmp_path))
+    model = build(settings, model_config(settings, tokenizer, 500), seed=0)
+    assert isinstance(model, roformer.RoFormerForMaskedLM)
+    theirs = bert.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[name.replace("roformer.", "bert.")]), name
+    # with its positions silenced a one-token BERT computes the same: nothing to rotate against
+    with torch.no_grad():
+        bert.bert.embeddings.position_embeddings.weight.zero_()
+        ids = torch.tensor([[7]])
+        torch.testing.assert_close(model.eval()(ids).logits, bert.eval()(ids).logits)
+
+
+def test_a_run_that_is_finished_is_left_as_it_is(pretrain_flags, tmp_path):
+    run(pretrain_flags)
+    model = tmp_path / "runs" / "tiny" / "model" / "model.safetensors"
+    before, log = model.read_bytes(), (tmp_path / "runs" / "tiny" / "log.jsonl").read_text()
+    run(pretrain_flags)
+    assert model.read_bytes() == before
+    assert (tmp_path / "runs" / "tiny" / "log.jsonl").read_text() == log
+
+
+BERT = "--model.type=bert"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            [BERT, "--corpus.length=128"],
+            "corpus.length must be at most the 64 positions of the bert",
+        ),
+        (["--model.type=brt"], "model.type must be a transformers model type, got brt"),
+        (['--model.config={"hidden_sze": 8}'], "model.config must be a field .* got 'hidden_sze'"),
+        (['--model.config={"hidden_size": 33}'], "model.config: hidden_size must be a multiple"),
+        (['--model.config={"vocab_size": 9}'], "must fit the model's vocabulary of 9, got 2"),
+        (["--optim.micro_batch=5"], "optim.batch_size must be a multiple .* got 16"),
+        (["--corpus.train=/nowhere/x"], "corpus.train must exist, got '/nowhere/x'"),
+        (["--model.init=/nowhere/x"], "model.init must be a folder or hub id .* got '/nowhere/x'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    flags, message, pretrain_flags, tmp_path
+):
+    with pytest.raises(InputError, match=message):
+        run(pretrain_flags, *flags)
+    assert not (tmp_path / "runs" / "tiny" / "settings.yaml").exists()
+    assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
+
+
+def test_a_run_does_not_go_on_under_other_settings(pretrain_flags):
+    run(pretrain_flags)
+    with pytest.raises(
+        InputError, match="optim.learning_rate must stay 0.001 .* choose another run.name"
+    ):
+        run(pretrain_flags, "--optim.learning_rate=0.5")
+    run(pretrain_flags, "--run.log_every=2")  # reporting may change
+
+
+def test_an_error_is_one_line_and_exit_code_2(pretrain_flags, tmp_path):
+    done = command(SCRIPT, *pretrain_flags, "--corpus.train=/nowhere/x")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line == "error: corpus.train must exist, got '/nowhere/x'; check the path"
+
+
+def test_a_launch_that_starts_fewer_processes_than_asked_for_stops(pretrain_flags, tmp_path):
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    done = command(*launch, SCRIPT, *pretrain_flags)
+    assert done.returncode != 0
+    assert "error: launch must start the processes that were asked for, got 1" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sharding_that_is_asked_for_and_not_given_stops(pretrain_flags, tmp_path):
+    done = command(SCRIPT, *pretrain_flags, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert done.returncode == 2
+    assert "error: launch must shard (FSDP) as asked" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_socket_is_opened(pretrain_flags, monkeypatch):
+    import socket
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    run(pretrain_flags)
+
+
+def test_slow_tokenizers_are_refused(monkeypatch):
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: Slow())
+    with pytest.raises(InputError, match="corpus.tokenizer must be a fast tokenizer"):
+        vocabulary.load("slow/tokenizer")

@@ -1,0 +1,68 @@
+"""The commands on real text and real GLUE, from the folder named by ROFORMER_DATA."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import command, log_rows
+from train import vocabulary
+from train.corpus import tokenise
+from train.packing import Sequences, SpecialTokens, Steps
+from train.settings import CorpusSettings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data() -> Path:
+    folder = Path(os.environ.get("ROFORMER_DATA", ""))
+    assert (folder / "corpus").is_dir(), "ROFORMER_DATA must name the folder of the real data"
+    return folder.resolve()
+
+
+def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path):
+    tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
+    corpus = CorpusSettings(
+        train=str(data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
+    )
+    sequences = Sequences(tokenise(corpus, "train", tokenizer), 512)
+    steps = Steps(sequences, SpecialTokens.of(tokenizer), 64, 8, 0.15, 0)
+    batches = [batch for step in range(len(sequences) // 64) for batch in steps[step]]
+    real = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert real / sum(batch["attention_mask"].numel() for batch in batches) > 0.98
+
+
+def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
+    wikipedia = data / "corpus" / "wikipedia" / "validation.parquet"
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
+    tiny = (
+        "--config",
+        "configs/pretrain/small.yaml",
+        "--config",
+        "configs/model/roformer-tiny.yaml",
+    )
+    done = command(
+        *launch, "train/pretrain.py", *tiny, "--corpus.train", wikipedia,
+        "--corpus.validation", wikipedia, "--corpus.cache", tmp_path / "tokens",
+        "--corpus.tokenizer", data / "vocab" / "bert-base-uncased.txt", "--optim.tokens", "null",
+        "--optim.steps", "60", "--run.folder", tmp_path, "--run.name", "tiny",
+        "--run.validation_sequences", "64", OMP_NUM_THREADS="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = log_rows(tmp_path / "tiny")
+    assert losses[60] < losses[20] - 0.5
+    done = command(
+        *launch, "finetune/glue.py", "--config", "configs/glue/small.yaml",
+        "--model", tmp_path / "tiny" / "model", "--task", "rte", "--seed", "0", "--epochs", "1",
+        "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl", OMP_NUM_THREADS="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert line["official"]
+    assert np.isfinite(line["headline"])
+    done = command("-m", "finetune.report", tmp_path / "results.jsonl")
+    assert "RTE" in done.stdout
+    assert (tmp_path / "report.png").exists()

@@ -1,0 +1,105 @@
+"""Settings: every shipped YAML parses, every mistake is one line that names the key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from finetune.settings import GlueSettings
+from train.settings import InputError, PretrainSettings, parse
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
+BASE = ["--optim.steps=10"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_every_config_opens_with_command_cost_and_expectation(path):
+    lines = path.read_text().splitlines()
+    heads = [line for line in lines if line.startswith(("# Run: ", "# Cost: ", "# Expect: "))]
+    assert [h.split(":")[0] for h in heads] == ["# Run", "# Cost", "# Expect"]
+    assert lines[0].startswith("# Run: ")
+    assert "TBD" not in path.read_text()
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("path", PRETRAIN, ids=name)
+def test_every_pretraining_config_parses(path):
+    assert parse(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=name)
+def test_every_model_config_joins_every_pretraining_config(path):
+    for other in PRETRAIN:
+        settings = parse(PretrainSettings, ["--config", str(other), "--config", str(path)])
+        assert settings.model.config == yaml.safe_load(path.read_text())["model"]["config"]
+        assert settings.optim == parse(PretrainSettings, ["--config", str(other)]).optim
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name)
+def test_every_glue_config_parses(path):
+    flags = ["--config", str(path), "--model", "m", "--task", "rte"]
+    assert parse(GlueSettings, flags).model == "m"
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_the_two_families_differ_in_their_type_alone(size):
+    both = [
+        yaml.safe_load((ROOT / "configs" / "model" / f"{kind}-{size}.yaml").read_text())["model"]
+        for kind in ("roformer", "bert")
+    ]
+    assert [model.pop("type") for model in both] == ["roformer", "bert"]
+    assert both[0] == both[1]
+
+
+def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
+    (tmp_path / "a.yaml").write_text("optim: {steps: 1, learning_rate: 1e-3, batch_size: 64}")
+    (tmp_path / "b.yaml").write_text("optim: {learning_rate: 2e-3, batch_size: 96}")
+    files = [f"--config={tmp_path / 'a.yaml'}", f"--config={tmp_path / 'b.yaml'}"]
+    optim = parse(PretrainSettings, [*files, "--optim.batch_size=128"]).optim
+    assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
+        (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast"),
+        (["--optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1.0"),
+        (
+            ["--optim.tokens=5"],
+            "optim needs exactly one of steps and tokens, got steps=10, tokens=5",
+        ),
+        (["--optim.warmup_steps=-1"], "optim.warmup_steps must not be negative, got -1"),
+        (["--optim.schedule=lin"], "optim.schedule must be one of linear, .* got 'lin'"),
+        (["--corpus.length=4"], "corpus.length must be at least 8, got 4"),
+        (["--corpus.mask_rate=1.5"], "corpus.mask_rate must lie between 0 and 1, got 1.5"),
+        (["--run.name=a/b"], "run.name must be a plain folder name, got 'a/b'"),
+        (["--run.save_every=0"], "run.save_every must be at least 1, got 0"),
+        (["--config=/nowhere.yaml"], "File does not exist: '/nowhere.yaml'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(flags, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(PretrainSettings, BASE + flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_yaml_key_is_refused(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("optim: {steps: 1}\ncorpus: {lenght: 64}\n")
+    with pytest.raises(InputError, match="lenght"):
+        parse(PretrainSettings, ["--config", str(file)])
+
+
+def test_yaml_runs_no_code(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"optim: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")
+    with pytest.raises(InputError):
+        parse(PretrainSettings, ["--config", str(file)])
+    assert not (tmp_path / "made").exists()
