@@ -1,6 +1,5 @@
 """A tiny language, its tokenizer, and tiny models: what most tests stand on."""
 
-# ruff: noqa: E402
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported

@@ -58,7 +58,7 @@ def main(settings: PretrainSettings) -> Path:
     steps = make_steps(settings, stores[0], tokenizer, accelerator)
     if accelerator.is_main_process:
         write_header(folder, settings, accelerator)
-    accelerator.init_trackers("tracker" if settings.run.tracker else "none")
+    accelerator.init_trackers("tracker")
     train(
         settings,
         accelerator,
