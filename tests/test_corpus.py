@@ -109,6 +109,19 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
     assert not left.exists() or not list(left.iterdir())
 
 
+def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
+    def load_dataset(name, split, streaming):
+        assert (name, split, streaming) == ("owner/name", "validation", True)
+        return iter([{"text": text} for text in TEXTS])
+
+    monkeypatch.setattr("train.corpus.datasets.load_dataset", load_dataset)
+    settings = CorpusSettings(validation="owner/name", cache=str(tmp_path))
+    assert list(documents(settings, "validation")) == TEXTS
+    missing = CorpusSettings(validation="owner/name", text_column="body", cache=str(tmp_path))
+    with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
+        list(documents(missing, "validation"))
+
+
 def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr(docstrings, "MEGABYTES", 0.3)
     first = list(docstrings.documents())

@@ -153,7 +153,7 @@ def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenize
     bert.save_pretrained(tmp_path)
     roformer.use_for_auto_classes()
     settings = ModelSettings(init=str(tmp_path))
-    model = build(settings, model_config(settings, tokenizer, 500), seed=0)
+    model = build(settings, model_config(settings, 500, tokenizer), seed=0)
     assert isinstance(model, roformer.RoFormerForMaskedLM)
     theirs = bert.state_dict()
     for name, value in model.state_dict().items():
@@ -198,8 +198,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 ):
     with pytest.raises(InputError, match=message):
         run(pretrain_flags, *flags)
-    assert not (tmp_path / "runs" / "tiny" / "settings.yaml").exists()
-    assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
+    assert not (tmp_path / "runs").exists()
+    if "vocab_size" not in flags[0]:
+        assert not (tmp_path / "tokens").exists()  # said before any work on the text
 
 
 def test_a_run_does_not_go_on_under_other_settings(pretrain_flags):

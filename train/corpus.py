@@ -226,14 +226,15 @@ def _write_store(
     unfinished.mkdir()
     ends: list[int] = [0]
     try:
-        with (unfinished / "tokens.bin").open("wb") as stream:
-            bar = tqdm(desc=f"tokenising {part}", unit=" documents")
+        with (
+            (unfinished / "tokens.bin").open("wb") as stream,
+            tqdm(desc=f"tokenising {part}", unit=" documents") as bar,
+        ):
             for batch in _batches(texts):
                 for ids in _encode(batch, tokenizer):
                     stream.write(np.asarray(ids, dtype).tobytes())
                     ends.append(ends[-1] + len(ids))
                 bar.update(len(batch))
-            bar.close()
         if ends[-1] == 0:
             raise InputError(
                 f"corpus.{part} must hold text, got {manifest['source']!r} with none; check it"

@@ -16,30 +16,27 @@ from train.settings import InputError, ModelSettings, require
 
 
 def model_config(
-    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, length: int
+    settings: ModelSettings, length: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedConfig:
-    """The configuration of the model to train, checked against tokenizer and length.
+    """The configuration of the model to train, checked against length and tokenizer.
 
     Args:
         settings: The model section.
-        tokenizer: Decides the vocabulary size of a fresh model.
         length: Longest training sequence.
+        tokenizer: Decides the vocabulary size of a fresh model; None checks all that can be checked
+            before there is one.
 
     Raises:
         InputError: The type or a field is unknown, a value is refused, the vocabulary does not fit,
             or the length exceeds a table of positions.
     """
-    if settings.init is None:
-        config = _fresh_config(settings, tokenizer)
-    else:
-        config = _saved_config(settings)
-    require(
-        config.vocab_size >= len(tokenizer),
-        "corpus.tokenizer",
-        f"must fit the model's vocabulary of {config.vocab_size}",
-        f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}",
-        "use the model's own tokenizer",
-    )
+    fresh = settings.init is None
+    config = _fresh_config(settings, tokenizer) if fresh else _saved_config(settings)
+    if tokenizer is not None:
+        rule = f"must fit the model's vocabulary of {config.vocab_size}"
+        found = f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}"
+        fits = config.vocab_size >= len(tokenizer)
+        require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
@@ -48,7 +45,9 @@ def model_config(
     return config
 
 
-def _fresh_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def _fresh_config(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedConfig:
     known = settings.type in CONFIG_MAPPING
     require(
         known,
@@ -61,7 +60,9 @@ def _fresh_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -
     for name in settings.config:
         rule = f"must be a field of the {settings.type} configuration"
         require(name in fields, "model.config", rule, repr(name), "check the spelling")
-    special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    special = {}
+    if tokenizer is not None:
+        special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     try:
         return AutoConfig.for_model(settings.type, **(special | settings.config))
     except (ValueError, TypeError) as error:

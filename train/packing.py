@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from train import counter
 from train.corpus import TokenStore
 from train.masking import corrupt
-from train.settings import InputError, require
+from train.settings import require
 
 WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
@@ -139,6 +139,18 @@ def examples(
     }
 
 
+def require_shares(batch_size: int, micro_batch: int, processes: int) -> None:
+    """Refuse a batch that cannot be shared out evenly.
+
+    Raises:
+        InputError: It is no multiple of what all processes take at once.
+    """
+    share = micro_batch * processes
+    rule = "must be a multiple of optim.micro_batch times the processes"
+    rule += f" ({micro_batch} x {processes} = {share})"
+    require(batch_size % share == 0, "optim.batch_size", rule, batch_size, "change either")
+
+
 class Steps(Dataset):
     """The micro-batches of one process, by optimiser step."""
 
@@ -153,12 +165,7 @@ class Steps(Dataset):
         processes: int = 1,
         rank: int = 0,
     ) -> None:
-        share = micro_batch * processes
-        if batch_size % share:
-            raise InputError(
-                "optim.batch_size must be a multiple of optim.micro_batch times the processes "
-                f"({micro_batch} x {processes} = {share}), got {batch_size}; change either"
-            )
+        require_shares(batch_size, micro_batch, processes)
         self.sequences, self.special = sequences, special
         self.batch_size, self.micro_batch = batch_size, micro_batch
         self.mask_rate, self.seed = mask_rate, seed

@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerBase
 
 import roformer
 from train import checkpoint, counter, vocabulary
-from train.corpus import TokenStore, tokenise
+from train.corpus import EMBEDDED, TokenStore, find_files, tokenise
 from train.initialise import build, model_config
 from train.journal import Journal, environment
 from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
 from train.optim import adamw, rate_factor, set_rate
-from train.packing import Sequences, SpecialTokens, Steps
+from train.packing import Sequences, SpecialTokens, Steps, require_shares
 from train.settings import PretrainSettings, require
 from train.validate import evaluate
 
@@ -52,8 +52,9 @@ def main(settings: PretrainSettings) -> Path:
     folder = Path(settings.run.folder) / settings.run.name
     refuse_other_settings(folder, settings)
     accelerator = start_accelerator(settings.run.tracker, str(folder))
+    refuse_misfits(settings, accelerator)
     tokenizer, stores = prepare_data(settings, accelerator)
-    config = model_config(settings.model, tokenizer, settings.corpus.length)
+    config = model_config(settings.model, settings.corpus.length, tokenizer)
     objective = MaskedLanguageModel(build(settings.model, config, settings.run.seed))
     steps = make_steps(settings, stores[0], tokenizer, accelerator)
     if accelerator.is_main_process:
@@ -125,6 +126,20 @@ def train(
     journal.close()
 
 
+def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None:
+    """Say what does not fit before any work is done on the text.
+
+    Raises:
+        InputError: Model and length, batch and processes, or a named file.
+    """
+    model_config(settings.model, settings.corpus.length)
+    optim = settings.optim
+    require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+    for part in ("train", "validation"):
+        if getattr(settings.corpus, part) != EMBEDDED:  # which is made, not found
+            find_files(settings.corpus, part)
+
+
 def prepare_data(
     settings: PretrainSettings, accelerator: Accelerator
 ) -> tuple[PreTrainedTokenizerBase, tuple[TokenStore, TokenStore]]:
@@ -133,8 +148,7 @@ def prepare_data(
     with accelerator.local_main_process_first():
         vocabulary.learn_if_missing(corpus)
         tokenizer = vocabulary.load(corpus.tokenizer)
-        # before any work on the text: what the model refuses must not cost a tokenisation
-        model_config(settings.model, tokenizer, corpus.length)
+        model_config(settings.model, corpus.length, tokenizer)
         stores = tokenise(corpus, "train", tokenizer), tokenise(corpus, "validation", tokenizer)
     return tokenizer, stores
 

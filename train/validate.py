@@ -103,7 +103,7 @@ def main(settings: ValidateSettings) -> dict[str, float]:
             f"model must be a folder or hub id, got {settings.model!r}; check it"
         ) from error
     wanted = ModelSettings(type=kind, init=settings.model, attention=settings.attention)
-    model = build(wanted, model_config(wanted, tokenizer, length), seed=0)
+    model = build(wanted, model_config(wanted, length, tokenizer), seed=0)
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(MaskedLanguageModel(model), evaluation_mode=True)
