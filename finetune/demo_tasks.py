@@ -15,7 +15,6 @@ Training rows come from the training part of the corpus, validation rows from it
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from train import docstrings
+from train.folders import whole_folder
 from train.launch import run_command
 
 SHUFFLED = 4
@@ -125,22 +125,24 @@ MAKERS = {"demo-order": order_rows, "demo-next": next_rows, "demo-overlap": over
 def main(settings: DemoTasksSettings) -> None:
     """Write all tasks, whole or not at all; the same rows every time."""
     target = Path(settings.output)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    seen: set[str] = set()
-    for part, most in (("validation", settings.validation_rows), ("train", settings.train_rows)):
-        # stock phrases stand in many docstrings: each serves once, and not in both parts
-        runs = [run for run in paragraphs_of_sentences(part, settings.cache) if unseen(run, seen)]
-        np.random.default_rng(0).shuffle(runs)
-        for name, make in MAKERS.items():
-            rows = list(make(runs, np.random.default_rng(1)))[:most]
-            file = unfinished / name / f"{part}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps({"idx": i} | row) + "\n" for i, row in enumerate(rows))
-            file.write_text("".join(lines), encoding="utf-8")
-            print(f"{name} {part}: {len(rows)} rows")
     if target.exists():
         shutil.rmtree(target)
-    unfinished.rename(target)
+    seen: set[str] = set()
+    with whole_folder(target) as unfinished:
+        for part, most in (
+            ("validation", settings.validation_rows),
+            ("train", settings.train_rows),
+        ):
+            # stock phrases stand in many docstrings: each serves once, and not in both parts
+            runs = [r for r in paragraphs_of_sentences(part, settings.cache) if unseen(r, seen)]
+            np.random.default_rng(0).shuffle(runs)
+            for name, make in MAKERS.items():
+                rows = list(make(runs, np.random.default_rng(1)))[:most]
+                file = unfinished / name / f"{part}.jsonl"
+                file.parent.mkdir(exist_ok=True)
+                lines = (json.dumps({"idx": i} | row) + "\n" for i, row in enumerate(rows))
+                file.write_text("".join(lines), encoding="utf-8")
+                print(f"{name} {part}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

@@ -337,18 +337,33 @@ class RoFormerForMaskedLM(RoFormerPreTrainedModel):
         self.cls.predictions.bias = new_embeddings.bias
 
     @can_return_tuple
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> MaskedLMOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
         """Score the vocabulary at every token.
 
         Args:
-            *args: As `RoFormerModel.forward`.
+            input_ids: As `RoFormerModel.forward`, like all but `labels`.
+            attention_mask: [B, L] or [B, 1, L, L].
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
             labels: [B, L] original ids where a token was masked, -100 elsewhere.
             **kwargs: As `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
-        outputs = self.roformer(*args, **kwargs)
+        outputs = self.roformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+        )
         logits = self.cls(outputs.last_hidden_state)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, -2), labels.flatten())
         return MaskedLMOutput(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from train import checkpoint
+from train.settings import InputError
 
 
 def trained(steps: int = 3):
@@ -34,9 +35,8 @@ def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
     checkpoint.save(tmp_path, 3, model, optimizer, {"tokens": 7})
     move(model, optimizer)
     other, other_optimizer = trained(steps=0)
-    path, complaints = checkpoint.newest(tmp_path)
-    state = checkpoint.load(path, other, other_optimizer)
-    assert (state, complaints) == ({"step": 3, "tokens": 7}, [])
+    state = checkpoint.load(checkpoint.newest(tmp_path), other, other_optimizer)
+    assert state == {"step": 3, "tokens": 7}
     move(other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters()):
         assert torch.equal(a, b)
@@ -46,7 +46,9 @@ def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
     "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["bit", "truncated", "deleted"])
-def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(tmp_path, name, damage):
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
+    tmp_path, name, damage, capsys
+):
     for step in (3, 6):
         checkpoint.save(tmp_path, step, *trained(step), {})
     file = tmp_path / "checkpoints" / "step-00000006" / name
@@ -56,21 +58,25 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(tmp_pat
     else:
         content[len(content) // 2] ^= 1
         file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
-    path, complaints = checkpoint.newest(tmp_path)
-    assert path.name == "step-00000003"
-    assert len(complaints) == 1
-    assert "step-00000006 is damaged" in complaints[0]
-    assert name in complaints[0] or name == "manifest.json"
+    assert checkpoint.newest(tmp_path).name == "step-00000003"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step-00000006 is damaged" in line
+    assert name in line or name == "manifest.json"
+    checkpoint.save(tmp_path, 5, *trained(5), {})
+    checkpoint.retain(tmp_path, 1)  # the damaged one does not count as kept
+    assert checkpoint.newest(tmp_path).name == "step-00000005"
 
 
 def test_a_folder_without_checkpoint_has_none(tmp_path):
-    assert checkpoint.newest(tmp_path) == (None, [])
+    assert checkpoint.newest(tmp_path) is None
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    path, complaints = checkpoint.newest(tmp_path)
-    assert path is None
-    assert len(complaints) == 1
-    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
-    assert checkpoint.newest(tmp_path)[0] is None
+    for content in (None, "{}", "[]"):
+        if content is not None:
+            (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(content)
+        with pytest.raises(
+            InputError, match="must hold a complete checkpoint, got .*step-00000001"
+        ):
+            checkpoint.newest(tmp_path)
 
 
 def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
@@ -92,7 +98,7 @@ def test_tied_weights_are_saved_once(tmp_path):
 def test_another_models_checkpoint_is_refused(tmp_path):
     path = checkpoint.save(tmp_path, 1, *trained(1), {})
     other = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with pytest.raises(InputError, match="must hold this model, got another's"):
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
 
 
@@ -101,6 +107,7 @@ def test_a_kill_inside_a_save_leaves_a_checkpoint_to_go_on_from(tmp_path):
     code = f"""
 import pathlib, torch
 from train import checkpoint
+from train.settings import InputError
 model = torch.nn.Linear(300, 300)
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(1, 10**6):
@@ -116,5 +123,5 @@ for step in range(1, 10**6):
     last = [3, *map(int, victim.stdout.read().split())][-1]
     victim.wait()
     victim.stdout.close()
-    path, _ = checkpoint.newest(tmp_path)
+    path = checkpoint.newest(tmp_path)
     assert json.loads((path / "state.json").read_text())["step"] >= last

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train import docstrings
+from train import docstrings, vocabulary
 from train.corpus import documents, tokenise
 from train.settings import CorpusSettings, InputError
 
@@ -61,6 +61,32 @@ def test_a_store_is_reused_until_text_or_tokenizer_changes(written, tmp_path, to
     assert tokenise(settings, "train", tokenizer).folder != first.folder
 
 
+def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path, tokenizer):
+    (written / "d.jsonl").write_text("")
+    (written / "e[0].jsonl").write_text('{"text": null}\n')
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), written / "f.parquet")
+    (written / "folder.txt").mkdir()
+    assert len(list(documents(corpus(str(written), tmp_path), "train"))) == 10
+    assert list(documents(corpus(str(written / "e[0].jsonl"), tmp_path), "train")) == [""]
+
+
+def test_a_txt_without_blank_lines_is_cut_not_held_in_memory(tmp_path):
+    (tmp_path / "long.txt").write_text("a line of text .\n" * 200_000)
+    found = list(documents(corpus(str(tmp_path / "long.txt"), tmp_path), "train"))
+    assert len(found) == 4
+    assert sum(map(len, found)) == 17 * 200_000
+
+
+def test_a_tokenizers_saved_truncation_does_not_cut_documents(written, tmp_path, tokenizer_folder):
+    tokenizer = vocabulary.load(str(tokenizer_folder))
+    whole = tokenise(corpus(str(written / "c.txt"), tmp_path), "train", tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.save_pretrained(tmp_path / "truncating")
+    again = vocabulary.load(str(tmp_path / "truncating"))
+    store = tokenise(corpus(str(written / "c.txt"), tmp_path / "x"), "train", again)
+    assert store.tokens.tolist() == whole.tokens.tolist()
+
+
 def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
     stores = [
         tokenise(corpus(str(written), tmp_path / name), "train", tokenizer) for name in ("x", "y")
@@ -80,9 +106,9 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
             lambda p: str(p / "t.csv"),
             "corpus.train must be .*.parquet.* files, got .*t.csv; convert",
         ),
-        (lambda p: str(p / "latin.txt"), "must be UTF-8, got byte 3 of .*latin.txt.*; convert"),
-        (lambda p: str(p / "latin.jsonl"), "must be UTF-8, got byte .*latin.jsonl.*; convert"),
-        (lambda p: str(p / "blank.txt"), "corpus.train must hold text, got .*blank.txt' with none"),
+        (lambda p: str(p / "latin.txt"), "must be UTF-8, got line 1 of .*latin.txt.*; convert"),
+        (lambda p: str(p / "latin.jsonl"), "must be UTF-8, got line 1 of .*latin.jsonl.*; convert"),
+        (lambda p: str(p / "blank.txt"), "corpus.train must hold text, got .*blank.txt with none"),
         (
             lambda p: str(p / "column.jsonl"),
             "corpus.text_column must name a column .*'text'; it has body",
@@ -90,6 +116,17 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
         (
             lambda p: str(p / "broken.parquet"),
             "corpus.train must be readable parquet, got .*broken",
+        ),
+        (lambda p: str(p / "torn.jsonl"), "must hold one JSON object a line, got line 2 of .*torn"),
+        (
+            lambda p: str(p / "numbers.jsonl"),
+            "corpus.text_column must name a column of text .*with 5;",
+        ),
+        (lambda p: str(p / "lists.parquet"), r"must name a column of text .*with \[1\];"),
+        (lambda p: [], "corpus.train must name a source, got an empty list"),
+        (
+            lambda p: ["no-such/dataset"],
+            "corpus.train must be a folder, file, glob or hub data set",
         ),
         (lambda p: "no-such/dataset", "corpus.train must be a folder, file, glob or hub data set"),
     ],
@@ -102,6 +139,9 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
     (tmp_path / "blank.txt").write_text("\n\n")
     (tmp_path / "column.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
+    (tmp_path / "torn.jsonl").write_text('{"text": "x"}\n{"text": ')
+    (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n')
+    pq.write_table(pa.table({"text": [[1]]}), tmp_path / "lists.parquet")
     with pytest.raises(InputError, match=message) as caught:
         tokenise(corpus(make(tmp_path), tmp_path), "train", tokenizer)
     assert "\n" not in str(caught.value)
@@ -110,14 +150,15 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
 
 
 def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
-    def load_dataset(name, split, streaming):
-        assert (name, split, streaming) == ("owner/name", "validation", True)
-        return iter([{"text": text} for text in TEXTS])
+    def load_dataset(name, configuration, split, streaming):
+        assert (name, configuration) == ("owner/name", "small")
+        assert (split, streaming) == ("validation", True)
+        return iter([{"text": text} for text in TEXTS] + [{"text": None}])
 
     monkeypatch.setattr("train.corpus.datasets.load_dataset", load_dataset)
-    settings = CorpusSettings(validation="owner/name", cache=str(tmp_path))
-    assert list(documents(settings, "validation")) == TEXTS
-    missing = CorpusSettings(validation="owner/name", text_column="body", cache=str(tmp_path))
+    settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
+    assert list(documents(settings, "validation")) == [*TEXTS, ""]
+    missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))
     with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
         list(documents(missing, "validation"))
 

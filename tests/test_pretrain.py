@@ -25,7 +25,7 @@ from train.validate import ValidateSettings
 from train.validate import main as validate
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 SCRIPT = "train/pretrain.py"
 NO_DROPOUT = json.dumps(
     TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -58,7 +58,13 @@ def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
 
 
 def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path):
-    flags = [*pretrain_flags, "--optim.steps=40", "--run.save_every=3", "--optim.micro_batch=8"]
+    flags = [
+        *pretrain_flags,
+        "--optim.steps=40",
+        "--run.save_every=3",
+        "--optim.micro_batch=8",
+        "--run.log_every=2",
+    ]
     whole = run(flags, "--run.name=whole")
     assert whole.model.config == TINY_MODEL  # which leaves dropout at its default of 0.1
     folder = tmp_path / "runs" / "tiny"
@@ -80,8 +86,10 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path)
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_two_processes_give_the_losses_of_one(pretrain_flags, tmp_path):
-    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}"]
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_two_processes_give_the_losses_of_one(kind, pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", f"--model.type={kind}"]
+    flags += ["--run.validation_sequences=4"]  # one batch: the second process has none
     run(flags, "--run.name=one")
     run(flags, "--run.name=accumulated", "--optim.micro_batch=4")
     done = command(
@@ -132,7 +140,7 @@ def test_a_saved_folder_is_validated_at_any_length_with_the_loss_of_the_log(
 ):
     settings = run(pretrain_flags)
     folder = tmp_path / "runs" / "tiny"
-    found = validate(ValidateSettings(str(folder / "model"), settings.corpus))
+    found = validate(ValidateSettings(str(folder / "model"), settings.corpus, 32))
     assert found["validation_loss"] == pytest.approx(log_rows(folder, "validation_loss")[12])
     longer = validate(ValidateSettings(str(folder / "model"), settings.corpus, length=300))
     assert math.isfinite(longer["validation_loss"])
@@ -143,8 +151,25 @@ def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
     run(pretrain_flags)
     first = log_rows(tmp_path / "runs" / "tiny")
     init = f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}"
-    run(pretrain_flags, init, "--run.name=more", "--model.config={}")
+    run(pretrain_flags, init, "--run.name=more", f"--model.config={NO_DROPOUT}")
     assert log_rows(tmp_path / "runs" / "more")[1] < first[1] - 0.1
+    config = json.loads((tmp_path / "runs" / "more" / "model" / "config.json").read_text())
+    assert config["hidden_dropout_prob"] == 0.0
+    for wrong, message in (
+        ('{"hidden_size": 64}', "model.config.hidden_size must stay 32 of model.init, got 64"),
+        ('{"hiden_size": 64}', "model.config must be a field of the roformer configuration"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(pretrain_flags, init, "--run.name=other", f"--model.config={wrong}")
+
+
+def test_another_vocabulary_than_the_weights_is_refused(pretrain_flags, tmp_path, tokenizer):
+    run(pretrain_flags)
+    init = f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}"
+    pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped", 64)
+    with pytest.raises(InputError, match="corpus.tokenizer must fit the model's vocabulary"):
+        run(pretrain_flags, init, "--run.name=x", f"--corpus.tokenizer={tmp_path / 'swapped'}")
 
 
 def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenizer):
@@ -186,7 +211,20 @@ BERT = "--model.type=bert"
         ),
         (["--model.type=brt"], "model.type must be a transformers model type, got brt"),
         (['--model.config={"hidden_sze": 8}'], "model.config must be a field .* got 'hidden_sze'"),
-        (['--model.config={"hidden_size": 33}'], "model.config: hidden_size must be a multiple"),
+        (
+            ['--model.config={"hidden_size": 33}'],
+            "model.config must be .* hidden_size must be a multi",
+        ),
+        (['--model.config={"hidden_act": "gelo"}'], "model must be usable .*gelo"),
+        (['--model.config={"is_decoder": true}'], "model must be usable .*is_decoder"),
+        (
+            ['--model.config={"num_hidden_layers": 1.5}'],
+            "model must be usable by transformers, got: .*integer",
+        ),
+        (["--model.attention=foo"], "model must be usable by transformers, got: .*foo"),
+        (["--model.type=gpt2", "--model.config={}"], "model must be usable by transformers"),
+        (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
+        (["--corpus.validation=/nowhere/y"], "corpus.validation must exist, got '/nowhere/y'"),
         (['--model.config={"vocab_size": 9}'], "must fit the model's vocabulary of 9, got 2"),
         (["--optim.micro_batch=5"], "optim.batch_size must be a multiple .* got 16"),
         (["--corpus.train=/nowhere/x"], "corpus.train must exist, got '/nowhere/x'"),
@@ -203,13 +241,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         assert not (tmp_path / "tokens").exists()  # said before any work on the text
 
 
-def test_a_run_does_not_go_on_under_other_settings(pretrain_flags):
+def test_a_run_does_not_go_on_under_other_settings(pretrain_flags, corpus_folder):
     run(pretrain_flags)
     with pytest.raises(
         InputError, match="optim.learning_rate must stay 0.001 .* choose another run.name"
     ):
         run(pretrain_flags, "--optim.learning_rate=0.5")
     run(pretrain_flags, "--run.log_every=2")  # reporting may change
+    with pytest.raises(InputError, match="must give the tokens .* the run began with"):
+        run(pretrain_flags, f"--corpus.train={corpus_folder / 'validation.jsonl'}")
 
 
 def test_an_error_is_one_line_and_exit_code_2(pretrain_flags, tmp_path):

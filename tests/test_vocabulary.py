@@ -41,7 +41,9 @@ def test_a_vocab_txt_serves_as_tokenizer(tokenizer_folder, tokenizer):
 
 def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
     before = (tokenizer_folder / "vocab.txt").stat().st_mtime_ns
-    settings = CorpusSettings(train="/nowhere/x", tokenizer=str(tokenizer_folder))
+    settings = CorpusSettings(
+        train="/nowhere/x", tokenizer=str(tokenizer_folder), vocabulary_size=100
+    )
     vocabulary.learn_if_missing(settings)
     assert (tokenizer_folder / "vocab.txt").stat().st_mtime_ns == before
 
@@ -49,3 +51,28 @@ def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
 def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match="corpus.tokenizer must be a folder, vocab.txt or hub id"):
         vocabulary.load(str(tmp_path / "none"))
+
+
+def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
+    settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
+    with pytest.raises(
+        InputError, match=r"corpus.vocabulary_size must be at least the \d+ pieces in"
+    ):
+        vocabulary.learn_if_missing(settings)
+
+
+def test_a_size_is_kept_even_with_many_characters():
+    texts = ["".join(chr(0x100 + i) for i in range(300)) + " the cat the cat" for _ in range(3)]
+    pieces = vocabulary.learn(lambda: iter(texts), 120)
+    assert len(pieces) <= 120
+    assert {"t", "##e"} <= set(pieces)
+
+
+def test_nothing_is_learned_from_nothing(tmp_path):
+    (tmp_path / "blank.txt").write_text("\n")
+    settings = CorpusSettings(
+        train=str(tmp_path / "blank.txt"), tokenizer=str(tmp_path / "v"), vocabulary_size=100
+    )
+    with pytest.raises(InputError, match="corpus.train must hold text to learn from, got none"):
+        vocabulary.learn_if_missing(settings)
+    assert not (tmp_path / "v").exists()

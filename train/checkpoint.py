@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from train.settings import InputError
 
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
@@ -64,15 +65,26 @@ def save(
     return final
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and a line for each newer one that is damaged."""
-    complaints: list[str] = []
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint; damaged ones newer than it are set aside, with a warning.
+
+    Raises:
+        InputError: There are checkpoints and all are damaged.
+    """
+    damaged: list[tuple[Path, str]] = []
     for path in sorted((folder / "checkpoints").glob("step-*[0-9]"), reverse=True):
         damage = _damage(path)
         if damage is None:
-            return path, complaints
-        complaints.append(f"checkpoint {path} is damaged ({damage}); using an earlier one")
-    return None, complaints
+            for bad, why in damaged:
+                # out of the count of those kept, and still there to be looked at
+                bad.rename(bad.with_name(f"damaged-{bad.name}"))
+                print(f"warning: {bad} is damaged ({why}); going on from {path.name}", flush=True)
+            return path
+        damaged.append((path, damage))
+    if damaged:
+        rule, found = "must hold a complete checkpoint", f"{damaged[0][0]}: {damaged[0][1]}"
+        raise InputError(f"{folder}/checkpoints {rule}, got {found}; delete it to begin again")
+    return None
 
 
 def _damage(path: Path) -> str | None:
@@ -93,16 +105,13 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         The `state` it was saved with, and its `step`.
 
     Raises:
-        ValueError: It belongs to another model.
+        InputError: It belongs to another model.
     """
-    try:
-        weights = load_file(path / FILES[0])
-        moments = load_file(path / FILES[1])
-    except SafetensorError as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    weights, moments = load_file(path / FILES[0]), load_file(path / FILES[1])
     parameters = dict(model.named_parameters())
-    if parameters.keys() != weights.keys():
-        raise ValueError(f"checkpoint {path} belongs to another model; choose another run.name")
+    shapes, own = ({n: t.shape for n, t in ts.items()} for ts in (weights, parameters))
+    if shapes != own:
+        raise InputError(f"{path} must hold this model, got another's; choose another run.name")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])

@@ -11,28 +11,30 @@ format), so a change of any makes another folder and nothing stale can be read:
 import glob
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 from numpy.typing import NDArray
+from pyarrow import parquet
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from train import docstrings
+from train.folders import whole_folder
 from train.settings import CorpusSettings, InputError, require
 
 EMBEDDED = "embedded"
 FORMAT = 1
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
-"""File endings and the `datasets` builder that reads them."""
+CHARACTERS_A_BATCH = 1_000_000
+"""Text tokenised at once, and so held in memory."""
 
-DOCUMENTS_A_BATCH = 512
+LONGEST_PARAGRAPH = 1_000_000
+"""Characters after which a txt without blank lines is cut, at the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def find_files(corpus: CorpusSettings, part: str) -> list[Path]:
     Raises:
         InputError: Nothing usable is there.
     """
-    source, key = getattr(corpus, part), f"corpus.{part}"
-    if source == EMBEDDED:
+    key, names = f"corpus.{part}", sources(corpus, part)
+    require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
+    if names == [EMBEDDED]:
         return [docstrings.written(part, corpus.cache)]
-    names = [source] if isinstance(source, str) else source
     files = []
     for name in names:
         found = _named_files(name, key)
@@ -73,11 +75,17 @@ def find_files(corpus: CorpusSettings, part: str) -> list[Path]:
     return files
 
 
+def sources(corpus: CorpusSettings, part: str) -> list[str]:
+    """What the setting of a part names, as a list."""
+    value = getattr(corpus, part)
+    return [value] if isinstance(value, str) else value
+
+
 def _named_files(name: str, key: str) -> list[Path]:
     path = Path(name)
     endings = ", ".join(READERS)
     if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.suffix in READERS]
+        found = [p for p in sorted(path.rglob("*")) if p.suffix in READERS and p.is_file()]
         require(
             bool(found), key, f"must hold {endings} files", f"none in {name!r}", "put text there"
         )
@@ -103,73 +111,121 @@ def documents(corpus: CorpusSettings, part: str) -> Iterator[str]:
     of parquet or jsonl is one document.
 
     Raises:
-        InputError: A file cannot be read, or lacks the column.
+        InputError: A file cannot be read, lacks the column, or holds no text there.
     """
     files = find_files(corpus, part)
     if not files:
-        yield from _hub_documents(getattr(corpus, part), part, corpus.text_column)
+        yield from _hub_documents(sources(corpus, part)[0], part, corpus.text_column)
     for file in files:
-        reader = _paragraphs if READERS[file.suffix] == "text" else _rows
-        try:
-            yield from reader(file, f"corpus.{part}", corpus.text_column)
-        except UnicodeDecodeError as error:
-            rule, found = "must be UTF-8", f"byte {error.start} of {file} that is not"
-            raise InputError(f"corpus.{part} {rule}, got {found}; convert the file") from error
+        yield from READERS[file.suffix](file, f"corpus.{part}", corpus.text_column)
 
 
-def _rows(file: Path, key: str, column: str) -> Iterator[str]:
-    """Texts of a parquet or jsonl file."""
-    builder = READERS[file.suffix]
+def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
     try:
-        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
-        columns = rows.column_names or list(next(iter(rows), {}))
-        if column in columns:
-            yield from (str(row[column] or "") for row in rows.select_columns([column]))
-            return
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UnicodeDecodeError):
-            raise cause from error
-        found = f"{file}: {_first_line(cause)}"
-        raise InputError(
-            f"{key} must be readable {builder}, got {found}; repair the file"
-        ) from error
-    has = f"it has {', '.join(columns)}" if columns else "it has no columns"
-    raise InputError(f"corpus.text_column must name a column of {file}, got {column!r}; {has}")
+        table = parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        found = f"{file}: {_first_line(error)}"
+        raise InputError(f"{key} must be readable parquet, got {found}; mend the file") from error
+    with table:
+        kinds = {field.name: field.type for field in table.schema_arrow}
+        _require_column(column, kinds, file)
+        for batch in table.iter_batches(batch_size=256, columns=[column]):
+            yield from (_text(value, column, file) for value in batch.column(0).to_pylist())
+
+
+def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
+    for number, line in _lines(file, key):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            found = f"line {number} of {file}: {error}"
+            raise InputError(
+                f"{key} must hold one JSON object a line, got {found}; mend it"
+            ) from error
+        _require_column(column, row if isinstance(row, dict) else {}, file)
+        yield _text(row[column], column, file)
+
+
+def _paragraphs(file: Path, key: str, column: str) -> Iterator[str]:
+    lines: list[str] = []
+    length = 0
+    for _, line in _lines(file, key):
+        if line.strip():
+            lines.append(line)
+            length += len(line)
+        if lines and (not line.strip() or length > LONGEST_PARAGRAPH):
+            yield "".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
+    ".parquet": _parquet_rows,
+    ".jsonl": _jsonl_rows,
+    ".txt": _paragraphs,
+}
+"""What reads a file, by ending; `datasets` would turn numbers into text and refuse empty files."""
+
+
+def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a text file."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                found = f"line {number} of {file} that is not"
+                raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
+
+
+def _require_column(column: str, columns: Iterable[str], file: Path) -> None:
+    found = f"{column!r}; it has {', '.join(columns) or 'none'}"
+    if column not in columns:
+        raise InputError(f"corpus.text_column must name a column of {file}, got {found}")
+
+
+def _text(value: object, column: str, file: Path) -> str:
+    if value is None:
+        return ""
+    rule = f"must name a column of text in {file}"
+    require(
+        isinstance(value, str),
+        "corpus.text_column",
+        rule,
+        f"{column!r} with {value!r:.40}",
+        "name another",
+    )
+    return str(value)
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _paragraphs(file: Path, key: str, column: str) -> Iterator[str]:
-    """Texts of a txt file: runs of lines between blank ones."""
-    lines: list[str] = []
-    with file.open(encoding="utf-8") as stream:
-        for line in stream:
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                yield "".join(lines)
-                lines = []
-    if lines:
-        yield "".join(lines)
-
-
 def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
-    """Texts of a hub data set, read as a stream: only its tokens reach the disk."""
+    """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
+    dataset, _, configuration = name.partition(":")
     try:
-        rows = datasets.load_dataset(name, split=part, streaming=True)
-        yield from (str(row[column]) for row in rows)
-    except KeyError as error:
-        raise InputError(
-            f"corpus.text_column must name a column of {name}, got {column!r}; see its page"
-        ) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
-            f"got {name!r} ({_first_line(error)}); check the spelling and the network"
-        ) from error
+        rows = datasets.load_dataset(dataset, configuration or None, split=part, streaming=True)
+        for row in rows:
+            _require_column(column, row, Path(name))
+            yield _text(row[column], column, Path(name))
+    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _unreadable_hub(name, part, error) from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise _unreadable_hub(name, part, error) from error
+
+
+def _unreadable_hub(name: str, part: str, error: BaseException) -> InputError:
+    return InputError(
+        f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
+        f"got {name!r} ({_first_line(error)}); check the spelling and the network"
+    )
 
 
 def source_hash(corpus: CorpusSettings, part: str) -> str:
@@ -180,7 +236,7 @@ def source_hash(corpus: CorpusSettings, part: str) -> str:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     if not files:
-        digest.update(f"{getattr(corpus, part)} {part}".encode())
+        digest.update(f"{sources(corpus, part)} {part}".encode())
     return digest.hexdigest()
 
 
@@ -199,7 +255,7 @@ def tokenise(corpus: CorpusSettings, part: str, tokenizer: PreTrainedTokenizerBa
     rules = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     folder = Path(corpus.cache) / hashlib.sha256((text + rules).encode()).hexdigest()[:16]
     if not folder.exists():
-        source = getattr(corpus, part)
+        source = sources(corpus, part)
         manifest = {"format": FORMAT, "source": source, "text": text, "tokenizer": rules}
         _write_store(documents(corpus, part), tokenizer, folder, manifest, part)
     return open_store(folder)
@@ -219,13 +275,10 @@ def _write_store(
     manifest: dict,
     part: str,
 ) -> None:
-    """Write into a temporary folder and rename it: a store is there whole or not at all."""
+    """Write the three files of a store."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    unfinished.mkdir()
     ends: list[int] = [0]
-    try:
+    with whole_folder(folder) as unfinished:
         with (
             (unfinished / "tokens.bin").open("wb") as stream,
             tqdm(desc=f"tokenising {part}", unit=" documents") as bar,
@@ -235,17 +288,11 @@ def _write_store(
                     stream.write(np.asarray(ids, dtype).tobytes())
                     ends.append(ends[-1] + len(ids))
                 bar.update(len(batch))
-        if ends[-1] == 0:
-            raise InputError(
-                f"corpus.{part} must hold text, got {manifest['source']!r} with none; check it"
-            )
+        found = f"{', '.join(manifest['source'])} with none"
+        require(ends[-1] > 0, f"corpus.{part}", "must hold text", found, "check the files")
         np.asarray(ends[1:], np.int64).tofile(unfinished / "documents.bin")
         manifest |= {"dtype": dtype.name, "documents": len(ends) - 1, "tokens": ends[-1]}
         (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        if not folder.exists():  # another machine may have made it meanwhile on a shared disk
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -256,10 +303,12 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[li
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
+    length = 0
     for text in texts:
         batch.append(text)
-        if len(batch) == DOCUMENTS_A_BATCH:
+        length += len(text)
+        if length > CHARACTERS_A_BATCH:
             yield batch
-            batch = []
+            batch, length = [], 0
     if batch:
         yield batch

@@ -8,11 +8,12 @@ substitute for real text.
 import ast
 import hashlib
 import json
-import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+from train.folders import whole_folder
 
 PACKAGES = (
     "accelerate", "datasets", "evaluate", "fsspec", "huggingface_hub", "jsonargparse", "matplotlib",
@@ -45,15 +46,13 @@ def written(part: str, cache: str | Path) -> Path:
     name = hashlib.sha256("\n".join([rules, *files]).encode()).hexdigest()[:16]
     folder = Path(cache) / f"embedded-{name}"
     if not folder.exists():
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-        unfinished.mkdir(parents=True)
         with (
+            whole_folder(folder) as unfinished,
             (unfinished / "train.jsonl").open("w", encoding="utf-8") as train,
             (unfinished / "validation.jsonl").open("w", encoding="utf-8") as validation,
         ):
             for text, held_out in documents():
                 (validation if held_out else train).write(json.dumps({"text": text}) + "\n")
-        unfinished.rename(folder)
     return folder / f"{part}.jsonl"
 
 

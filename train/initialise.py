@@ -1,12 +1,16 @@
 """What a run starts from: fresh weights of a configuration, a checkpoint, or a BERT's weights."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForMaskedLM,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -16,7 +20,10 @@ from train.settings import InputError, ModelSettings, require
 
 
 def model_config(
-    settings: ModelSettings, length: int, tokenizer: PreTrainedTokenizerBase | None = None
+    settings: ModelSettings,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    key: str = "corpus.length",
 ) -> PreTrainedConfig:
     """The configuration of the model to train, checked against length and tokenizer.
 
@@ -25,88 +32,128 @@ def model_config(
         length: Longest training sequence.
         tokenizer: Decides the vocabulary size of a fresh model; None checks all that can be checked
             before there is one.
+        key: What messages call the length.
 
     Raises:
         InputError: The type or a field is unknown, a value is refused, the vocabulary does not fit,
             or the length exceeds a table of positions.
     """
-    fresh = settings.init is None
-    config = _fresh_config(settings, tokenizer) if fresh else _saved_config(settings)
+    known = settings.type in CONFIG_MAPPING
+    require(known, "model.type", "must be a transformers model type", settings.type, "use bert")
+    names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
+    for name in settings.config:
+        rule = f"must be a field of the {settings.type} configuration"
+        require(name in names, "model.config", rule, repr(name), "check the spelling")
+    with input_errors("model.config"):
+        config = _config(settings, tokenizer)
     if tokenizer is not None:
-        rule = f"must fit the model's vocabulary of {config.vocab_size}"
-        found = f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}"
-        fits = config.vocab_size >= len(tokenizer)
-        require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
+        _require_vocabulary(settings, config, tokenizer)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
         remedy = "shorten it or train a roformer, which has no limit"
-        require(length <= limit, "corpus.length", rule, length, remedy)
+        require(length <= limit, key, rule, length, remedy)
     return config
 
 
-def _fresh_config(
-    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> PreTrainedConfig:
-    known = settings.type in CONFIG_MAPPING
-    require(
-        known,
-        "model.type",
-        "must be a transformers model type",
-        settings.type,
-        "use roformer or bert",
-    )
-    fields = {f.name for f in dataclasses.fields(CONFIG_MAPPING[settings.type])}
-    for name in settings.config:
-        rule = f"must be a field of the {settings.type} configuration"
-        require(name in fields, "model.config", rule, repr(name), "check the spelling")
-    special = {}
-    if tokenizer is not None:
-        special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+@contextmanager
+def input_errors(key: str) -> Iterator[None]:
+    """Turn what transformers says of a user's values into one line that names the key."""
     try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise InputError(f"{key} must be usable by transformers, got: {line}; change it") from error
+
+
+def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    if settings.init is None:
+        special = {}
+        if tokenizer is not None:
+            special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         return AutoConfig.for_model(settings.type, **(special | settings.config))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"model.config: {' '.join(str(error).split())}") from error
-
-
-def _saved_config(settings: ModelSettings) -> PreTrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(settings.init)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"model.init must be a folder or hub id with a config.json, got {settings.init!r}; "
-            "check the path"
-        ) from error
-    if config.model_type == settings.type:
-        return config
-    pair = f"{config.model_type} into {settings.type}"
-    convertible = (config.model_type, settings.type) == ("bert", "roformer")
-    remedy = f"set model.type to {config.model_type}"
-    require(convertible, "model.init", "must be of model.type, or bert into roformer", pair, remedy)
-    shared = {f.name for f in dataclasses.fields(CONFIG_MAPPING["roformer"])} & set(
-        config.to_dict()
+    saved = _saved_config(settings.init)
+    convertible = (saved.model_type, settings.type) == ("bert", "roformer")
+    found = f"{saved.model_type} for {settings.type}"
+    rule, remedy = (
+        "must be of model.type, or bert for roformer",
+        f"set model.type {saved.model_type}",
     )
-    kept = {name: getattr(config, name) for name in shared if name != "transformers_version"}
-    return AutoConfig.for_model("roformer", **(kept | settings.config))
+    same = saved.model_type == settings.type
+    require(same or convertible, "model.init", rule, found, remedy)
+    for name, value in settings.config.items():
+        # what changes no weight may change; the rest is the checkpoint's
+        there = getattr(saved, name, value)
+        free = name.endswith("dropout_prob") or there == value
+        require(
+            free, f"model.config.{name}", f"must stay {there} of model.init", value, "leave it out"
+        )
+    names = {f.name for f in dataclasses.fields(CONFIG_MAPPING[settings.type])} & set(
+        saved.to_dict()
+    )
+    kept = {name: getattr(saved, name) for name in names - {"transformers_version", "dtype"}}
+    return AutoConfig.for_model(settings.type, **(kept | settings.config))
 
 
-def build(settings: ModelSettings, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _saved_config(init: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(init)
+    except (OSError, ValueError) as error:
+        rule = "must be a folder or hub id with a config.json"
+        raise InputError(f"model.init {rule}, got {init!r}; check the path") from error
+
+
+def _require_vocabulary(
+    settings: ModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Ids must mean to the weights what they mean to the tokenizer."""
+    fits = config.vocab_size >= len(tokenizer)
+    if fits and settings.init is not None:
+        pieces = tokenizer.get_vocab()
+        try:
+            own = AutoTokenizer.from_pretrained(settings.init).get_vocab()
+        except (OSError, ValueError):
+            own = {}
+        # without tokenizer files transformers makes one of special tokens: then sizes must do, up
+        # to the padding that some vocabularies get
+        unknown = len(own) < len(pieces) // 2
+        fits = config.vocab_size - len(pieces) < 128 if unknown else own == pieces
+    rule = f"must fit the model's vocabulary of {config.vocab_size}"
+    found = f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}"
+    require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
+
+
+def build(
+    settings: ModelSettings, config: PreTrainedConfig, seed: int, whole: bool = False
+) -> PreTrainedModel:
     """The model to train, in float32.
 
     Args:
         settings: The model section.
         config: From `model_config`.
         seed: Decides fresh weights, and those a checkpoint lacks.
+        whole: Refuse a checkpoint that lacks any, a masked-LM head for instance.
+
+    Raises:
+        InputError: transformers cannot make or load it.
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    if settings.init is None:
-        return AutoModelForMaskedLM.from_config(config, **options)
-    if AutoConfig.from_pretrained(settings.init).model_type == config.model_type:
-        return AutoModelForMaskedLM.from_pretrained(settings.init, config=config, **options)
-    model = AutoModelForMaskedLM.from_config(config, **options)
-    donor = AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
-    adopt_bert(model, donor)
+    with input_errors("model"):
+        if settings.init is None:
+            return AutoModelForMaskedLM.from_config(config, **options)
+        if _saved_config(settings.init).model_type == config.model_type:
+            model, report = AutoModelForMaskedLM.from_pretrained(
+                settings.init, config=config, output_loading_info=True, **options
+            )
+            missing = sorted(report["missing_keys"])
+            rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
+            require(not (whole and missing), "model", rule, found, "pretrain it first")
+            return model
+        model = AutoModelForMaskedLM.from_config(config, **options)
+        adopt_bert(model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32))
     return model
 
 

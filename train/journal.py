@@ -64,7 +64,7 @@ class Journal:
     Args:
         accelerator: Adds up over processes and feeds the tracker.
         folder: The run's folder.
-        state: `step`, `tokens` and `seconds` at the start, from a checkpoint or zero.
+        state: `step`, and what `state` returned when it was reached, or zeros.
         steps: Steps of the whole run, for the bar.
     """
 
@@ -77,6 +77,10 @@ class Journal:
         self.started = self.reported = time.perf_counter()
         self._clear()
         main = accelerator.is_main_process
+        if main:  # what was counted since the last report when the checkpoint was written
+            self.sums += torch.tensor(
+                state["pending"], dtype=torch.float64, device=self.sums.device
+            )
         self.bar = tqdm(
             total=steps, initial=state["step"], unit="step", disable=not main, dynamic_ncols=True
         )
@@ -92,6 +96,11 @@ class Journal:
     def seconds(self) -> float:
         """Wall-clock of the run so far, over all its restarts."""
         return self.seconds_before + time.perf_counter() - self.started
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the log to go on as if nothing had happened."""
+        pending = self.accelerator.reduce(self.sums).tolist()
+        return {"tokens": self.tokens, "seconds": self.seconds, "pending": pending}
 
     def add(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
         """Count one micro-batch of this process."""
@@ -133,8 +142,10 @@ class Journal:
             self.stream.write(json.dumps(row) + "\n")
             self.stream.flush()
 
-    def close(self) -> None:
-        """End the bar and the file."""
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.bar.close()
         if self.stream is not None:
             self.stream.close()

@@ -3,10 +3,15 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
 
 from train.settings import InputError, parse
 
@@ -30,7 +35,7 @@ def run_command(
     try:
         main(parse(settings, argv, default_config))
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -57,7 +62,20 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "launch must start the processes that were asked for, got 1 process for several; "
             "start them with `torchrun --nproc_per_node N train/pretrain.py ...`"
         )
-    accelerator = Accelerator(log_with=tracker, project_dir=folder)
+    handlers = [
+        # other processes wait while one tokenises: an hour on a large corpus, not a fault
+        InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        # buffers are constants here; without this an evaluation with fewer batches than processes
+        # would wait for a broadcast that the others never join
+        DistributedDataParallelKwargs(broadcast_buffers=False),
+    ]
+    try:
+        accelerator = Accelerator(log_with=tracker, project_dir=folder, kwargs_handlers=handlers)
+    except (ValueError, ImportError) as error:
+        line = " ".join(str(error).split())
+        raise InputError(
+            f"launch must be one Accelerate can make, got {line}; change it"
+        ) from error
     wanted = int(environment.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != wanted:
         raise InputError(

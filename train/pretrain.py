@@ -34,8 +34,14 @@ from train.validate import evaluate
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
-REPORTING = {"log_every", "validate_every", "validation_sequences", "save_every", "keep", "tracker"}
-"""Keys under `run` that may change when a run goes on: they do not decide what is learned."""
+FREE = {
+    "corpus": {"cache", "train", "validation", "tokenizer"},  # what they hold is compared instead
+    "run": {
+        "folder", "log_every", "validate_every", "validation_sequences", "save_every", "keep",
+        "tracker",
+    },
+}  # fmt: skip
+"""Keys that may change when a run goes on: they do not decide what is learned."""
 
 
 def main(settings: PretrainSettings) -> Path:
@@ -57,17 +63,11 @@ def main(settings: PretrainSettings) -> Path:
     config = model_config(settings.model, settings.corpus.length, tokenizer)
     objective = MaskedLanguageModel(build(settings.model, config, settings.run.seed))
     steps = make_steps(settings, stores[0], tokenizer, accelerator)
+    held_out = Sequences(stores[1], settings.corpus.length)
     if accelerator.is_main_process:
         write_header(folder, settings, accelerator)
     accelerator.init_trackers("tracker")
-    train(
-        settings,
-        accelerator,
-        objective,
-        steps,
-        Sequences(stores[1], settings.corpus.length),
-        folder,
-    )
+    train(settings, accelerator, objective, steps, held_out, folder)
     if accelerator.is_main_process:
         objective.model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -87,43 +87,39 @@ def train(
     """The loop: from the newest checkpoint, or from nothing, to the last step."""
     optim, run = settings.optim, settings.run
     total = number_of_steps(settings, steps.sequences)
-    rate = rate_factor(optim.schedule, optim.warmup_steps, total)
+    rate = rate_factor(optim.schedule, optim.warmup_steps, total + 1)  # the last step still moves
     optimizer = adamw(
         objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
     )
-    state = resume(folder, objective, optimizer, accelerator)
+    data = [part.store.folder.name for part in (steps.sequences, held_out)]
+    state = resume(folder, objective, optimizer, accelerator, data)
     model, optimizer = accelerator.prepare(objective, optimizer)
-    journal = Journal(accelerator, folder, state, total)
     loader = DataLoader(steps, batch_size=None, sampler=range(state["step"], total))
-    for step, micro_batches in enumerate(loader, start=state["step"]):
-        torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
-        set_rate(optimizer, optim.learning_rate * rate(step + 1))
-        predicted = accelerator.reduce(count_targets(micro_batches, accelerator.device))
-        for batch, last in with_last(micro_batches):
-            with nullcontext() if last else accelerator.no_sync(model):
-                loss, right = model(**to_device(batch, accelerator.device))
-                # data-parallel gradients are averages: undo it, for a sum over all processes
-                accelerator.backward(loss * accelerator.num_processes / predicted.clamp(min=1))
-            journal.add(loss, right, batch)
-        norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        done = step + 1
-        if done % run.log_every == 0 or done == total:
-            journal.training(done, optim.learning_rate * rate(step + 1), norm)
-        if done % run.validate_every == 0 or done == total:
-            scores = evaluate(
-                model,
-                held_out,
-                steps.special,
-                accelerator,
-                optim.micro_batch,
-                run.validation_sequences,
-            )
-            journal.validation(done, scores)
-        if done % run.save_every == 0 or done == total:
-            save(folder, done, objective, optimizer, accelerator, journal, run.keep)
-    journal.close()
+    with Journal(accelerator, folder, state, total) as journal:
+        for step, micro_batches in enumerate(loader, start=state["step"]):
+            torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
+            set_rate(optimizer, optim.learning_rate * rate(step + 1))
+            predicted = accelerator.reduce(count_targets(micro_batches, accelerator.device))
+            for batch, last in with_last(micro_batches):
+                with nullcontext() if last else accelerator.no_sync(model):
+                    loss, right = model(**to_device(batch, accelerator.device))
+                    # data-parallel gradients are averages: undo it, for a sum over all processes
+                    accelerator.backward(loss * accelerator.num_processes / predicted.clamp(min=1))
+                journal.add(loss, right, batch)
+            norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            done = step + 1
+            if done % run.log_every == 0 or done == total:
+                journal.training(done, optim.learning_rate * rate(step + 1), norm)
+            if done % run.validate_every == 0 or done == total:
+                limit = run.validation_sequences
+                scores = evaluate(
+                    model, held_out, steps.special, accelerator, optim.micro_batch, limit
+                )
+                journal.validation(done, scores)
+            if done % run.save_every == 0 or done == total:
+                save(folder, done, objective, optimizer, accelerator, journal, data, run.keep)
 
 
 def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None:
@@ -132,7 +128,10 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
     Raises:
         InputError: Model and length, batch and processes, or a named file.
     """
-    model_config(settings.model, settings.corpus.length)
+    config = model_config(settings.model, settings.corpus.length)
+    with torch.device("meta"):  # an activation, kernel or head that does not exist is said here
+        fresh = dataclasses.replace(settings.model, init=None)
+        MaskedLanguageModel(build(fresh, config, settings.run.seed))
     optim = settings.optim
     require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
     for part in ("train", "validation"):
@@ -173,11 +172,18 @@ def make_steps(
 
 
 def number_of_steps(settings: PretrainSettings, sequences: Sequences) -> int:
-    """Optimiser steps of the run: as given, or as many as the token budget holds."""
-    if settings.optim.steps is not None:
-        return settings.optim.steps
-    assert settings.optim.tokens is not None
-    return math.ceil(settings.optim.tokens / (settings.optim.batch_size * sequences.mean_length))
+    """Optimiser steps of the run: as given, or as many as the token budget holds.
+
+    Raises:
+        InputError: The warm-up would outlast them.
+    """
+    optim, steps = settings.optim, settings.optim.steps
+    if steps is None:
+        assert optim.tokens is not None
+        steps = math.ceil(optim.tokens / (optim.batch_size * sequences.mean_length))
+    rule, found = f"must be fewer than the {steps} steps of the run", optim.warmup_steps
+    require(found < steps, "optim.warmup_steps", rule, found, "shorten it or train longer")
+    return steps
 
 
 def count_targets(micro_batches: list[dict[str, Tensor]], device: torch.device) -> Tensor:
@@ -197,16 +203,29 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def resume(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    data: list[str],
 ) -> dict[str, Any]:
-    """Load the newest complete checkpoint, if there is one; says where the run goes on."""
-    path, complaints = checkpoint.newest(folder)
-    for line in complaints:
-        accelerator.print(f"warning: {line}")
-    if path is None:
-        return {"step": 0, "tokens": 0, "seconds": 0.0}
-    state = checkpoint.load(path, model, optimizer)
-    accelerator.print(f"going on after step {state['step']}")
+    """Load the newest complete checkpoint, if there is one; says where the run goes on.
+
+    Raises:
+        InputError: The text or vocabulary is not what the run began with, the checkpoint is another
+            model's, or machines hold different ones.
+    """
+    with accelerator.main_process_first():  # which sets damaged ones aside
+        path = checkpoint.newest(folder)
+    state = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 4, "data": data}
+    if path is not None:
+        state = checkpoint.load(path, model, optimizer)
+        accelerator.print(f"going on after step {state['step']}")
+    same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
+    require(same, "corpus.train and corpus.validation", rule, data, "choose another run.name")
+    steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
+    found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
+    require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     return state
 
 
@@ -217,11 +236,12 @@ def save(
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
     journal: Journal,
+    data: list[str],
     keep: int,
 ) -> None:
     """Write a checkpoint on the main process and delete the oldest."""
+    state = journal.state() | {"data": data}
     if accelerator.is_main_process:
-        state = {"tokens": journal.tokens, "seconds": journal.seconds}
         checkpoint.save(folder, step, model, optimizer, state)
         checkpoint.retain(folder, keep)
     accelerator.wait_for_everyone()
@@ -241,20 +261,31 @@ def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
     file = folder / "settings.yaml"
     if not file.exists():
         return
-    before, now = yaml.safe_load(file.read_text()), as_dict(settings)
-    for section, values in now.items():
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except ValueError:
+        before = None
+    readable = isinstance(before, dict)
+    require(
+        readable, str(file), "must hold the settings of the run", "none", "choose another run.name"
+    )
+    for section, values in as_dict(settings).items():
         for key, value in values.items():
             begun = before.get(section, {}).get(key)
-            if begun != value and not (section == "run" and key in REPORTING):
-                rule = f"must stay {begun!r} for the run in {folder}"
-                require(False, f"{section}.{key}", rule, repr(value), "choose another run.name")
+            rule = f"must stay {begun!r} for the run in {folder}"
+            same = begun == value or key in FREE.get(section, ())
+            require(same, f"{section}.{key}", rule, repr(value), "choose another run.name")
 
 
 def write_header(folder: Path, settings: PretrainSettings, accelerator: Accelerator) -> None:
-    """Write settings.yaml and environment.json."""
+    """Write environment.json and settings.yaml, when a run begins."""
+    if (folder / "settings.yaml").exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.yaml").write_text(yaml.safe_dump(as_dict(settings), sort_keys=False))
     (folder / "environment.json").write_text(json.dumps(environment(accelerator), indent=2) + "\n")
+    unfinished = folder / "settings.yaml.tmp"
+    unfinished.write_text(yaml.safe_dump(as_dict(settings), sort_keys=False), encoding="utf-8")
+    unfinished.replace(folder / "settings.yaml")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,9 @@ class CorpusSettings:
     """Column of parquet and jsonl that holds the text."""
     tokenizer: str = "runs/vocabulary"
     """Folder, hub id or vocab.txt of the tokenizer."""
-    vocabulary_size: int | None = 8192
-    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet."""
+    vocabulary_size: int | None = None
+    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet;
+    null takes what is there."""
     length: int = 128
     """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
     mask_rate: float = 0.15
@@ -123,6 +124,10 @@ class OptimSettings:
                 value,
                 "leave it out for the default",
             )
+        inside = all(0 <= beta < 1 for beta in self.betas)
+        require(
+            inside, "optim.betas", "must be at least 0 and below 1", self.betas, "0.9, 0.98 work"
+        )
         for name in ("warmup_steps", "weight_decay"):
             value = getattr(self, name)
             require(value >= 0, f"optim.{name}", "must not be negative", value, "0 turns it off")
@@ -227,6 +232,12 @@ def parse(
     flags = list(command_line[1:] if argv is None else argv)
     if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config", default_config, *flags]
-    return jsonargparse.auto_cli(
-        settings, args=flags, parser_class=_OneLineParser, as_positional=False
-    )
+    try:
+        return jsonargparse.auto_cli(
+            settings, args=flags, parser_class=_OneLineParser, as_positional=False
+        )
+    except (TypeError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise InputError(
+            f"settings must be sections of keys in UTF-8, got {line}; see --help"
+        ) from error

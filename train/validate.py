@@ -34,14 +34,18 @@ class ValidateSettings:
     model: str
     """Folder or hub id of the model and its tokenizer."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
-    length: int | None = None
-    """Sequence length; None means `corpus.length`."""
+    length: int = 128
+    """Longest sequence in tokens."""
     sequences: int | None = None
     """Most sequences to read; None means all."""
     batch: int = 32
     """Sequences a forward pass, in each process."""
     attention: str = "sdpa"
     """Attention kernel by transformers' name."""
+
+    def __post_init__(self) -> None:
+        require(self.length >= 8, "length", "must be at least 8", self.length, "128 is usual")
+        require(self.batch >= 1, "batch", "must be at least 1", self.batch, "32 is usual")
 
 
 @torch.no_grad()
@@ -94,25 +98,24 @@ def main(settings: ValidateSettings) -> dict[str, float]:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    length = settings.length or settings.corpus.length
-    tokenizer = vocabulary.load(settings.model)
+    tokenizer = vocabulary.load(settings.model, key="model")
     try:
         kind = transformers.AutoConfig.from_pretrained(settings.model).model_type
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"model must be a folder or hub id, got {settings.model!r}; check it"
-        ) from error
+        rule = "must be a folder or hub id with a config.json"
+        raise InputError(f"model {rule}, got {settings.model!r}; check the path") from error
     wanted = ModelSettings(type=kind, init=settings.model, attention=settings.attention)
-    model = build(wanted, model_config(wanted, length, tokenizer), seed=0)
+    config = model_config(wanted, settings.length, tokenizer, key="length")
+    model = build(wanted, config, seed=0, whole=True)
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(MaskedLanguageModel(model), evaluation_mode=True)
-    sequences, special = Sequences(store, length), SpecialTokens.of(tokenizer)
+    sequences, special = Sequences(store, settings.length), SpecialTokens.of(tokenizer)
     scores = evaluate(
         objective, sequences, special, accelerator, settings.batch, settings.sequences
     )
     if accelerator.is_main_process:
-        print(json.dumps({"model": settings.model, "length": length} | scores))
+        print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores
 
 

@@ -5,8 +5,6 @@
 The same text gives the same bytes, in every process and on every machine.
 """
 
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from tokenizers import BertWordPieceTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from train.corpus import documents
+from train.folders import whole_folder
 from train.launch import run_command
 from train.settings import CorpusSettings, InputError, require
 
@@ -51,14 +50,17 @@ def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     counts: Counter[str] = Counter()
     for text in texts():
         counts.update(normalise(text))
-    frequent = sorted(counts, key=lambda c: (-counts[c], c))
-    alphabet = sorted(c for c in frequent[:ALPHABET] if not c.isspace())
+    if not counts:
+        raise InputError("corpus.train must hold text to learn from, got none; check the files")
+    frequent = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
+    # a character takes two places, beginning and continuation: leave at least half for words
+    alphabet = sorted(frequent[: min(ALPHABET, (size - len(SPECIAL)) // 4)])
     continuations = [f"##{c}" for c in alphabet]
     tokenizer.train_from_iterator(
         texts(),
         vocab_size=size,
         min_frequency=2,
-        limit_alphabet=ALPHABET,
+        limit_alphabet=len(alphabet),
         initial_alphabet=alphabet,
         special_tokens=[*SPECIAL, *alphabet, *continuations],
     )
@@ -70,58 +72,51 @@ def save(pieces: list[str], folder: str | Path, length: int) -> None:
     """Write a BERT tokenizer and its vocab.txt, whole or not at all."""
     tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
     tokenizer.model_max_length = length
-    target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    tokenizer.save_pretrained(unfinished)
-    (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
-    if target.exists():
-        shutil.rmtree(target)
-    unfinished.rename(target)
+    with whole_folder(Path(folder)) as unfinished:
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
 
 
 def learn_if_missing(corpus: CorpusSettings) -> None:
-    """Learn `corpus.tokenizer` from the training text, unless it is there or none was asked for."""
-    if corpus.vocabulary_size is None or Path(corpus.tokenizer).exists():
-        return
-    rule = "must be at least 100"
-    require(
-        corpus.vocabulary_size >= 100,
-        "corpus.vocabulary_size",
-        rule,
-        corpus.vocabulary_size,
-        "8192 is small",
-    )
-    save(
-        learn(lambda: documents(corpus, "train"), corpus.vocabulary_size),
-        corpus.tokenizer,
-        corpus.length,
-    )
-
-
-def load(name: str) -> PreTrainedTokenizerBase:
-    """A fast tokenizer from a folder, a vocab.txt or the hub.
+    """Learn `corpus.tokenizer` from the training text, unless it is there or none was asked for.
 
     Raises:
-        InputError: There is none, or it is a slow one.
+        InputError: The size is too small, or the vocabulary that is there is larger.
     """
-    if Path(name).is_file():
-        pieces = Path(name).read_text(encoding="utf-8").splitlines()
-        return BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+    size, folder = corpus.vocabulary_size, corpus.tokenizer
+    if size is None:
+        return
+    if Path(folder).exists():
+        there = len(load(folder))
+        rule, remedy = f"must be at least the {there} pieces in {folder}", "name another folder"
+        require(there <= size, "corpus.vocabulary_size", rule, size, remedy)
+        return
+    require(size >= 100, "corpus.vocabulary_size", "must be at least 100", size, "8192 is small")
+    print(f"learning a vocabulary of {size} pieces into {folder}")
+    save(learn(lambda: documents(corpus, "train"), size), folder, corpus.length)
+
+
+def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
+    """A fast tokenizer from a folder, a vocab.txt or the hub, without truncation or padding.
+
+    Raises:
+        InputError: There is none, or it is a slow one; `key` is what the message names.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        if Path(name).is_file():
+            pieces = Path(name).read_text(encoding="utf-8").splitlines()
+            tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"corpus.tokenizer must be a folder, vocab.txt or hub id, got {name!r}; "
+            f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r}; "
             "check the path, or give corpus.vocabulary_size to learn one there"
         ) from error
-    require(
-        tokenizer.is_fast,
-        "corpus.tokenizer",
-        "must be a fast tokenizer",
-        name,
-        "use a BERT tokenizer",
-    )
+    require(tokenizer.is_fast, key, "must be a fast tokenizer", name, "use a BERT tokenizer")
+    # a tokenizer.json may carry both from its last use, and would cut whole documents
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 

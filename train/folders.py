@@ -1,0 +1,28 @@
+"""A folder is there whole or not at all: how everything but checkpoints is written."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `target` when the block ends without an error.
+
+    What is already at `target` stays: several processes or machines may make the same folder at
+    once, and the first to finish wins. After an error nothing is left.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp's is private
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
