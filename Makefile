@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make demo` and `make test` set up what they use.
 PYTHON ?= python3
 BIN := .venv/bin
-CPU := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml
+CPU := $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml
 DEMO_MODELS := [runs/demo-roformer/model,runs/demo-bert/model]
 DEMO_TASKS := [demo-order,demo-next,demo-overlap]
 export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
