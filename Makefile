@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: .venv/installed
 .venv/installed: pyproject.toml configs/constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: PYTHON must be 3.11 or later, got %d.%d; make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: PYTHON must be 3.11 or later, got %d.%d; make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "setting up .venv (about 2 minutes the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
