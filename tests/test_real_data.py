@@ -47,9 +47,10 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     done = command(
         *launch, "train/pretrain.py", *tiny, "--corpus.train", wikipedia,
         "--corpus.validation", wikipedia, "--corpus.cache", tmp_path / "tokens",
-        "--corpus.tokenizer", data / "vocab" / "bert-base-uncased.txt", "--optim.tokens", "null",
+        "--corpus.tokenizer", data / "vocab" / "bert-base-uncased.txt",
+        "--corpus.vocabulary_size", "null", "--optim.tokens", "null", "--optim.warmup_steps", "10",
         "--optim.steps", "60", "--run.folder", tmp_path, "--run.name", "tiny",
-        "--run.validation_sequences", "64", OMP_NUM_THREADS="2",
+        "--run.validation_sequences", "64", "--run.log_every", "20",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = log_rows(tmp_path / "tiny")
@@ -57,7 +58,7 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     done = command(
         *launch, "finetune/glue.py", "--config", "configs/glue/small.yaml",
         "--model", tmp_path / "tiny" / "model", "--task", "rte", "--seed", "0", "--epochs", "1",
-        "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl", OMP_NUM_THREADS="2",
+        "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())

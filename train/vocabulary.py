@@ -88,7 +88,10 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
         return
     if Path(folder).exists():
         there = len(load(folder))
-        rule, remedy = f"must be at least the {there} pieces in {folder}", "name another folder"
+        rule, remedy = (
+            f"must be at least the {there} pieces in {folder}",
+            "set it to null to take that one",
+        )
         require(there <= size, "corpus.vocabulary_size", rule, size, remedy)
         return
     require(size >= 100, "corpus.vocabulary_size", "must be at least 100", size, "8192 is small")
