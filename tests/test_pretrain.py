@@ -241,6 +241,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         assert not (tmp_path / "tokens").exists()  # said before any work on the text
 
 
+def test_a_warm_up_longer_than_the_run_is_refused_before_the_run_has_a_folder(
+    pretrain_flags, tmp_path
+):
+    for budget in (["--optim.steps=2"], ["--optim.steps=null", "--optim.tokens=50"]):
+        with pytest.raises(
+            InputError, match="optim.warmup_steps must be fewer than the [12] steps"
+        ):
+            run(pretrain_flags, *budget)
+        assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_does_not_go_on_under_other_settings(pretrain_flags, corpus_folder):
     run(pretrain_flags)
     with pytest.raises(

@@ -64,10 +64,11 @@ def main(settings: PretrainSettings) -> Path:
     objective = MaskedLanguageModel(build(settings.model, config, settings.run.seed))
     steps = make_steps(settings, stores[0], tokenizer, accelerator)
     held_out = Sequences(stores[1], settings.corpus.length)
+    total = number_of_steps(settings, steps.sequences)
     if accelerator.is_main_process:
         write_header(folder, settings, accelerator)
     accelerator.init_trackers("tracker")
-    train(settings, accelerator, objective, steps, held_out, folder)
+    train(settings, accelerator, objective, steps, total, held_out, folder)
     if accelerator.is_main_process:
         objective.model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -81,12 +82,12 @@ def train(
     accelerator: Accelerator,
     objective: MaskedLanguageModel,
     steps: Steps,
+    total: int,
     held_out: Sequences,
     folder: Path,
 ) -> None:
-    """The loop: from the newest checkpoint, or from nothing, to the last step."""
+    """The loop: from the newest checkpoint, or from nothing, to step number `total`."""
     optim, run = settings.optim, settings.run
-    total = number_of_steps(settings, steps.sequences)
     rate = rate_factor(optim.schedule, optim.warmup_steps, total + 1)  # the last step still moves
     optimizer = adamw(
         objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
