@@ -69,6 +69,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     ("flags", "message"),
     [
         (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
+        (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast"),
         (["--optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1.0"),
         (

@@ -198,7 +198,10 @@ class PretrainSettings:
 
 
 class _OneLineParser(jsonargparse.ArgumentParser):
-    """A parser whose complaints are exceptions of one line."""
+    """A parser whose complaints are exceptions of one line, and that guesses no abbreviation."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **(options | {"allow_abbrev": False}))
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         """Raise what argparse would print."""
