@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn every pair (x_2i, x_2i+1) of token m by the angle m * theta_i (equations 13 and 34).
 
     The pair is one complex number and the rotation one complex product, x * e^(i m theta): on a CPU
-    4 to 8 times faster than the element-wise form. Compilers and exporters fuse real arithmetic and
+    several times faster than the element-wise form. Compilers and exporters fuse real arithmetic and
     not complex, so under them the same numbers come from the element-wise form.
 
     Args:
