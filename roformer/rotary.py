@@ -55,9 +55,9 @@ def rotation_table(positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn every pair (x_2i, x_2i+1) of token m by the angle m * theta_i (equations 13 and 34).
 
-    The pair is one complex number and the rotation one complex product, x * e^(i m theta): on a CPU
-    several times faster than the element-wise form. Compilers and exporters fuse real arithmetic and
-    not complex, so under them the same numbers come from the element-wise form.
+    The pair is one complex number and the rotation one complex product, x * e^(i m theta), which a
+    CPU does faster than the element-wise form. Compilers and exporters fuse real arithmetic and not
+    complex, so under them the same numbers come from the element-wise form.
 
     Args:
         x: Queries, keys or values, [B, L, H, D], contiguous, any floating dtype.
