@@ -1,16 +1,27 @@
 """Softmax attention: queries, keys and values in, mixed values out.
 
-Fused kernels come from transformers' AttentionInterface by the name in `attn_implementation`; the
-plain form below is what they are measured against, and the only one that returns probabilities.
+Kernels come from transformers' AttentionInterface by the name in `attn_implementation`: eager,
+sdpa, flash_attention_2, flex_attention, and the one this module adds, `unpadded`, which needs no
+dependency: tokens of all documents stand in one row and no arithmetic is spent on padding.
 Other mechanisms (linear attention) belong in this file too.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # not in this torch: the loop below serves every device
+    varlen_attn = None  # type: ignore[assignment]
+
+UNPADDED = "unpadded"
 
 
 def eager_attention(
@@ -46,10 +57,81 @@ def eager_attention(
     return torch.matmul(dropped, value).transpose(1, 2), probabilities
 
 
-def attend(
-    module: nn.Module, implementation: str, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attention through the kernel of that name; arguments as `eager_attention`."""
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-    output, probabilities = function(module, *args, **kwargs)
-    return output, probabilities
+def unpadded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention inside each document of one long row; without borders the same as sdpa.
+
+    On CUDA in half precision and without dropout it is torch's `varlen_attn`; elsewhere one call of
+    scaled_dot_product_attention for every run of documents of equal length.
+
+    Args:
+        module: The attention layer; `is_causal` is read.
+        query: [1, H, T, D]; keys and values alike.
+        key: [1, H, T, D].
+        value: [1, H, T, D].
+        attention_mask: Only used when there are no borders.
+        scaling: Factor on the scores; 1 / sqrt(D) for `varlen_attn`.
+        dropout: Probability of dropping an attention weight.
+        cu_seq_lens_q: [documents + 1] int32, 0 and the end of each document.
+        max_length_q: Tokens of the longest.
+        **kwargs: Options of other kernels, unused here.
+
+    Returns:
+        Mixed values [1, T, H, D], and None for the probabilities.
+    """
+    if cu_seq_lens_q is None:
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return function(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    heads = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, H, D]
+    if _has_kernel(query, dropout) and max_length_q is not None:
+        borders = cu_seq_lens_q.to(torch.int32)
+        options = _causal_option() if module.is_causal else {}
+        kernel: Any = varlen_attn
+        mixed = kernel(*heads, borders, borders, max_length_q, max_length_q, **options)
+        return mixed.unsqueeze(0), None
+    parts, causal = [], bool(module.is_causal)
+    for number, size in _runs(cu_seq_lens_q.diff().tolist()):
+        tokens = number * size
+        q, k, v = (x[:tokens].unflatten(0, (number, size)).transpose(1, 2) for x in heads)
+        heads = [x[tokens:] for x in heads]
+        one = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scaling, is_causal=causal
+        )
+        parts.append(one.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def _has_kernel(query: Tensor, dropout: float) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return varlen_attn is not None and query.is_cuda and half and not dropout
+
+
+def _causal_option() -> dict[str, Any]:
+    """How this torch's `varlen_attn` is told to be causal: its signature has changed."""
+    names = inspect.signature(varlen_attn).parameters
+    return {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
+
+
+def _runs(sizes: list[int]) -> list[tuple[int, int]]:
+    """Neighbours of equal size as (number, size): one kernel call each."""
+    runs: list[tuple[int, int]] = []
+    for size in sizes:
+        if runs and runs[-1][1] == size:
+            runs[-1] = (runs[-1][0] + 1, size)
+        else:
+            runs.append((1, size))
+    return runs
+
+
+AttentionInterface.register(UNPADDED, unpadded_attention)
+AttentionMaskInterface.register(UNPADDED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -1,18 +1,49 @@
 """The architecture of a RoFormer as typed fields, named as in transformers' own `config.json`.
 
-A folder saved here loads in stock transformers and the other way round, so a field that stock would
-ignore (and so compute something else) has no place under `model_type: roformer`.
+A folder saved as `model_type: roformer` loads in stock transformers and the other way round. A
+setting that stock would ignore, and so compute something else, is saved as `roformer_plus`, which
+stock Auto classes refuse: which of the two it is gets decided from the fields when it is saved.
 """
 
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2CLS
+
+PLUS = "roformer_plus"
+
+# keys of `rope_parameters` by type, beside rope_type, rope_theta and partial_rotary_factor
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_WHOLE = {"partial_rotary_factor": 1.0}
+_LEAST = {
+    "rope_theta": 1, "factor": 1, "original_max_position_embeddings": 1, "attention_factor": 0,
+    "beta_fast": 0, "beta_slow": 0, "low_freq_factor": 0, "high_freq_factor": 0,
+}  # fmt: skip
 
 
 class RoFormerConfig(PreTrainedConfig):
     """Configuration of every RoFormer model.
 
-    The defaults are transformers' RoFormer's, apart from `summary_type`: ours says "first".
+    The defaults are transformers' RoFormer's, apart from `summary_type`: ours says "first", while a
+    `config.json` without it means "last", as in stock. The fields after `tie_word_embeddings` are
+    unknown to stock: away from their defaults the model is saved as `roformer_plus`.
 
     Attributes:
         vocab_size: Number of token ids, V.
@@ -27,17 +58,30 @@ class RoFormerConfig(PreTrainedConfig):
         hidden_dropout_prob: Dropout after embeddings, projections and in classification heads.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
         max_position_embeddings: The length the model was trained for. Nothing here is cut off by
-            it: a rotation has no table to run out of. Stock builds a table of this many rows.
-        type_vocab_size: Number of token types (segments).
+            it: a rotation has no table to run out of. Stock builds a table of this many rows, and
+            the dynamic rope type compares the length of a row with it.
+        type_vocab_size: Number of token types (segments); 0 leaves them out and is not stock's.
         initializer_range: Standard deviation of the initial weights.
-        layer_norm_eps: Added to the variance in every LayerNorm.
+        layer_norm_eps: Added to the variance in every normalisation.
         pad_token_id: Id of the padding token.
         rotary_value: Rotate the values as well as queries and keys.
-        summary_type: Token read by sequence heads in stock transformers: "first" or "last".
-        tie_word_embeddings: Share the word embeddings with the masked-LM decoder.
+        summary_type: Token read by `RoFormerForMultipleChoice`: the "first" or the "last" unmasked
+            one. Sequence classification reads the first always, as stock does.
+        use_cache: Whether a decoder keeps keys and values between calls.
+        is_decoder: Attend to earlier tokens only.
+        add_cross_attention: Let a decoder attend to an encoder's output as well.
+        tie_word_embeddings: Share the word embeddings with the language-model decoder.
+        rope_parameters: transformers' rope settings: `rope_type` (default, linear, dynamic, yarn,
+            llama3 or longrope), `rope_theta`, `partial_rotary_factor` (share of the head width that
+            is rotated) and the type's own keys. None means the paper's: default, 10,000, all of it.
+        rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + D/2,
+            as Llama does. `RoFormerPreTrainedModel.set_rope_interleave` converts weights.
+        use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
+        norm_type: "layer_norm", or "rms_norm" without a gain; both as in RoFormerV2.
 
     Raises:
-        ValueError: A field breaks its rule; the message names it, the rule and the value found.
+        ValueError: A field breaks its rule; the message names it, the rule, the value found and,
+            where it is not plain, the remedy.
     """
 
     model_type = "roformer"
@@ -67,37 +111,183 @@ class RoFormerConfig(PreTrainedConfig):
     is_decoder: bool = False
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
+    rope_parameters: dict[str, Any] | None = None
+    rope_interleave: bool = True
+    use_bias: bool = True
+    norm_type: str = "layer_norm"
 
     def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop(
+            "model_type", None
+        )  # the class says it, and the saved one follows from the fields
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
-        self._check()
+        self.rope_parameters = dict(self.rope_parameters or {})  # completed below: not the caller's
         super().__post_init__(**kwargs)
+        self._rope.pop("type", None)  # an old spelling of rope_type, already taken over
+        self.check()
 
-    def _check(self) -> None:
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head, D."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def _rope(self) -> dict[str, Any]:
+        return self.rope_parameters or {}
+
+    @property
+    def rotated_width(self) -> int:
+        """Coordinates of a head that the rotation turns: D, or less with a partial rotation."""
+        return int(self.head_width * self._rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the length of the row."""
+        return self._rope["rope_type"] in ("dynamic", "longrope")
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether transformers' own RoFormer computes the same from the fields it knows."""
+        return self.type_vocab_size > 0 and not self._foreign()
+
+    def _foreign(self) -> set[str]:
+        """Names of fields unknown to stock that do not hold their default."""
+        changed = {
+            "rope_interleave": not self.rope_interleave,
+            "use_bias": not self.use_bias,
+            "norm_type": self.norm_type != "layer_norm",
+            "rope_parameters": _WHOLE | self._rope != _WHOLE | _PLAIN_ROPE,
+        }
+        return {name for name, value in changed.items() if value}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON can hold them, under the model type that they amount to now."""
+        fields = super().to_dict()
+        for name in {
+            "rope_parameters",
+            "rope_interleave",
+            "use_bias",
+            "norm_type",
+        } - self._foreign():
+            fields.pop(name, None)
+        return fields | {"model_type": self.model_type if self.is_stock else PLUS}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration from the fields of a `config.json`; see `PreTrainedConfig.from_dict`."""
+        return super().from_dict({"summary_type": "last"} | config_dict, **kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The fields of a saved `config.json`; see `PreTrainedConfig.get_config_dict`."""
+        fields, rest = super().get_config_dict(*args, **kwargs)
+        if fields.get("model_type") == PLUS:  # both types are this class: nothing to warn of
+            fields["model_type"] = cls.model_type
+        return fields, rest
+
+    def check(self) -> None:
+        """Refuse values that no RoFormer can have; also run when a model is built.
+
+        Raises:
+            ValueError: As the class says.
+        """
+        self._check_sizes()
+        self._check_choices()
+        self._check_rope()
+
+    def _check_sizes(self) -> None:
         sizes = (
-            "vocab_size", "embedding_size", "hidden_size", "intermediate_size", "type_vocab_size",
+            "vocab_size", "embedding_size", "hidden_size", "intermediate_size",
             "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
         )  # fmt: skip
         for name in sizes:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+        for name in ("type_vocab_size", "initializer_range", "layer_norm_eps"):
+            _require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
             _require(0 <= value < 1, name, "must be at least 0 and below 1", value)
         E, H = self.hidden_size, self.num_attention_heads  # noqa: N806 the legend's letters
+        rule = f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that heads hold pairs"
+        _require(E % (2 * H) == 0, "hidden_size", rule, E)
+        pad, V = self.pad_token_id, self.vocab_size  # noqa: N806
+        rule = f"must be at least 0 and below vocab_size = {V}"
+        _require(pad is None or 0 <= pad < V, "pad_token_id", rule, pad)
+
+    def _check_choices(self) -> None:
+        choices = {"summary_type": ("first", "last"), "norm_type": ("layer_norm", "rms_norm")}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            _require(value in known, name, f"must be one of {', '.join(known)}", repr(value))
+        act = self.hidden_act
+        rule = "must be an activation of transformers"
+        _require(act in ACT2CLS, "hidden_act", rule, f"{act!r}; see transformers.activations")
+        for name in ("summary_use_proj", "summary_activation"):  # stock's, with weights of its own
+            found = getattr(self, name, None)
+            _require(not found, name, "must be absent, this model has no such layer", found)
         _require(
-            E % (2 * H) == 0,
-            "hidden_size",
-            f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that heads hold pairs",
-            E,
+            self.is_decoder or not self.add_cross_attention,
+            "add_cross_attention",
+            "must be False in an encoder",
+            "True with is_decoder False; set is_decoder=True",
         )
-        pad = self.pad_token_id
-        _require(
-            pad is None or 0 <= pad < self.vocab_size,
-            "pad_token_id",
-            f"must be below vocab_size = {self.vocab_size}",
-            pad,
-        )
+
+    def _check_rope(self) -> None:
+        rope = self._rope
+        kind = rope["rope_type"]
+        rule = f"must be one of {', '.join(_ROPE_KEYS)}"
+        _require(kind in _ROPE_KEYS, "rope_parameters.rope_type", rule, repr(kind))
+        required, optional = _ROPE_KEYS[kind]
+        allowed = {*_PLAIN_ROPE, "partial_rotary_factor", *required, *optional}
+        for name in sorted(set(required) - set(rope)):
+            _require(False, f"rope_parameters.{name}", f"must be given with rope_type {kind}", None)
+        for name in sorted(set(rope) - allowed):
+            rule = f"must be absent with rope_type {kind}"
+            _require(False, f"rope_parameters.{name}", rule, f"{rope[name]}; check the spelling")
+        for name, least in _LEAST.items():
+            value = rope.get(name)
+            fits = value is None or (isinstance(value, int | float) and value >= least)
+            _require(fits, f"rope_parameters.{name}", f"must be a number >= {least}", value)
+        self._check_rotated_width()
+        if kind == "llama3":
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            rule = f"must be above low_freq_factor = {low}"
+            _require(high > low, "rope_parameters.high_freq_factor", rule, high)
+        cached = self.is_decoder and self.use_cache and self.depends_on_length
+        rule = f"must be False in a decoder with rope_type {kind}, because cached keys were turned"
+        rule += " for a shorter row"
+        _require(not cached, "use_cache", rule, "True; set use_cache=False")
+
+    def _check_rotated_width(self) -> None:
+        rope, D = self._rope, self.head_width  # noqa: N806
+        share = rope.get("partial_rotary_factor", 1.0)
+        least = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
+        fits = 0 < share <= 1 and int(D * share) % 2 == 0 and int(D * share) >= least
+        rule = f"must leave an even number of at least {least} of the {D} coordinates of a head"
+        _require(fits, "rope_parameters.partial_rotary_factor", rule, share)
+        for name in ("short_factor", "long_factor"):
+            values = rope.get(name)
+            pairs = self.rotated_width // 2
+            fits = values is None or (
+                isinstance(values, list | tuple) and len(values) == pairs and min(values) > 0
+            )
+            rule = f"must be a list of {pairs} positive numbers, one a pair"
+            _require(fits, f"rope_parameters.{name}", rule, values)
+
+
+class RoFormerPlusConfig(RoFormerConfig):
+    """The key under which AutoConfig finds `roformer_plus`; making one makes a `RoFormerConfig`.
+
+    There is one configuration class, so that a configuration edited from one type to the other is
+    still of the right class, also after deepcopy and pickle.
+    """
+
+    model_type = PLUS
+
+    def __new__(cls, **kwargs: Any) -> RoFormerConfig:
+        """A `RoFormerConfig` of those fields."""
+        return RoFormerConfig(**kwargs)
 
 
 def _require(holds: bool, name: str, rule: str, found: object) -> None:

@@ -1,15 +1,19 @@
 """Rotary position embedding: the one place that knows how a position turns a vector.
 
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), section 3.
-Pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper; GPT-NeoX and Llama pair
-coordinate i with i + D/2, so their checkpoints do not load here unpermuted.
+Pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper; Llama and GPT-NeoX pair
+coordinate i with i + D/2, which is the same rotation of permuted coordinates (`half_split_order`).
 """
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def inverse_frequencies(width: int, base: float = 10000.0) -> Tensor:
+def inverse_frequencies(
+    width: int, base: float = 10000.0, device: torch.device | None = None
+) -> Tensor:
     """The angles theta_i by which one step of position turns pair i (equation 15).
 
     theta_i = base ** (-2 (i - 1) / d) for i = 1 .. d/2, d the head width.
@@ -17,42 +21,71 @@ def inverse_frequencies(width: int, base: float = 10000.0) -> Tensor:
     Args:
         width: Head width d, even.
         base: 10,000 in the paper.
+        device: Where to compute.
 
     Returns:
-        theta, [D/2], radians per token, float32 (computed in float64, rounded once).
+        theta, [D/2], radians per token, float64 where the device has it.
 
     Raises:
         ValueError: `width` is odd, so that the last coordinate would have no partner.
     """
     if width % 2:
         raise ValueError(f"head width must be even to be rotated in pairs, got {width}")
-    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-    return (base**-exponents).float()
+    dtype = _exact(device)
+    return base ** -(torch.arange(0, width, 2, device=device).to(dtype) / width)
 
 
-def rotation_table(positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every angle m * theta_i (equation 34).
+def frequencies(
+    config: PreTrainedConfig, lengths: Tensor | None, device: torch.device
+) -> tuple[Tensor, float]:
+    """The angles of a configuration's rope type, by transformers' own rules but for the default.
 
-    Angles are float32 whatever the model's dtype: bfloat16 holds only 513 of the first 1024
-    integers, so positions would collide.
+    Nothing is stored between calls: what depends on the length is computed for the lengths given.
 
     Args:
-        positions: Token positions m, [L] or [B, L], any integer dtype.
-        theta: [D/2], radians per token, float32.
+        config: A `RoFormerConfig`.
+        lengths: [B, L], for each token the length of its row (or of its document in a packed row);
+            only read where the frequencies depend on it (dynamic, longrope).
+        device: Where to compute.
 
     Returns:
-        cos, sin: Both float32, [..., L, D/2].
-
-    Raises:
-        ValueError: `theta` is not one-dimensional.
+        theta [D/2], or [B, L, D/2] where it depends on the lengths, radians per token; and the
+        factor on sine and cosine that yarn and longrope ask for.
     """
-    if theta.ndim != 1:
-        raise ValueError(f"theta must be one-dimensional, [D/2], got shape {tuple(theta.shape)}")
-    angles = positions[..., None].float() * theta.float()
-    return angles.cos(), angles.sin()
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return inverse_frequencies(config.rotated_width, rope["rope_theta"], device), 1.0
+    rule = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    if lengths is None:
+        return rule(config, device)
+    if rope["rope_type"] == "dynamic":
+        return rule(config, device, seq_len=lengths[..., None])
+    border = rope["original_max_position_embeddings"]
+    short, scaling = rule(config, device, seq_len=border)
+    long, _ = rule(config, device, seq_len=border + 1)
+    return torch.where((lengths > border)[..., None], long, short), scaling
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotation_table(positions: Tensor, theta: Tensor, scaling: float = 1.0) -> Tensor:
+    """Cosine and sine of every angle m * theta_i (equation 34).
+
+    Angles are float64 and the results float32, whatever the model's dtype: bfloat16 holds only 513
+    of the first 1024 integers, so positions would collide, and a float32 angle at position 100,000
+    is off by 0.004.
+
+    Args:
+        positions: Token positions m, [..., L], any integer dtype.
+        theta: [D/2] or [..., L, D/2], radians per token.
+        scaling: Factor on both.
+
+    Returns:
+        [..., L, D/2, 2], float32: cosine and sine side by side, one complex number e^(i m theta).
+    """
+    angles = positions[..., None].to(_exact(positions.device)) * theta
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float() * scaling
+
+
+def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
     """Turn every pair (x_2i, x_2i+1) of token m by the angle m * theta_i (equations 13 and 34).
 
     The pair is one complex number and the rotation one complex product, x * e^(i m theta), which a
@@ -60,18 +93,44 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     complex, so under them the same numbers come from the element-wise form.
 
     Args:
-        x: Queries, keys or values, [B, L, H, D], contiguous, any floating dtype.
-        cos: From `rotation_table`, [L, D/2] or [B, L, D/2], float32.
-        sin: Likewise.
+        x: Queries, keys or values, [B, L, H, D], any floating dtype.
+        table: From `rotation_table`, [L, D'/2, 2] or [B, L, D'/2, 2]; with D' < D only the first D'
+            coordinates are turned.
+        interleave: Pair adjacent coordinates; False pairs i with i + D'/2.
 
     Returns:
         The rotated x, same shape and dtype; the arithmetic is float32.
     """
-    pairs = x.float().unflatten(-1, (-1, 2))
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one angle for all heads
-    if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
-        even, odd = pairs.unbind(-1)
-        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    width = 2 * table.shape[-2]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], table, interleave), x[..., width:]), dim=-1)
+    table = table.unsqueeze(-3)  # one angle for all heads
+    traced = torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export()
+    if interleave and not traced:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        rotated = torch.view_as_real(pairs * torch.view_as_complex(table))
     else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
+        first, second = x.float().unflatten(-1, shape).unbind(dim)
+        cos, sin = table.unbind(-1)
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
+
+
+def half_split_order(width: int, rotated: int) -> Tensor:
+    """Where each coordinate of the half-split layout stands in the interleaved one.
+
+    Args:
+        width: Head width D.
+        rotated: Coordinates that are turned, D' <= D; the others stay in place.
+
+    Returns:
+        [D], a permutation p with half_split[j] = interleaved[p[j]].
+    """
+    pairs = torch.arange(rotated).view(-1, 2).T.flatten()
+    return torch.cat((pairs, torch.arange(rotated, width)))
+
+
+def _exact(device: torch.device | None) -> torch.dtype:
+    """The most exact dtype of a device: float64, which Apple's GPUs lack."""
+    return torch.float32 if device is not None and device.type == "mps" else torch.float64

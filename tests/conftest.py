@@ -37,10 +37,47 @@ TINY_MODEL = {
 }
 
 
+ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def rope_config(rope: str, **settings: object) -> roformer.RoFormerConfig:
+    """Heads of 16 coordinates, made for 64 positions."""
+    given = {"rope_type": rope} | ROPES.get(rope, {}) | settings
+    return roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL, rope_parameters=given)
+
+
 def sentences(number: int, seed: int) -> list[str]:
     draw = random.Random(seed)
     parts = (SUBJECTS, VERBS, OBJECTS)
     return [" ".join(draw.choice(part) for part in parts) + " ." for _ in range(number)]
+
+
+def enlarge(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights large enough for attention to matter: at 0.02 any mistake hides below 1e-5."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim >= 2 and "embed_positions" not in name:
+                p.normal_(std=0.4)
+            elif p.ndim == 1:
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return model.eval()
 
 
 @pytest.fixture(scope="session")

@@ -1,91 +1,143 @@
 """Our RoFormer beside transformers' own, on the same checkpoints, and what ours does better."""
 
+import copy
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 import roformer
+from conftest import ROPES, enlarge, rope_config
 from roformer import (
     RoFormerConfig,
+    RoFormerForCausalLM,
     RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
+    RoFormerForTokenClassification,
     RoFormerModel,
 )
 
 PAIRS = [
-    (RoFormerModel, transformers.RoFormerModel),
-    (RoFormerForMaskedLM, transformers.RoFormerForMaskedLM),
-    (RoFormerForSequenceClassification, transformers.RoFormerForSequenceClassification),
+    (getattr(roformer, name), getattr(transformers, name))
+    for name in roformer.__all__
+    if name.startswith("RoFormerFor") or name == "RoFormerModel"
+    # transformers' causal model leaked the future until about 5.18
+    if name != "RoFormerForCausalLM" or Version(transformers.__version__) >= Version("5.23")
 ]
 VARIANTS = [
     {},
     {"rotary_value": True},
     {"embedding_size": 16},
     {"tie_word_embeddings": False},
-    {"num_labels": 5},
+    {"embedding_size": 16, "rotary_value": True, "tie_word_embeddings": False, "num_labels": 5},
 ]
 
 
-def enlarge(model: nn.Module) -> nn.Module:
-    """Weights large enough for attention to matter: at 0.02 any mistake hides below 1e-5."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim >= 2 and "embed_positions" not in name:
-                p.normal_(std=0.4)
-            elif p.ndim == 1:
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return model.eval()
-
-
-def batch(vocab: int = 60) -> dict[str, torch.Tensor]:
+def batch(vocab: int = 60, length: int = 40) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    mask = torch.ones(3, 40, dtype=torch.long)
+    mask = torch.ones(3, length, dtype=torch.long)
     mask[0, 30:] = 0
     mask[1, 12:] = 0
-    types = torch.randint(0, 2, (3, 40))
-    ids = torch.randint(0, vocab, (3, 40))
+    types = torch.randint(0, 2, (3, length))
+    ids = torch.randint(0, vocab, (3, length))
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def visible(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return output[mask.bool()] if output.ndim == 3 else output
+def inputs_for(model: type, stock: bool = False) -> dict[str, torch.Tensor]:
+    """Arguments with labels, shaped for that head; the position of padding where stock obeys it."""
+    inputs = batch()
+    name = model.__name__
+    if "MaskedLM" in name or "CausalLM" in name:
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        return inputs | {"labels": labels}
+    if "TokenClassification" in name:
+        labels = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+        return inputs | {"labels": labels}
+    if "SequenceClassification" in name:
+        return inputs | {"labels": torch.tensor([0, 1, 1])}
+    if "QuestionAnswering" in name:
+        return inputs | {
+            "start_positions": torch.tensor([3, 0, 39]),
+            "end_positions": torch.tensor([5, 11, 99]),  # beyond the text: left out of the loss
+        }
+    if "MultipleChoice" in name:
+        choices = {k: torch.stack((v, v.flip(0)), dim=1) for k, v in inputs.items()}
+        return choices | {"labels": torch.tensor([0, 1, 1])}
+    return inputs
+
+
+def fields_for(model: type, fields: dict) -> dict:
+    return fields | ({"is_decoder": True} if "CausalLM" in model.__name__ else {})
+
+
+def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Whatever a head returns, padding left out."""
+    mask = inputs["attention_mask"].bool()
+    found = []
+    for value in model(**inputs, return_dict=False):
+        if isinstance(value, torch.Tensor):
+            per_token = value.ndim >= 2 and value.shape[:2] == mask.shape
+            found.append(value[mask] if per_token and mask.ndim == 2 else value)
+    return found
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 @pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("saver", ["ours", "stock"])
-def test_checkpoints_give_equal_outputs_both_ways(ours, stock, fields, saver, config, tmp_path):
+def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
+    ours, stock, fields, saver, config, tmp_path
+):
     first, second = (ours, stock) if saver == "ours" else (stock, ours)
     values = {
         k: v for k, v in config.to_diff_dict().items() if k not in ("model_type", "num_labels")
     }
-    saved = enlarge(first(first.config_class(**(values | fields))))
+    saved = enlarge(first(first.config_class(**(values | fields_for(ours, fields)))))
     saved.save_pretrained(tmp_path)
     loaded = second.from_pretrained(tmp_path).eval()
-    inputs = batch()
-    with torch.no_grad():
-        a, b = (visible(m(**inputs)[0], inputs["attention_mask"]) for m in (saved, loaded))
-    largest = a.abs().max()
-    assert largest > 0.1
-    torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, largest.item()), rtol=0)
+    inputs = inputs_for(ours)
+    compared = [outputs_of(model, inputs) for model in (saved, loaded)]
+    assert len(compared[0]) == len(compared[1])
+    for a, b in zip(*compared):
+        largest = a.abs().max().item()
+        assert largest > 0.1
+        torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, largest), rtol=0)
+    for outputs in compared:
+        sum(x.sum() for x in outputs if x.requires_grad).backward()
+    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (saved, loaded)]
+    assert any(g is not None for g in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        if gradient is not None:
+            largest = gradient.abs().max().item()
+            other = gradients[1][name]
+            torch.testing.assert_close(gradient, other, atol=1e-4 * max(1.0, largest), rtol=0)
 
 
-def test_gradients_equal_stocks(config):
-    ours = enlarge(RoFormerForMaskedLM(config))
-    stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**config.to_dict()))
+def test_logits_are_stocks_up_to_the_end_of_its_table(config):
+    config.max_position_embeddings = 1536
+    ours = enlarge(RoFormerModel(config))
+    stock = transformers.RoFormerModel(transformers.RoFormerConfig(**config.to_dict())).eval()
     stock.load_state_dict(ours.state_dict(), strict=False)
-    inputs = batch()
-    labels = inputs["input_ids"].masked_fill(torch.rand(3, 40) < 0.8, -100)
-    for model in (ours, stock.eval()):
-        model(**inputs, labels=labels).loss.backward()
-    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
-    for name, p in ours.named_parameters():
-        torch.testing.assert_close(p.grad, theirs[name], atol=1e-4, rtol=1e-4)
+    ids = torch.randint(0, 60, (1, 1536))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], stock(ids)[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_multiple_choice_reads_the_token_that_stock_reads(which, config):
+    config.summary_type = which
+    ours = enlarge(RoFormerForMultipleChoice(config))
+    stock = transformers.RoFormerForMultipleChoice(
+        transformers.RoFormerConfig(**config.to_dict())
+    ).eval()
+    stock.load_state_dict(ours.state_dict(), strict=False)
+    ids = torch.randint(1, 60, (2, 3, 9))  # stock takes the last token of the row: no padding here
+    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, atol=1e-5, rtol=0)
 
 
 def test_a_saved_position_table_is_read_and_dropped_without_a_word(config, tmp_path):
@@ -103,23 +155,88 @@ def test_stock_misses_nothing_but_the_table_that_it_rebuilds(config, tmp_path):
     assert report["missing_keys"] == {"encoder.embed_positions.weight"}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_padding_changes_nothing(config, attention):
-    model = enlarge(RoFormerModel._from_config(config, attn_implementation=attention))
-    ids = torch.randint(0, 60, (1, 20))
-    alone = model(ids).last_hidden_state
-    padded = torch.cat([ids, torch.zeros(1, 15, dtype=torch.long)], dim=1)
-    mask = torch.cat([torch.ones(1, 20), torch.zeros(1, 15)], dim=1).long()
-    together = model(padded, attention_mask=mask).last_hidden_state[:, :20]
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-def test_eager_and_fused_attention_agree(config):
-    eager = enlarge(RoFormerModel._from_config(config, attn_implementation="eager"))
-    fused = enlarge(RoFormerModel._from_config(config, attn_implementation="sdpa"))
+def test_sharded_folders_and_loading_options_work(config, tmp_path):
+    model = enlarge(RoFormerForMaskedLM(config))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     inputs = batch()
-    a, b = (visible(m(**inputs)[0], inputs["attention_mask"]) for m in (eager, fused))
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    again = RoFormerForMaskedLM.from_pretrained(
+        tmp_path, device_map="cpu", attn_implementation="unpadded"
+    )
+    assert again.config._attn_implementation == "unpadded"
+    torch.testing.assert_close(
+        *(m(**inputs).logits[inputs["attention_mask"].bool()] for m in (model, again)),
+        atol=2e-5, rtol=1e-5,
+    )  # fmt: skip
+    half = RoFormerForMaskedLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("fields", [{"type_vocab_size": 0}, {"use_bias": False}], ids=str)
+def test_variants_keep_their_weights_and_have_no_others(fields, config, tmp_path):
+    values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"}
+    model = enlarge(RoFormerForMaskedLM(RoFormerConfig(**(values | fields))))
+    names = dict(model.named_parameters())
+    if "use_bias" in fields:
+        assert not any(name.endswith("bias") for name in names)
+    else:
+        assert not any("token_type" in name for name in names)
+    model.save_pretrained(tmp_path)
+    again, report = RoFormerForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    ids = torch.randint(0, 60, (2, 9))
+    torch.testing.assert_close(model(ids).logits, again(ids).logits)
+
+
+def test_rms_norm_is_the_formula_without_gain(config):
+    config.norm_type = "rms_norm"
+    model = RoFormerModel(config)
+    assert not any("LayerNorm" in name for name, _ in model.named_parameters())
+    x = torch.randn(3, 32, dtype=torch.float64)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + config.layer_norm_eps).sqrt()
+    torch.testing.assert_close(model.embeddings.LayerNorm(x), expected)
+
+
+def test_rotating_values_changes_the_result(config):
+    ids, plain = torch.randint(0, 60, (1, 9)), enlarge(RoFormerModel(copy.deepcopy(config)))
+    config.rotary_value = True
+    turned = enlarge(RoFormerModel(config))
+    assert (plain(ids)[0] - turned(ids)[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("fields", [{}, {"rotary_value": True}], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_the_other_pairing_of_coordinates_is_the_same_model(fields, share, tmp_path):
+    config = rope_config("default", partial_rotary_factor=share)
+    config.rotary_value = fields.get("rotary_value", False)
+    model = enlarge(RoFormerForMaskedLM(config))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.randint(0, 60, (2, 30))
+    expected = model(ids).logits
+    model.set_rope_interleave(False)
+    assert not torch.equal(
+        before["roformer.encoder.layer.0.attention.self.query.weight"],
+        model.roformer.encoder.layer[0].attention.self.query.weight,
+    )
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(ids).logits, expected, atol=1e-4, rtol=1e-5)
+    model.set_rope_interleave(True)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_half_split_layout_is_llamas(config):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    from roformer.rotary import inverse_frequencies, rotate, rotation_table
+
+    x = torch.randn(2, 9, 3, 16)
+    table = rotation_table(torch.arange(9), inverse_frequencies(16))
+    cos, sin = (torch.cat((t, t), dim=-1)[None] for t in table.unbind(-1))
+    q, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
+    torch.testing.assert_close(rotate(x, table, interleave=False), q.transpose(1, 2))
 
 
 def test_length_is_not_limited_by_the_configuration(config):
@@ -137,27 +254,87 @@ def test_position_ids_are_obeyed(config):
         model(ids[:, order], position_ids=order).last_hidden_state, straight[:, order],
         atol=1e-4, rtol=1e-4,
     )  # fmt: skip
-    shifted = model(ids, position_ids=torch.arange(30) + 700).last_hidden_state
-    torch.testing.assert_close(shifted, straight, atol=1e-3, rtol=1e-3)
-    stretched = model(ids, position_ids=torch.arange(30) * 2).last_hidden_state
+    gaps = torch.arange(30) * 2
+    stretched = model(ids, position_ids=gaps).last_hidden_state
     assert (stretched - straight).abs().max() > 0.1
+    sparse = torch.randint(0, 60, (2, 59))
+    sparse[:, gaps] = ids
+    mask = torch.zeros(2, 59)
+    mask[:, gaps] = 1  # the same gaps, as masked tokens in between
+    whole = model(sparse, attention_mask=mask).last_hidden_state[:, gaps]
+    torch.testing.assert_close(stretched, whole, atol=1e-4, rtol=1e-4)
 
 
-def test_casting_the_model_leaves_angles_in_float32(config):
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
+@pytest.mark.parametrize("shift", [700, 100_000, -50])
+def test_shifting_all_positions_changes_nothing(rope, shift):
+    model = enlarge(RoFormerModel(rope_config(rope)))
+    ids = torch.randint(0, 60, (2, 30))
+    shifted = model(ids, position_ids=torch.arange(30) + shift).last_hidden_state
+    torch.testing.assert_close(shifted, model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_the_length_that_counts_is_the_rows(rope):
+    model = enlarge(RoFormerModel(rope_config(rope)))
+    short, long = torch.randint(0, 60, (1, 12)), torch.randint(0, 60, (1, 200))
+    alone = [model(ids).last_hidden_state for ids in (short, long)]
+    padded = torch.zeros(2, 200, dtype=torch.long)
+    padded[0, :12], padded[1] = short[0], long[0]
+    mask = torch.arange(200) < torch.tensor([[12], [200]])
+    together = model(padded, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(together[:1, :12], alone[0], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(together[1:], alone[1], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(model(short).last_hidden_state, alone[0])  # nothing was stored
+    plain = enlarge(RoFormerModel(rope_config("default")))
+    assert (plain(long).last_hidden_state - alone[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rope", [r for r in ROPES if r not in ("dynamic", "longrope")])
+def test_rope_settings_reach_the_attention(rope):
+    ids = torch.randint(0, 60, (1, 30))
+    outputs = [enlarge(RoFormerModel(rope_config(r)))(ids)[0] for r in ("default", rope)]
+    assert (outputs[0] - outputs[1]).abs().max() > 0.1
+
+
+def test_casting_the_model_leaves_angles_exact(config):
+    seen = []
     model = RoFormerModel(config).bfloat16()
-    cos, _ = model._rotation(torch.arange(1024), torch.zeros(1, 1024, 32, dtype=torch.bfloat16))
-    assert cos.dtype == torch.float32
-    assert len(cos[:, 1].unique()) > 1000  # in bfloat16 positions would collide
+    layer = model.encoder.layer[0]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    model(torch.randint(0, 60, (1, 1024)))
+    assert seen[0].dtype == torch.float32
+    assert len(seen[0][0, :, 1, 0].unique()) > 1000  # in bfloat16 positions would collide
 
 
-def test_sequence_head_reads_the_first_unmasked_token(config):
+def test_the_rotation_is_computed_once_and_shared_by_all_layers(config):
+    seen = []
+    model = RoFormerModel(config)
+    for layer in model.encoder.layer:
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    model(torch.randint(0, 60, (1, 9)))
+    assert len(seen) == 2
+    assert seen[0] is seen[1]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequence_heads_never_read_padding(side, config):
+    ids, start = torch.randint(1, 60, (1, 10)), 6 if side == "left" else 0
+    padded = torch.zeros(1, 16, dtype=torch.long)
+    padded[:, start : start + 10] = ids
+    mask = torch.zeros(1, 16)
+    mask[:, start : start + 10] = 1
     model = enlarge(RoFormerForSequenceClassification(config))
-    ids = torch.randint(1, 60, (1, 10))
-    left = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids], dim=1)
-    mask = (torch.arange(16) >= 6).long()[None]
     torch.testing.assert_close(
-        model(left, attention_mask=mask).logits, model(ids).logits, atol=1e-4, rtol=1e-4
+        model(padded, attention_mask=mask).logits, model(ids).logits, atol=1e-4, rtol=1e-4
     )
+    for which in ("first", "last"):
+        config.summary_type = which
+        model = enlarge(RoFormerForMultipleChoice(config))
+        torch.testing.assert_close(
+            model(padded[:, None], attention_mask=mask[:, None]).logits,
+            model(ids[:, None]).logits, atol=1e-4, rtol=1e-4,
+        )  # fmt: skip
 
 
 def test_hidden_states_and_attentions_are_returned(config):
@@ -168,47 +345,49 @@ def test_hidden_states_and_attentions_are_returned(config):
     torch.testing.assert_close(output.attentions[0].sum(-1), torch.ones(2, 2, 7))
 
 
-def test_gradient_checkpointing_changes_no_gradient(config):
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    gradients = []
-    for checkpointing in (False, True):
-        model = enlarge(RoFormerForMaskedLM(config))
-        if checkpointing:
-            # transformers renamed it after 5.17
-            new = getattr(model, "activation_checkpointing_enable", None)
-            (new or model.gradient_checkpointing_enable)()
-        model.train()
-        model(**batch(), labels=batch()["input_ids"]).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*gradients)
-
-
-def test_both_or_neither_input_is_refused(config):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of input_ids and inputs_embeds must be given, got neither"),
+        ({"input_ids": (2, 5), "inputs_embeds": (2, 5, 32)}, "exactly one .* got both"),
+        ({"input_ids": (5,)}, r"input_ids must have the shape \[any, any\], got \[5\]"),
+        ({"inputs_embeds": (2, 5, 31)}, r"inputs_embeds .* \[any, any, 32\], got \[2, 5, 31\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 4)},
+         r"attention_mask must have the shape \[2, 5\] or .*, got \[2, 4\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)}, "attention_mask must"),
+        ({"input_ids": (2, 5), "token_type_ids": (2, 4)}, r"token_type_ids must .* got \[2, 4\]"),
+        ({"input_ids": (2, 5), "position_ids": (4,)}, r"position_ids must .* got \[4\]"),
+    ],
+)  # fmt: skip
+def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, config):
     model = RoFormerModel(config)
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model(torch.zeros(1, 2, dtype=torch.long), inputs_embeds=torch.zeros(1, 2, 32))
+    made = {
+        name: torch.zeros(shape, dtype=torch.float if "embeds" in name else torch.long)
+        for name, shape in arguments.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        model(**made)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("name", "value", "message"),
     [
-        (
-            "hidden_size",
-            33,
-            "hidden_size must be a multiple of 2 \\* num_attention_heads = 4.*got 33",
-        ),
-        ("hidden_size", 34, "hidden_size must be a multiple .* got 34"),
-        ("num_hidden_layers", 0, "num_hidden_layers must be at least 1, got 0"),
-        ("hidden_dropout_prob", 1.0, "hidden_dropout_prob must be .* below 1, got 1.0"),
-        ("pad_token_id", 60, "pad_token_id must be below vocab_size = 60, got 60"),
+        ("input_ids", 60, "input_ids must be at least 0 and below 60, got 60"),
+        ("input_ids", -1, "input_ids must be at least 0 and below 60, got -1"),
+        ("token_type_ids", 2, "token_type_ids must be at least 0 and below 2, got 2"),
     ],
 )
-def test_impossible_configurations_are_refused_by_name(field, value, message):
-    sizes = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
+def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, config):
+    inputs = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    inputs[name] = torch.full((2, 5), value)
     with pytest.raises(ValueError, match=message):
-        RoFormerConfig(**(sizes | {field: value}))
+        RoFormerModel(config)(**inputs)
+
+
+def test_fractional_positions_are_refused_by_name(config):
+    with pytest.raises(ValueError, match="position_ids must be integers, got torch.float32"):
+        RoFormerModel(config)(torch.zeros(1, 2, dtype=torch.long), position_ids=torch.rand(2))
 
 
 def test_importing_leaves_transformers_auto_classes_alone_until_asked(config, tmp_path):
@@ -227,3 +406,17 @@ assert load() is roformer.RoFormerForMaskedLM
 def test_every_public_name_is_documented():
     for name in roformer.__all__:
         assert getattr(roformer, name).__doc__, name
+
+
+def test_every_head_has_its_auto_class(config):
+    heads = {
+        "AutoModel": RoFormerModel,
+        "AutoModelForMaskedLM": RoFormerForMaskedLM,
+        "AutoModelForCausalLM": RoFormerForCausalLM,
+        "AutoModelForSequenceClassification": RoFormerForSequenceClassification,
+        "AutoModelForTokenClassification": RoFormerForTokenClassification,
+        "AutoModelForQuestionAnswering": RoFormerForQuestionAnswering,
+        "AutoModelForMultipleChoice": RoFormerForMultipleChoice,
+    }
+    for auto, ours in heads.items():
+        assert type(getattr(transformers, auto).from_config(config)) is ours

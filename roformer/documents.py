@@ -1,0 +1,174 @@
+"""Which tokens of a batch belong together: documents packed into rows, padding, and how to drop it.
+
+transformers' bidirectional masks ignore `position_ids`, so packed rows would silently attend across
+documents; here every attention kernel is told. Legend: B rows, L tokens a row, T tokens in all.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The document of each token, from cumulative lengths.
+
+    Args:
+        borders: `cu_seq_lens_q`, [documents + 1]: 0, end of the first, ..., B * L, over all rows.
+        shape: B, L.
+
+    Returns:
+        [B, L] int64, numbers that grow by one from document to document.
+    """
+    tokens = torch.arange(shape[0] * shape[1], device=borders.device)
+    return torch.bucketize(tokens, borders[1:].to(tokens.dtype), right=True).view(shape)
+
+
+def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
+    """The document of each token, from positions that start anew.
+
+    A row is packed when its positions count up by one from 0, apart from returns to 0. Any other
+    row, with gaps, a shift or another order, is one document with unusual positions.
+
+    Args:
+        positions: [B, L].
+        real: [B, L], False for padding, whose positions mean nothing.
+
+    Returns:
+        [B, L] int64, counting from 0 in each row; None when no row is packed, unless that is not
+        to be known while compiling.
+    """
+    starts = positions == 0
+    follows = torch.nn.functional.pad(positions.diff(dim=-1) == 1, (1, 0), value=True)
+    counted = follows | starts | ~real
+    numbers = starts.long().cumsum(dim=-1)
+    counted &= (numbers > 0) | ~real
+    numbers = (numbers - numbers[:, :1]) * counted.all(dim=-1, keepdim=True)
+    if not torch.compiler.is_compiling() and not numbers.any():
+        return None
+    return numbers
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """The position of each token in its document, [B, L], from the numbers of `from_borders`."""
+    flat = documents.flatten()
+    tokens = torch.arange(len(flat), device=flat.device)
+    starts = torch.nn.functional.pad(flat.diff() != 0, (1, 0), value=True)
+    return (tokens - torch.where(starts, tokens, 0).cummax(dim=0).values).view(documents.shape)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the tokens of a call stand and what belongs together.
+
+    Attributes:
+        positions: [1 or B, L] integers.
+        real: [B, L] bool, False for padding; None when only a ready-made mask knows.
+        documents: [B, L] numbers; None when every row is one document.
+    """
+
+    positions: Tensor
+    real: Tensor | None
+    documents: Tensor | None
+
+    def lengths(self) -> Tensor:
+        """For each token the length of its row or document, its last position + 1, [B, L]."""
+        positions = self.positions
+        if self.real is not None:
+            positions = positions.masked_fill(~self.real, 0)
+        if self.documents is None:
+            return (positions.amax(dim=-1, keepdim=True) + 1).expand(positions.shape)
+        numbers = self.documents - self.documents[:, :1]
+        last = torch.zeros_like(positions).scatter_reduce(1, numbers, positions, "amax")
+        return last.gather(1, numbers) + 1
+
+
+def arrange(
+    words: Tensor,
+    start: int | Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    borders: Tensor | None,
+    detect: bool,
+) -> Batch:
+    """Read positions, padding and documents off the arguments of a call.
+
+    Args:
+        words: [B, L, E]; only its shape and device are read.
+        start: Tokens in the cache, which positions count from when none are given.
+        attention_mask: [B, S] or anything else, which says nothing here.
+        position_ids: [L] or [1 or B, L], or None.
+        borders: [documents + 1] cumulative lengths over the flattened rows, or None.
+        detect: Look for packed documents in `position_ids`.
+    """
+    B, L, _ = words.shape  # noqa: N806
+    real: Tensor | None = None
+    if attention_mask is None:
+        real = torch.ones(B, L, dtype=torch.bool, device=words.device)
+    elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        real = attention_mask[:, -L:].to(words.device).bool()
+    if borders is not None:
+        owners = from_borders(borders.to(words.device), (B, L))
+        positions = positions_within(owners) if position_ids is None else position_ids.view(-1, L)
+        return Batch(positions, real, owners)
+    if position_ids is None:
+        return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
+    positions = position_ids.to(words.device).view(-1, L)
+    numbers: Tensor | None = None
+    if detect and real is not None:
+        numbers = from_positions(positions.expand(B, L), real)
+    return Batch(positions, real, numbers)
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """Real tokens of a batch in one row, as kernels for variable lengths want them.
+
+    Attributes:
+        places: [T] int64, where each token stands in the flattened [B * L].
+        borders: [documents + 1] int32, cumulative lengths.
+        longest: Tokens of the longest document.
+        shape: B, L.
+    """
+
+    places: Tensor
+    borders: Tensor
+    longest: int
+    shape: tuple[int, int]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, L, ...] to [1, T, ...]."""
+        return x.flatten(0, 1)[self.places].unsqueeze(0)
+
+    def kernel_options(self) -> dict[str, Any]:
+        """The borders under the names that transformers' kernels know."""
+        return {
+            "cu_seq_lens_q": self.borders,
+            "cu_seq_lens_k": self.borders,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[1, T, ...] to [B, L, ...], zeros where the padding was."""
+        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return rows.index_copy(0, self.places, x[0]).unflatten(0, self.shape)
+
+
+def unpad(real: Tensor, documents: Tensor | None) -> Unpadded:
+    """Find the real tokens and the borders of documents among them; waits for the device.
+
+    Args:
+        real: [B, L], False for padding.
+        documents: [B, L] numbers of documents, or None: every row is one.
+    """
+    B, L = real.shape  # noqa: N806
+    places = real.flatten().nonzero().flatten()
+    owner = torch.arange(B, device=real.device).repeat_interleave(L) * L  # rows apart
+    if documents is not None:
+        owner = owner + documents.flatten() - documents[:, :1].repeat_interleave(L)
+    starts = torch.nn.functional.pad(owner[places].diff() != 0, (1, 1), value=True)
+    borders = starts.nonzero().flatten().to(torch.int32)
+    longest = int(borders.diff().max()) if len(places) else 0
+    return Unpadded(places, borders, longest, (B, L))

@@ -1,0 +1,200 @@
+"""Every attention kernel gives the eager one's numbers, for masks of all kinds and packed rows."""
+
+import copy
+import itertools
+import logging
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from conftest import enlarge, rope_config
+from roformer import RoFormerForMaskedLM, RoFormerModel
+from roformer.attention import eager_attention
+
+KERNELS = ["eager", "sdpa", "unpadded", "borders"]
+
+
+def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
+    """What flash_attention_2 is told: a row of tokens and cumulative lengths, no mask at all."""
+    assert attention_mask is None
+    edges = kwargs["cu_seq_lens_q"].tolist()
+    assert kwargs["cu_seq_lens_k"].tolist() == edges
+    assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
+    owner = torch.bucketize(torch.arange(query.shape[2]), torch.tensor(edges[1:]), right=True)
+    seen = owner[:, None] == owner
+    if module.is_causal:
+        seen = seen.tril()
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)
+    return eager_attention(module, query, key, value, mask, scaling)[0], None
+
+
+AttentionInterface.register("flash_stand_in", borders_only)
+AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+
+
+def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Module:
+    """The same weights under each kernel."""
+    # a copy: models made from one configuration share it, and with it the kernel
+    model = enlarge(head._from_config(copy.deepcopy(config), attn_implementation="eager"))
+    # not through `set_attn_implementation`, which looks for an installed library
+    model.config._attn_implementation = "flash_stand_in" if kernel == "borders" else kernel
+    return model
+
+
+def padded(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    ids = torch.randint(0, 60, (4, 24))
+    lengths = torch.tensor([[24], [24], [7], [1]])
+    mask = torch.arange(24) < lengths
+    if kind == "left":
+        mask = mask.flip(1)
+    if kind == "holes":
+        mask = torch.rand(4, 24) < 0.5
+        mask[:, 3] = True
+    return ids, mask.long()
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("kind", ["right", "left", "holes"])
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_padding_masks_give_eager_outputs_and_gradients(kernel, kind, decoder, config):
+    config.is_decoder, config.use_cache = decoder, False
+    ids, mask = padded(kind)
+    results = []
+    for name in ("eager", kernel):
+        model = model_with(config, name)
+        output = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        output.square().sum().backward()
+        results.append((output, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-4)
+    for a, b in zip(results[0][1], results[1][1]):
+        largest = max(1.0, a.abs().max().item())
+        torch.testing.assert_close(a, b, atol=1e-5 * largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["bool", "int", "float", "one row"])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_ready_made_masks_mean_the_same_everywhere(kernel, form, config):
+    ids, mask = padded("right")
+    seen = mask.bool()[:, None, None, :].expand(4, 1, 24, 24)
+    if form == "one row":
+        seen, mask = seen[2:3], mask[2:3].expand(4, -1)
+    ready = {
+        "int": seen.long(),
+        "float": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min),
+    }.get(form, seen)
+    model = model_with(config, kernel)
+    expected = model_with(config, "eager")(ids, attention_mask=mask).last_hidden_state
+    result = model(ids, attention_mask=ready).last_hidden_state
+    torch.testing.assert_close(result[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
+    model = model_with(config, "borders")
+    with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):
+        model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "both", "padded"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_documents_come_out_as_they_would_alone(kernel, told, decoder, rope):
+    config = rope_config(rope, **({"factor": 4.0} if rope == "dynamic" else {}))
+    config.is_decoder, config.use_cache, config.max_position_embeddings = decoder, False, 10
+    config.hidden_act = "tanh"  # bounded, so that errors do not grow with these large weights
+    model = model_with(config, kernel)
+    torch.manual_seed(3)
+    parts = [torch.randint(0, 60, (1, n)) for n in (7, 1, 20, 20, 3)]
+    ids = torch.cat(parts, dim=1)
+    positions = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+    borders = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
+    arguments = {"position_ids": positions, "cu_seq_lens_q": borders}
+    if told == "padded":  # two rows, the second with padding whose positions mean nothing
+        ids, positions = (torch.nn.functional.pad(x, (0, 5)).view(2, 28) for x in (ids, positions))
+        mask = torch.arange(56).view(2, 28) < 51
+        output = model(ids, attention_mask=mask, position_ids=positions)[0].view(1, 56, -1)[:, :51]
+    else:
+        output = model(ids, **{k: v for k, v in arguments.items() if told in (k, "both")})[0]
+    alone = torch.cat([model(part)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_what_looks_like_no_packing_is_one_document(config):
+    model = model_with(config, "sdpa")
+    ids = torch.randint(0, 60, (1, 6))
+    for positions in ([3, 4, 5, 0, 1, 2], [0, 1, 2, 10, 11, 12], [0, 2, 4, 0, 2, 4]):
+        together = model(ids, position_ids=torch.tensor([positions]))[0]
+        changed = ids.clone()
+        changed[0, 5] = (ids[0, 5] + 1) % 60
+        assert not torch.equal(
+            together[0, 0], model(changed, position_ids=torch.tensor([positions]))[0][0, 0]
+        )
+
+
+def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, caplog):
+    ids, mask = padded("right")
+    model = model_with(config, "sdpa")
+    expected = model_with(config, "eager")(ids, attention_mask=mask, output_attentions=True)
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        for _ in range(2):
+            output = model(ids, attention_mask=mask, output_attentions=True)
+    said = [r for r in caplog.records if "computed by the eager kernel" in r.getMessage()]
+    assert len(said) == 1
+    assert model.config._attn_implementation == "sdpa"
+    for a, b in zip(output.attentions, expected.attentions):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_kernel_can_be_changed_at_run_time(config):
+    ids, mask = padded("holes")
+    model = model_with(config, "eager", RoFormerForMaskedLM)
+    outputs = []
+    for kernel in ("eager", "sdpa", "unpadded"):
+        model.set_attn_implementation(kernel)
+        assert model.roformer.config._attn_implementation == kernel
+        outputs.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(outputs[2], outputs[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_bfloat16_is_as_close_to_float32_as_bfloat16_can_be(kernel, config):
+    ids, mask = padded("right")
+    exact = model_with(config, "eager")(ids, attention_mask=mask)[0][mask.bool()]
+    model = model_with(config, kernel).bfloat16()
+    coarse = model(ids, attention_mask=mask)[0][mask.bool()].float()
+    assert (coarse - exact).abs().mean() < 0.02 * exact.abs().mean()
+
+
+def test_unpadded_attention_computes_no_padding(config):
+    seen = []
+    model = model_with(config, "unpadded")
+    model.encoder.layer[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+    ids, mask = padded("right")
+    output = model(ids, attention_mask=mask).last_hidden_state
+    assert seen == [(1, int(mask.sum()), 32)]
+    assert not output[mask == 0].any()
+
+
+def test_unpadded_attention_returns_hidden_states_in_rows(config):
+    ids, mask = padded("right")
+    model = model_with(config, "unpadded")
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert [s.shape for s in states] == [(4, 24, 32)] * 3
+
+
+# transformers sets the flag, and torch's compiler makes an instance of Function
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not")
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+def test_flex_attention_gives_eager_outputs(decoder, config):
+    config.is_decoder, config.use_cache = decoder, False
+    ids, mask = padded("right")
+    with torch.no_grad():
+        expected = model_with(config, "eager")(ids, attention_mask=mask)[0][mask.bool()]
+        result = model_with(config, "flex_attention")(ids, attention_mask=mask)[0][mask.bool()]
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,158 @@
+"""What a configuration refuses, and under which of its two model types it is saved."""
+
+import copy
+import json
+import pickle  # a configuration must survive it; nothing here reads one from a file
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from conftest import ROPES, rope_config
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
+FOREIGN = [
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 500.0}},
+    {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    {"rope_interleave": False},
+    {"use_bias": False},
+    {"norm_type": "rms_norm"},
+    {"type_vocab_size": 0},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 33}, "hidden_size must be a multiple of 2 \\* num_att.* = 4.*got 33"),
+        ({"hidden_size": 34}, "hidden_size must be a multiple .* got 34"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob must be .* below 1, got 1.0"),
+        ({"pad_token_id": 60}, "pad_token_id must be .* below vocab_size = 60, got 60"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps must not be negative, got -1.0"),
+        ({"initializer_range": -0.1}, "initializer_range must not be negative, got -0.1"),
+        ({"type_vocab_size": -1}, "type_vocab_size must not be negative, got -1"),
+        ({"hidden_act": "gleu"}, "hidden_act must be an activation of transformers, got 'gleu'"),
+        ({"summary_type": "mean"}, "summary_type must be one of first, last, got 'mean'"),
+        ({"norm_type": "rms"}, "norm_type must be one of layer_norm, rms_norm, got 'rms'"),
+        ({"add_cross_attention": True}, "add_cross_attention must be False .* is_decoder=True"),
+        ({"summary_use_proj": True}, "summary_use_proj must be absent.*got True"),
+    ],
+)  # fmt: skip
+def test_impossible_fields_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RoFormerConfig(**(SIZES | fields))
+
+
+@pytest.mark.parametrize(
+    ("rope", "fields", "message"),
+    [
+        ("ntk", {}, "rope_type must be one of default, linear, .*, got 'ntk'"),
+        ("default", {"factor": 2.0}, "factor must be absent with rope_type default, got 2.0"),
+        ("linear", {"factor": 0.5}, "factor must be a number >= 1, got 0.5"),
+        ("linear", {"factor": "2"}, "factor must be a number >= 1, got 2"),
+        ("linear", {"factro": 2.0}, "factro must be absent with rope_type linear.*spelling"),
+        ("default", {"rope_theta": 0}, "rope_theta must be a number >= 1, got 0"),
+        ("default", {"partial_rotary_factor": 0.45},
+         "partial_rotary_factor must leave an even number .* of the 16 coord.*got 0.45"),
+        ("dynamic", {"partial_rotary_factor": 0.125}, "partial_rotary_factor .*least 4 .*0.125"),
+        ("longrope", {"long_factor": [1.0]}, "long_factor must be a list of 8 positive numbers"),
+        ("llama3", {"high_freq_factor": 0.5},
+         "high_freq_factor must be above low_freq_factor = 1.0, got 0.5"),
+    ],
+)  # fmt: skip
+def test_impossible_rope_settings_are_refused_by_name(rope, fields, message):
+    with pytest.raises(ValueError, match=f"rope_parameters.{message}"):
+        rope_config(rope, **fields)
+
+
+@pytest.mark.parametrize(("rope", "key"), [("linear", "factor"), ("longrope", "short_factor")])
+def test_missing_rope_settings_are_named(rope, key):
+    settings = {k: v for k, v in ROPES[rope].items() if k != key} | {"rope_type": rope}
+    with pytest.raises(ValueError, match=f"{key} must be given with rope_type {rope}, got None"):
+        RoFormerConfig(**SIZES, rope_parameters=settings)
+
+
+def test_fields_edited_after_construction_are_checked_when_a_model_is_built(config):
+    config.num_hidden_layers = 0
+    with pytest.raises(ValueError, match="num_hidden_layers must be at least 1, got 0"):
+        RoFormerForMaskedLM(config)
+
+
+@pytest.mark.parametrize("fields", FOREIGN, ids=str)
+def test_what_stock_cannot_express_is_saved_as_the_second_type(fields, tmp_path):
+    config = RoFormerConfig(**SIZES, **fields)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "roformer_plus"
+    for again in (
+        RoFormerConfig.from_pretrained(tmp_path),
+        transformers.AutoConfig.from_pretrained(tmp_path),
+        transformers.AutoConfig.for_model(**saved),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ):
+        assert type(again) is RoFormerConfig
+        assert {k: getattr(again, k) for k in fields} == {k: getattr(config, k) for k in fields}
+        assert again.to_dict()["model_type"] == "roformer_plus"
+
+
+def test_the_type_follows_later_edits(config):
+    assert config.to_dict()["model_type"] == "roformer"
+    config.use_bias = False
+    assert config.to_dict()["model_type"] == "roformer_plus"
+    config.use_bias = True
+    assert config.to_dict()["model_type"] == "roformer"
+    config.rope_parameters["rope_theta"] = 500.0
+    assert copy.deepcopy(config).to_dict()["model_type"] == "roformer_plus"
+
+
+def test_a_stock_configuration_gets_no_key_that_stock_does_not_know(config):
+    known = transformers.RoFormerConfig().to_dict().keys() | {"summary_type", "use_cache"}
+    assert config.to_dict().keys() <= known | {"is_decoder", "add_cross_attention"}
+
+
+def test_the_callers_rope_settings_are_not_changed():
+    settings = {"rope_type": "linear", "factor": 2.0}
+    RoFormerConfig(**SIZES, rope_parameters=settings)
+    assert settings == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_old_spellings_of_rope_settings_are_understood():
+    scaled = RoFormerConfig(**SIZES, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2})
+    rope = {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
+    assert scaled.rope_parameters == rope
+
+
+def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "first"
+    fields = json.loads(path.read_text())
+    assert fields.pop("summary_type") == "first"
+    path.write_text(json.dumps(fields))
+    assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "last"
+
+
+def test_stock_auto_classes_refuse_the_second_type_until_roformer_is_imported(tmp_path):
+    RoFormerForMaskedLM(
+        RoFormerConfig(**SIZES, num_hidden_layers=1, intermediate_size=8, norm_type="rms_norm")
+    ).save_pretrained(tmp_path)
+    code = f"""
+import transformers
+load = lambda: transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})
+try:
+    load()
+except ValueError as error:
+    assert "roformer_plus" in str(error)
+else:
+    raise AssertionError("loaded by stock")
+import roformer
+assert type(load()) is roformer.RoFormerForMaskedLM
+assert load().config.norm_type == "rms_norm"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
