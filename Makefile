@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: setup demo test test-slow test-oldest lint type check smoke pretrain glue report bench clean
+.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report bench clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml configs/constraints.txt
@@ -43,13 +43,28 @@ test-slow: setup ## tests that take minutes or need the data named by ROFORMER_D
 
 test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supported transformers
 	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' tests/test_rotary.py \
-	  tests/test_modeling.py tests/test_objective.py tests/test_pretrain.py tests/test_glue.py
+	  tests/test_configuration.py tests/test_modeling.py tests/test_attention.py \
+	  tests/test_generation.py tests/test_model_training.py tests/test_export.py \
+	  tests/test_objective.py tests/test_pretrain.py tests/test_glue.py
 .venv-oldest/installed: pyproject.toml configs/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -vE '^(transformers|huggingface_hub)==' configs/constraints.txt > .venv-oldest/constraints.txt
 	PIP_CONSTRAINT=.venv-oldest/constraints.txt .venv-oldest/bin/pip install --quiet \
 	  'transformers==5.17.0' 'huggingface_hub<2' --editable '.[dev]'
 	@touch $@
+
+# the common tests of transformers' source distribution, as a package on the path
+HF_VERSION := $(shell sed -n 's/^transformers==//p' configs/constraints.txt)
+HF_TESTS := .hf-tests/$(HF_VERSION)
+test-hf: setup $(HF_TESTS) ## transformers' own tests of a model, over our classes
+	PYTHONPATH=$(HF_TESTS) $(BIN)/python tests/hf_model_tests.py
+$(HF_TESTS): | setup
+	rm -rf $@.part && mkdir -p $@.part/transformers_tests
+	$(BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary transformers \
+	  --dest $@.part transformers==$(HF_VERSION)
+	tar -xzf $@.part/transformers-$(HF_VERSION).tar.gz -C $@.part/transformers_tests \
+	  --strip-components=2 transformers-$(HF_VERSION)/tests
+	rm $@.part/*.tar.gz && mv $@.part $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -85,5 +100,5 @@ bench: setup ## a training step against transformers' RoFormer and BERT
 	$(BIN)/python -m train.bench
 
 clean: ## environments and caches; runs/ and results/ stay
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .hf-tests .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
 	find roformer train finetune tests -name __pycache__ -prune -exec rm -rf {} +

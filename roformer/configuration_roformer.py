@@ -12,7 +12,7 @@ from transformers.activations import ACT2CLS
 
 PLUS = "roformer_plus"
 
-# keys of `rope_parameters` by type, beside rope_type, rope_theta and partial_rotary_factor
+# keys of `rope_parameters` by type, beside the four that every type may have
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -153,11 +153,14 @@ class RoFormerConfig(PreTrainedConfig):
 
     def _foreign(self) -> set[str]:
         """Names of fields unknown to stock that do not hold their default."""
+        rope = _WHOLE | self._rope
+        if rope["rope_type"] == "default":
+            rope.pop("original_max_position_embeddings", None)  # said, but not read
         changed = {
             "rope_interleave": not self.rope_interleave,
             "use_bias": not self.use_bias,
             "norm_type": self.norm_type != "layer_norm",
-            "rope_parameters": _WHOLE | self._rope != _WHOLE | _PLAIN_ROPE,
+            "rope_parameters": rope != _WHOLE | _PLAIN_ROPE,
         }
         return {name for name, value in changed.items() if value}
 
@@ -239,7 +242,8 @@ class RoFormerConfig(PreTrainedConfig):
         rule = f"must be one of {', '.join(_ROPE_KEYS)}"
         _require(kind in _ROPE_KEYS, "rope_parameters.rope_type", rule, repr(kind))
         required, optional = _ROPE_KEYS[kind]
-        allowed = {*_PLAIN_ROPE, "partial_rotary_factor", *required, *optional}
+        every = {*_PLAIN_ROPE, *_WHOLE, "original_max_position_embeddings"}
+        allowed = {*every, *required, *optional}
         for name in sorted(set(required) - set(rope)):
             _require(False, f"rope_parameters.{name}", f"must be given with rope_type {kind}", None)
         for name in sorted(set(rope) - allowed):

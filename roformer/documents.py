@@ -40,7 +40,7 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
         to be known while compiling.
     """
     starts = positions == 0
-    follows = torch.nn.functional.pad(positions.diff(dim=-1) == 1, (1, 0), value=True)
+    follows = positions == positions.roll(1, dims=-1) + 1  # the first starts or is no document
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
     counted &= (numbers > 0) | ~real
@@ -53,7 +53,7 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
 def positions_within(documents: Tensor) -> Tensor:
     """The position of each token in its document, [B, L], from the numbers of `from_borders`."""
     flat = documents.flatten()
-    tokens = torch.arange(len(flat), device=flat.device)
+    tokens = torch.arange(flat.shape[0], device=flat.device)
     starts = torch.nn.functional.pad(flat.diff() != 0, (1, 0), value=True)
     return (tokens - torch.where(starts, tokens, 0).cummax(dim=0).values).view(documents.shape)
 

@@ -10,7 +10,9 @@ V vocabulary.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,9 +171,40 @@ class RoFormerResidual(nn.Module):
         self.LayerNorm = _norm(config, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[B, L, width] and [B, L, E] to [B, L, E]."""
-        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
+    def forward(
+        self, x: Tensor, residual: Tensor, again: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """[B, L, width] and [B, L, E] to [B, L, E].
+
+        With `again`, which computes x, x itself is not kept for the backward pass.
+        """
+        if again is None or not torch.is_grad_enabled():
+            projected = self.dense(x)
+        else:
+            with _recomputed(x, again):
+                projected = self.dense(x)
+        return self.LayerNorm(self.dropout(projected) + residual)
+
+
+@contextmanager
+def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+    """Within, `x` is not kept for the backward pass but computed again there.
+
+    Used for the activation: it is cheap, and its input is kept in any case. Without its output a
+    layer keeps 14 instead of 18 times [B, L, E] of a base model, for under 2 % of the time.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata:
+            return tensor
+        shape = tensor.shape
+        return lambda: again().view(shape)
+
+    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class RoFormerAttention(nn.Module):
@@ -196,9 +229,10 @@ class RoFormerIntermediate(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.intermediate_act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, L, E] to [B, L, intermediate_size]."""
-        return self.intermediate_act_fn(self.dense(hidden_states))
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, L, E] to [B, L, intermediate_size] twice: before and after the activation."""
+        widened = self.dense(hidden_states)
+        return widened, self.intermediate_act_fn(widened)
 
 
 class RoFormerLayer(GradientCheckpointingLayer):
@@ -235,7 +269,12 @@ class RoFormerLayer(GradientCheckpointingLayer):
                 past_key_values,
                 **kwargs,
             )
-        return self.output(self.intermediate(attended), attended)
+        before, after = self.intermediate(attended)
+        # compilers choose what to keep by themselves, and checkpointing keeps none of it
+        if self.gradient_checkpointing or torch.compiler.is_compiling():
+            return self.output(after, attended)
+        again = partial(self.intermediate.intermediate_act_fn, before)
+        return self.output(after, attended, again)
 
 
 class RoFormerEncoder(nn.Module):
@@ -378,6 +417,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             width = _embedding_width(config)
             self.embeddings_project = nn.Linear(width, config.hidden_size, bias=config.use_bias)
         self.encoder = RoFormerEncoder(config)
+        # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
+        self.rope_config = config
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -442,6 +483,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
             self._cache(past_key_values, use_cache, encoder_hidden_states),
         )
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if encoder_hidden_states is not None and not self.config.add_cross_attention:
+            raise ValueError(
+                "encoder_hidden_states must be None without cross-attention, got a tensor; set "
+                "is_decoder=True and add_cross_attention=True in the configuration"
+            )
         _check_masks(words, start, attention_mask, encoder_hidden_states, encoder_attention_mask)
         batch = documents.arrange(
             words, start, attention_mask, position_ids, cu_seq_lens_q, detect=given is None
@@ -484,7 +530,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
     def _cache(
         self, given: Cache | None, use_cache: bool | None, encoder_hidden_states: Tensor | None
     ) -> Cache | None:
-        if given is not None and self.config.depends_on_length:
+        if given is not None and self.rope_config.depends_on_length:
             raise ValueError(
                 "past_key_values must be None where the rotation depends on the length, because "
                 "cached keys were turned for a shorter row, got a cache; set use_cache=False"
@@ -502,8 +548,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Computed from the configuration on every call: a buffer would be cast by `.bfloat16()`, left
         uninitialised by a load on the meta device, and wrong after an edit of the configuration.
         """
-        lengths = batch.lengths() if self.config.depends_on_length else None
-        theta, scaling = frequencies(self.config, lengths, batch.positions.device)
+        lengths = batch.lengths() if self.rope_config.depends_on_length else None
+        theta, scaling = frequencies(self.rope_config, lengths, batch.positions.device)
         return rotation_table(batch.positions, theta, scaling)
 
     def _kernel(self, options: dict[str, Any]) -> str:
@@ -590,7 +636,7 @@ def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
         if kernel not in ("sdpa", UNPADDED):
             least = torch.finfo(words.dtype).min
             mask = torch.zeros_like(mask, dtype=words.dtype).masked_fill(~mask, least)
-    return mask.expand(len(words), -1, -1, -1)
+    return mask.expand(words.shape[0], -1, -1, -1)
 
 
 def _check_inputs(
@@ -924,7 +970,7 @@ def _summary(hidden_states: Tensor, attention_mask: Tensor | None, which: str) -
     real = attention_mask.to(torch.int32)
     # argmax gives the first of equal values
     place = real.argmax(-1) if which == "first" else real.cumsum(-1).argmax(-1)
-    return hidden_states[torch.arange(len(place), device=place.device), place]
+    return hidden_states[torch.arange(place.shape[0], device=place.device), place]
 
 
 class RoFormerForMultipleChoice(RoFormerPreTrainedModel):

@@ -215,8 +215,14 @@ BERT = "--model.type=bert"
             ['--model.config={"hidden_size": 33}'],
             "model.config must be .* hidden_size must be a multi",
         ),
-        (['--model.config={"hidden_act": "gelo"}'], "model must be usable .*gelo"),
-        (['--model.config={"is_decoder": true}'], "model must be usable .*is_decoder"),
+        (
+            ['--model.config={"hidden_act": "gelo"}'],
+            "model.config must be usable .*hidden_act.*gelo",
+        ),
+        (
+            ['--model.config={"is_decoder": true}'],
+            "model.config.is_decoder must be False.*got True",
+        ),
         (
             ['--model.config={"num_hidden_layers": 1.5}'],
             "model must be usable by transformers, got: .*integer",

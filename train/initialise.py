@@ -48,6 +48,9 @@ def model_config(
         config = _config(settings, tokenizer)
     if tokenizer is not None:
         _require_vocabulary(settings, config, tokenizer)
+    causal = getattr(config, "is_decoder", False)
+    rule, remedy = "must be False, to see both sides of a masked token", "leave it out"
+    require(not causal, "model.config.is_decoder", rule, causal, remedy)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"

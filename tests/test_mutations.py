@@ -1,0 +1,86 @@
+"""The fast tests notice the mistakes that rotary models are known for: each is made, in a copy."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+MUTATIONS = {
+    "query turned backwards": (
+        "modeling_roformer.py",
+        "q = rotate(q, rotation, self.config.rope_interleave)",
+        "q = rotate(q, rotation * rotation.new_tensor([1, -1]), self.config.rope_interleave)",
+    ),
+    "no causal mask": (
+        "modeling_roformer.py",
+        "make, options[\"past_key_values\"] = create_causal_mask, past_key_values",
+        "options[\"past_key_values\"] = past_key_values",
+    ),
+    "half-split pairs": (
+        "rotary.py",
+        "    width = 2 * table.shape[-2]\n    if",
+        "    interleave = False\n    width = 2 * table.shape[-2]\n    if",
+    ),
+    "angles in bfloat16": (
+        "rotary.py",
+        "angles = positions[..., None].to(_exact(positions.device)) * theta",
+        "angles = (positions[..., None] * theta).to(torch.bfloat16)",
+    ),
+    "position_ids ignored": (
+        "documents.py",
+        "    if position_ids is None:\n        return",
+        "    if True:\n        return",
+    ),
+    "documents see each other": (
+        "modeling_roformer.py",
+        "options[\"and_mask_function\"] = packed_sequence_mask_function(numbers)",
+        "pass",
+    ),
+    "rotation depends on the longest row": (
+        "documents.py",
+        "(positions.amax(dim=-1, keepdim=True) + 1)",
+        "(positions.amax() + 1)",
+    ),
+}  # fmt: skip
+TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_generation.py"]
+
+
+def run(folder) -> subprocess.CompletedProcess[str]:
+    """The fast tests of the model, with `folder` first on the path."""
+    chosen = ["-m", "not slow and not gpu", "-k", "not flex and not auto_classes"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *chosen, *(ROOT / "tests" / t for t in TESTS)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *MUTATIONS])
+def test_a_mistake_fails_a_fast_test(name, tmp_path):
+    shutil.copytree(ROOT / "roformer", tmp_path / "roformer")
+    if name is not None:
+        file, right, wrong = MUTATIONS[name]
+        path = tmp_path / "roformer" / file
+        assert path.read_text().count(right) == 1
+        path.write_text(path.read_text().replace(right, wrong))
+    done = run(tmp_path)
+    if name is None:  # the copy is what is tested
+        code = "import roformer; print(roformer.__file__)"
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        assert str(tmp_path) in found.stdout
+        assert done.returncode == 0, done.stdout
+    else:
+        assert done.returncode == 1, done.stdout
+        assert "AssertionError" in done.stdout or "assert " in done.stdout
