@@ -1,13 +1,35 @@
 """RoFormer: the transformer encoder with rotary position embedding, compatible with Hugging Face.
 
+Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+arXiv:2104.09864. Queries and keys are turned by an angle proportional to their position, so that
+the score of two tokens depends on their distance m - n and on nothing else (equations 13 to 16).
+
+Load, use, save::
+
     from roformer import RoFormerForMaskedLM
     model = RoFormerForMaskedLM.from_pretrained("junnyu/roformer_chinese_base")
+    model(input_ids, attention_mask=mask).logits  # [B, L, V]
+    model.save_pretrained("folder")               # transformers reads it, without this package
 
-Class names, parameter names and `config.json` are those of transformers' own RoFormer: a folder
-saved by one loads in the other, and the outputs agree. What stock cannot express (other rope
-settings, no biases, RMSNorm, no token types) is saved as `roformer_plus`, which this package
-teaches the Auto classes on import. For `model_type: roformer` they go on building transformers' own
-classes until `use_for_auto_classes` is called.
+Heads: `RoFormerModel` (none), `RoFormerForMaskedLM`, `RoFormerForCausalLM` (with `generate`),
+`RoFormerForSequenceClassification`, `RoFormerForTokenClassification`,
+`RoFormerForQuestionAnswering`, `RoFormerForMultipleChoice`. With `is_decoder` and
+`add_cross_attention` the model is the decoder of transformers' `EncoderDecoderModel`.
+
+Two model types. Class names, parameter names and `config.json` are those of transformers' own
+RoFormer: a folder saved by one loads in the other, and the outputs agree within 1e-5. What stock
+cannot express (other rope settings, no biases, RMSNorm, no token types) is saved as
+`roformer_plus`, which stock's Auto classes refuse and which they load after `import roformer`. For
+`roformer` itself they go on building transformers' classes until `use_for_auto_classes` is called.
+
+Positions come from `position_ids`: any start, order and gaps, no limit of length. `rope_parameters`
+in `RoFormerConfig` are transformers' own, for lengths beyond those of training::
+
+    RoFormerModel.from_pretrained("folder", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+
+Documents packed into one row stay apart when their positions start again from 0, or with
+`cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention, flash_attention_2,
+and `unpadded`, which computes no padding and needs no other library.
 """
 
 from typing import Any

@@ -127,6 +127,20 @@ class RoFormerConfig(PreTrainedConfig):
         self._rope.pop("type", None)  # an old spelling of rope_type, already taken over
         self.check()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "rope_parameters" or "_name_or_path" not in self.__dict__:
+            return super().__setattr__(name, value)
+        # settings given later, by hand or to `from_pretrained`, are completed and checked at once
+        before, given = self._rope, dict(value or {})
+        if "type" in given:
+            given.setdefault("rope_type", given.pop("type"))
+        super().__setattr__(name, _PLAIN_ROPE | given)
+        try:
+            self._check_rope()
+        except ValueError:
+            super().__setattr__(name, before)
+            raise
+
     @property
     def head_width(self) -> int:
         """Width of one attention head, D."""

@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 
 from conftest import ROPES, rope_config
-from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
 FOREIGN = [
@@ -119,6 +120,23 @@ def test_the_callers_rope_settings_are_not_changed():
     settings = {"rope_type": "linear", "factor": 2.0}
     RoFormerConfig(**SIZES, rope_parameters=settings)
     assert settings == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    assert config.rope_parameters["rope_theta"] == 10000.0
+    with pytest.raises(ValueError, match="factor must be given with rope_type linear"):
+        config.rope_parameters = {"rope_type": "linear"}
+    assert config.rope_parameters["rope_type"] == "dynamic"
+    config.rope_parameters = None
+    assert config.is_stock
+    RoFormerModel(config).save_pretrained(tmp_path)
+    longer = {"rope_type": "linear", "factor": 2.0}
+    model = RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer)
+    assert model.config.rope_parameters == longer | {"rope_theta": 10000.0}
+    model(torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match="factor must be a number >= 1, got 0.5"):
+        RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
 
 
 def test_old_spellings_of_rope_settings_are_understood():
