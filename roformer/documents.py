@@ -141,15 +141,6 @@ class Unpadded:
         """[B, L, ...] to [1, T, ...]."""
         return x.flatten(0, 1)[self.places].unsqueeze(0)
 
-    def kernel_options(self) -> dict[str, Any]:
-        """The borders under the names that transformers' kernels know."""
-        return {
-            "cu_seq_lens_q": self.borders,
-            "cu_seq_lens_k": self.borders,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-        }
-
     def unpack(self, x: Tensor) -> Tensor:
         """[1, T, ...] to [B, L, ...], zeros where the padding was."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
@@ -172,3 +163,20 @@ def unpad(real: Tensor, documents: Tensor | None) -> Unpadded:
     borders = starts.nonzero().flatten().to(torch.int32)
     longest = int(borders.diff().max()) if len(places) else 0
     return Unpadded(places, borders, longest, (B, L))
+
+
+def kernel_options(borders: Tensor, longest: int | None) -> dict[str, Any]:
+    """Borders of documents under the names that transformers' kernels know.
+
+    Args:
+        borders: [documents + 1] cumulative lengths.
+        longest: Tokens of the longest document; None looks, and so waits for the device.
+    """
+    if longest is None:
+        longest = int(borders.diff().max())
+    return {
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

@@ -494,15 +494,18 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         kernel = self._kernel(kwargs)
         rotation = self._rotation(batch)
-        layout = None
-        if batch.real is not None and self._drops_padding(
-            kernel, past_key_values, encoder_hidden_states, kwargs
-        ):
-            layout = documents.unpad(batch.real, batch.documents)
-            rotation = layout.pack(rotation.expand(*words.shape[:2], -1, -1))
-            words, mask = layout.pack(words), None
-            kwargs |= layout.kernel_options()
-        else:
+        layout, told = None, {}
+        by_borders = kernel == UNPADDED or kernel.startswith("flash")
+        if by_borders and past_key_values is None and encoder_hidden_states is None:
+            if cu_seq_lens_q is not None and _is_one_row(words, attention_mask):
+                told = documents.kernel_options(cu_seq_lens_q, max_length_q)
+            elif batch.real is not None and self._may_drop_padding(kwargs):
+                layout = documents.unpad(batch.real, batch.documents)
+                rotation = layout.pack(rotation.expand(*words.shape[:2], -1, -1))
+                words = layout.pack(words)
+                told = documents.kernel_options(layout.borders, layout.longest)
+        mask = None
+        if not told:
             mask = self._mask(kernel, words, attention_mask, batch.documents, past_key_values)
         hidden_states = self.encoder(
             words,
@@ -512,7 +515,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             self._cross_mask(kernel, words, encoder_hidden_states, encoder_attention_mask),
             past_key_values=past_key_values,
             implementation=kernel,
-            **kwargs,
+            **(kwargs | told),
         )
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden_states if layout is None else layout.unpack(hidden_states),
@@ -563,24 +566,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return "eager"
         return chosen
 
-    def _drops_padding(
-        self,
-        kernel: str,
-        past_key_values: Cache | None,
-        encoder_hidden_states: Tensor | None,
-        options: dict[str, Any],
-    ) -> bool:
-        """Whether all layers run on real tokens only, in one row.
+    def _may_drop_padding(self, options: dict[str, Any]) -> bool:
+        """Whether rows may become one row of real tokens for all layers.
 
-        Outputs of single layers, caches and ready-made masks need the rows; compilers the shapes.
+        Outputs of single layers are wanted in rows, and compilers want to know the shapes.
         """
-        return (
-            (kernel == UNPADDED or kernel.startswith("flash"))
-            and past_key_values is None
-            and encoder_hidden_states is None
-            and not options.get("output_hidden_states", self.config.output_hidden_states)
-            and not torch.compiler.is_compiling()
-        )
+        rows = options.get("output_hidden_states", self.config.output_hidden_states)
+        return not (rows or torch.compiler.is_compiling())
 
     def _mask(
         self,
@@ -620,6 +612,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config = copy.copy(self.config)
         config._attn_implementation = kernel
         return config
+
+
+def _is_one_row(words: Tensor, attention_mask: Any) -> bool:
+    """Whether documents come as kernels for variable lengths want them: nothing is to be done."""
+    if attention_mask is not None or words.shape[0] != 1:
+        return False
+    # without a device kernel the borders are read on the host, which no compiler can follow
+    return words.is_cuda or not torch.compiler.is_compiling()
 
 
 def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
