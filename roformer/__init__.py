@@ -46,16 +46,15 @@ from transformers import (
 )
 
 from .configuration_roformer import PLUS, RoFormerConfig, RoFormerPlusConfig
-from .modeling_roformer import (
+from .heads import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForMultipleChoice,
     RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
-    RoFormerModel,
-    RoFormerPreTrainedModel,
 )
+from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
 
 __all__ = [
     "RoFormerConfig",

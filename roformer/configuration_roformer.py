@@ -5,6 +5,7 @@ setting that stock would ignore, and so compute something else, is saved as `rof
 stock Auto classes refuse: which of the two it is gets decided from the fields when it is saved.
 """
 
+import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -32,10 +33,20 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, 
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WHOLE = {"partial_rotary_factor": 1.0}
-_LEAST = {
-    "rope_theta": 1, "factor": 1, "original_max_position_embeddings": 1, "attention_factor": 0,
-    "beta_fast": 0, "beta_slow": 0, "low_freq_factor": 0, "high_freq_factor": 0,
+_LEAST = {  # and whether only more than that will do
+    "rope_theta": (1, True), "factor": (1, False), "original_max_position_embeddings": (1, True),
+    "attention_factor": (0, True), "beta_fast": (0, True), "beta_slow": (0, True),
+    "low_freq_factor": (0, True), "high_freq_factor": (0, True), "mscale": (0, False),
+    "mscale_all_dim": (0, False),
 }  # fmt: skip
+_SIZES = (
+    "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "type_vocab_size",
+    "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+)  # fmt: skip
+_SWITCHES = (
+    "rotary_value", "use_cache", "is_decoder", "add_cross_attention", "tie_word_embeddings",
+    "rope_interleave", "use_bias",
+)  # fmt: skip
 
 
 class RoFormerConfig(PreTrainedConfig):
@@ -168,7 +179,7 @@ class RoFormerConfig(PreTrainedConfig):
     def _foreign(self) -> set[str]:
         """Names of fields unknown to stock that do not hold their default."""
         rope = _WHOLE | self._rope
-        if rope["rope_type"] == "default":
+        if rope["rope_type"] in ("default", "dynamic", "linear"):
             rope.pop("original_max_position_embeddings", None)  # said, but not read
         changed = {
             "rope_interleave": not self.rope_interleave,
@@ -196,6 +207,11 @@ class RoFormerConfig(PreTrainedConfig):
         return super().from_dict({"summary_type": "last"} | config_dict, **kwargs)
 
     @classmethod
+    def from_json_file(cls, json_file: Any) -> Any:
+        """A configuration from a `config.json`; see `PreTrainedConfig.from_json_file`."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The fields of a saved `config.json`; see `PreTrainedConfig.get_config_dict`."""
         fields, rest = super().get_config_dict(*args, **kwargs)
@@ -214,29 +230,39 @@ class RoFormerConfig(PreTrainedConfig):
         self._check_rope()
 
     def _check_sizes(self) -> None:
-        sizes = (
-            "vocab_size", "embedding_size", "hidden_size", "intermediate_size",
-            "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-        )  # fmt: skip
-        for name in sizes:
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("type_vocab_size", "initializer_range", "layer_norm_eps"):
-            _require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))
+        for name in _SIZES:
+            value = getattr(self, name)
+            least = 0 if name == "type_vocab_size" else 1
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            _require(fits, name, f"must be an integer of at least {least}", repr(value))
+        for name in ("initializer_range", "layer_norm_eps"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value >= 0, name, "must be a number >= 0", repr(value))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
-            _require(0 <= value < 1, name, "must be at least 0 and below 1", value)
+            fits = _is_number(value) and 0 <= value < 1
+            _require(fits, name, "must be a number of at least 0 and below 1", repr(value))
         E, H = self.hidden_size, self.num_attention_heads  # noqa: N806 the legend's letters
         rule = f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that heads hold pairs"
         _require(E % (2 * H) == 0, "hidden_size", rule, E)
-        pad, V = self.pad_token_id, self.vocab_size  # noqa: N806
-        rule = f"must be at least 0 and below vocab_size = {V}"
-        _require(pad is None or 0 <= pad < V, "pad_token_id", rule, pad)
+        rule = f"must be None or an integer from 0 to vocab_size - 1 = {self.vocab_size - 1}"
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
+            fits = all(i is None or i in range(self.vocab_size) for i in ids)
+            _require(fits, name, rule, repr(value))
 
     def _check_choices(self) -> None:
         choices = {"summary_type": ("first", "last"), "norm_type": ("layer_norm", "rms_norm")}
         for name, known in choices.items():
             value = getattr(self, name)
             _require(value in known, name, f"must be one of {', '.join(known)}", repr(value))
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, "must be True or False", repr(value))
+        width = getattr(self, "head_dim", None)
+        rule = f"must be absent, or hidden_size / num_attention_heads = {self.head_width}"
+        _require(width in (None, self.head_width), "head_dim", rule, width)
         act = self.hidden_act
         rule = "must be an activation of transformers"
         _require(act in ACT2CLS, "hidden_act", rule, f"{act!r}; see transformers.activations")
@@ -254,20 +280,32 @@ class RoFormerConfig(PreTrainedConfig):
         rope = self._rope
         kind = rope["rope_type"]
         rule = f"must be one of {', '.join(_ROPE_KEYS)}"
-        _require(kind in _ROPE_KEYS, "rope_parameters.rope_type", rule, repr(kind))
+        known = isinstance(kind, str) and kind in _ROPE_KEYS
+        _require(known, "rope_parameters.rope_type", rule, repr(kind))
         required, optional = _ROPE_KEYS[kind]
         every = {*_PLAIN_ROPE, *_WHOLE, "original_max_position_embeddings"}
         allowed = {*every, *required, *optional}
-        for name in sorted(set(required) - set(rope)):
-            _require(False, f"rope_parameters.{name}", f"must be given with rope_type {kind}", None)
+        for name in ("rope_theta", *required):
+            found = rope.get(name)
+            rule = f"must be given with rope_type {kind}"
+            _require(found is not None, f"rope_parameters.{name}", rule, found)
         for name in sorted(set(rope) - allowed):
             rule = f"must be absent with rope_type {kind}"
             _require(False, f"rope_parameters.{name}", rule, f"{rope[name]}; check the spelling")
-        for name, least in _LEAST.items():
+        for name, (least, more) in _LEAST.items():
             value = rope.get(name)
-            fits = value is None or (isinstance(value, int | float) and value >= least)
-            _require(fits, f"rope_parameters.{name}", f"must be a number >= {least}", value)
+            inside = value is None or _is_number(value)
+            if inside and value is not None:
+                inside = value > least if more else value >= least
+            rule = f"must be a number {'>' if more else '>='} {least}"
+            _require(inside, f"rope_parameters.{name}", rule, repr(value))
+        truncate = rope.get("truncate", True)
+        rule = "must be True or False"
+        _require(isinstance(truncate, bool), "rope_parameters.truncate", rule, repr(truncate))
         self._check_rotated_width()
+        fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1  # transformers' own
+        rule = f"must be above beta_slow = {slow}"
+        _require(fast > slow, "rope_parameters.beta_fast", rule, fast)
         if kind == "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             rule = f"must be above low_freq_factor = {low}"
@@ -281,14 +319,17 @@ class RoFormerConfig(PreTrainedConfig):
         rope, D = self._rope, self.head_width  # noqa: N806
         share = rope.get("partial_rotary_factor", 1.0)
         least = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
-        fits = 0 < share <= 1 and int(D * share) % 2 == 0 and int(D * share) >= least
+        fits = _is_number(share) and 0 < share <= 1
+        fits = fits and int(D * share) % 2 == 0 and int(D * share) >= least
         rule = f"must leave an even number of at least {least} of the {D} coordinates of a head"
-        _require(fits, "rope_parameters.partial_rotary_factor", rule, share)
+        _require(fits, "rope_parameters.partial_rotary_factor", rule, repr(share))
         for name in ("short_factor", "long_factor"):
             values = rope.get(name)
             pairs = self.rotated_width // 2
             fits = values is None or (
-                isinstance(values, list | tuple) and len(values) == pairs and min(values) > 0
+                isinstance(values, list | tuple)
+                and len(values) == pairs
+                and all(_is_number(v) and v > 0 for v in values)
             )
             rule = f"must be a list of {pairs} positive numbers, one a pair"
             _require(fits, f"rope_parameters.{name}", rule, values)
@@ -306,6 +347,10 @@ class RoFormerPlusConfig(RoFormerConfig):
     def __new__(cls, **kwargs: Any) -> RoFormerConfig:
         """A `RoFormerConfig` of those fields."""
         return RoFormerConfig(**kwargs)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(holds: bool, name: str, rule: str, found: object) -> None:

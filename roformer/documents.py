@@ -22,7 +22,9 @@ def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
         [B, L] int64, numbers that grow by one from document to document.
     """
     tokens = torch.arange(shape[0] * shape[1], device=borders.device)
-    return torch.bucketize(tokens, borders[1:].to(tokens.dtype), right=True).view(shape)
+    owners = torch.bucketize(tokens, borders[1:].to(tokens.dtype), right=True)
+    # counted anew, because empty documents leave gaps
+    return torch.nn.functional.pad(owners.diff() != 0, (1, 0)).cumsum(dim=0).view(shape)
 
 
 def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
@@ -39,12 +41,12 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
         [B, L] int64, counting from 0 in each row; None when no row is packed, unless that is not
         to be known while compiling.
     """
-    starts = positions == 0
+    starts = (positions == 0) & real
     follows = positions == positions.roll(1, dims=-1) + 1  # the first starts or is no document
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
     counted &= (numbers > 0) | ~real
-    numbers = (numbers - numbers[:, :1]) * counted.all(dim=-1, keepdim=True)
+    numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
     if not torch.compiler.is_compiling() and not numbers.any():
         return None
     return numbers
@@ -73,15 +75,22 @@ class Batch:
     documents: Tensor | None
 
     def lengths(self) -> Tensor:
-        """For each token the length of its row or document, its last position + 1, [B, L]."""
-        positions = self.positions
-        if self.real is not None:
-            positions = positions.masked_fill(~self.real, 0)
+        """For each token the length of its row or document, from the first position to the last.
+
+        Padding does not count, so a row is as long as it would be alone; [B, L] int64.
+        """
+        positions = self.positions.long()
+        real = torch.ones_like(positions, dtype=torch.bool) if self.real is None else self.real
+        positions = positions.expand(real.shape)
+        limits = torch.iinfo(torch.int64)
+        first, last = (positions.masked_fill(~real, v) for v in (limits.max, limits.min))
         if self.documents is None:
-            return (positions.amax(dim=-1, keepdim=True) + 1).expand(positions.shape)
+            length = last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1
+            return length.expand(positions.shape)
         numbers = self.documents - self.documents[:, :1]
-        last = torch.zeros_like(positions).scatter_reduce(1, numbers, positions, "amax")
-        return last.gather(1, numbers) + 1
+        ends = last.scatter_reduce(1, numbers, last, "amax", include_self=False)
+        begins = first.scatter_reduce(1, numbers, first, "amin", include_self=False)
+        return (ends - begins + 1).gather(1, numbers)
 
 
 def arrange(
@@ -90,7 +99,6 @@ def arrange(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     borders: Tensor | None,
-    detect: bool,
 ) -> Batch:
     """Read positions, padding and documents off the arguments of a call.
 
@@ -99,8 +107,8 @@ def arrange(
         start: Tokens in the cache, which positions count from when none are given.
         attention_mask: [B, S] or anything else, which says nothing here.
         position_ids: [L] or [1 or B, L], or None.
-        borders: [documents + 1] cumulative lengths over the flattened rows, or None.
-        detect: Look for packed documents in `position_ids`.
+        borders: [documents + 1] cumulative lengths over the flattened rows, or None. Without them
+            packed documents are looked for in `position_ids`, in a row that follows no cache.
     """
     B, L, _ = words.shape  # noqa: N806
     real: Tensor | None = None
@@ -116,7 +124,7 @@ def arrange(
         return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
     positions = position_ids.to(words.device).view(-1, L)
     numbers: Tensor | None = None
-    if detect and real is not None:
+    if real is not None and isinstance(start, int) and start == 0:
         numbers = from_positions(positions.expand(B, L), real)
     return Batch(positions, real, numbers)
 
@@ -147,8 +155,11 @@ class Unpadded:
         return rows.index_copy(0, self.places, x[0]).unflatten(0, self.shape)
 
 
-def unpad(real: Tensor, documents: Tensor | None) -> Unpadded:
+def unpad(real: Tensor, documents: Tensor | None) -> Unpadded | None:
     """Find the real tokens and the borders of documents among them; waits for the device.
+
+    Returns:
+        None when there is no real token at all.
 
     Args:
         real: [B, L], False for padding.
@@ -161,8 +172,9 @@ def unpad(real: Tensor, documents: Tensor | None) -> Unpadded:
         owner = owner + documents.flatten() - documents[:, :1].repeat_interleave(L)
     starts = torch.nn.functional.pad(owner[places].diff() != 0, (1, 1), value=True)
     borders = starts.nonzero().flatten().to(torch.int32)
-    longest = int(borders.diff().max()) if len(places) else 0
-    return Unpadded(places, borders, longest, (B, L))
+    if not len(places):
+        return None
+    return Unpadded(places, borders, int(borders.diff().max()), (B, L))
 
 
 def kernel_options(borders: Tensor, longest: int | None) -> dict[str, Any]:
@@ -174,6 +186,7 @@ def kernel_options(borders: Tensor, longest: int | None) -> dict[str, Any]:
     """
     if longest is None:
         longest = int(borders.diff().max())
+    borders = borders.to(torch.int32)
     return {
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,

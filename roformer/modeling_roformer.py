@@ -20,33 +20,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_causal_mask,
     packed_sequence_mask_function,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPastAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    QuestionAnsweringModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from . import documents
 from .attention import UNPADDED, eager_attention
 from .configuration_roformer import RoFormerConfig
+from .inputs import check_masks, check_source, check_tokens
 from .rotary import frequencies, half_split_order, rotate, rotation_table
 
 logger = logging.get_logger(__name__)
+
+KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
+"""Activations whose backward pass reads what went in; others, as relu, read what came out."""
 
 
 def _embedding_width(config: RoFormerConfig) -> int:
@@ -80,10 +75,8 @@ class RoFormerEmbeddings(nn.Module):
         words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if hasattr(self, "token_type_embeddings"):
             if token_type_ids is None:
-                # everything is segment 0: no gather needed
-                words = words + self.token_type_embeddings.weight[0]
-            else:
-                words = words + self.token_type_embeddings(token_type_ids)
+                token_type_ids = torch.zeros(1, dtype=torch.long, device=words.device)
+            words = words + self.token_type_embeddings(token_type_ids)
         return self.dropout(self.LayerNorm(words))
 
 
@@ -99,6 +92,8 @@ class RoFormerSelfAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.crosses = crosses
+        self.heads = (config.num_attention_heads, config.head_width)
+        self.interleave = config.rope_interleave
         self.scaling = config.head_width**-0.5
         self.is_causal = config.is_decoder and not crosses
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -116,10 +111,10 @@ class RoFormerSelfAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
-        heads = (*hidden_states.shape[:-1], -1, self.config.head_width)
+        heads = (*hidden_states.shape[:-1], *self.heads)
         q = self.query(hidden_states).view(heads)  # [B, L, H, D]
         if not self.crosses:
-            q = rotate(q, rotation, self.config.rope_interleave)
+            q = rotate(q, rotation, self.interleave)
         k, v = self._keys_and_values(
             hidden_states if source is None else source, rotation, past_key_values
         )
@@ -152,12 +147,12 @@ class RoFormerSelfAttention(nn.Module):
                 past_key_values.is_updated[self.layer_idx] = True
         elif self.crosses:
             cache = None  # a cache of one part holds the decoder's own
-        heads = (*source.shape[:-1], -1, self.config.head_width)
+        heads = (*source.shape[:-1], *self.heads)
         k, v = self.key(source).view(heads), self.value(source).view(heads)
         if not self.crosses:
-            k = rotate(k, rotation, self.config.rope_interleave)
+            k = rotate(k, rotation, self.interleave)
             if self.config.rotary_value:
-                v = rotate(v, rotation, self.config.rope_interleave)
+                v = rotate(v, rotation, self.interleave)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
@@ -178,7 +173,8 @@ class RoFormerResidual(nn.Module):
 
         With `again`, which computes x, x itself is not kept for the backward pass.
         """
-        if again is None or not torch.is_grad_enabled():
+        # a layer put in the place of ours (LoRA) may keep x in another form
+        if again is None or type(self.dense) is not nn.Linear or not _keeps_tensors():
             projected = self.dense(x)
         else:
             with _recomputed(x, again):
@@ -190,12 +186,13 @@ class RoFormerResidual(nn.Module):
 def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     """Within, `x` is not kept for the backward pass but computed again there.
 
-    Used for the activation: it is cheap, and its input is kept in any case. Without its output a
-    layer keeps 14 instead of 18 times [B, L, E] of a base model, for under 2 % of the time.
+    Used for activations that keep their input in any case: without their output a layer keeps 14
+    instead of 18 times [B, L, E] of a base model, for about 2 % of the time.
     """
+    place = x.untyped_storage()._cdata  # not x itself: hooks live as long as what they packed
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata:
+        if tensor.untyped_storage()._cdata != place:
             return tensor
         shape = tensor.shape
         return lambda: again().view(shape)
@@ -205,6 +202,19 @@ def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _keeps_tensors() -> bool:
+    """Whether a backward pass of the ordinary kind will follow.
+
+    Compilers choose what to keep by themselves, a checkpoint keeps nothing, and torch.func allows
+    no hooks.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return not (inside_checkpoint or torch._C._are_functorch_transforms_active())
 
 
 class RoFormerAttention(nn.Module):
@@ -245,6 +255,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
             self.crossattention = RoFormerAttention(config, layer_idx, crosses=True)
         self.intermediate = RoFormerIntermediate(config)
         self.output = RoFormerResidual(config, config.intermediate_size)
+        self.recomputes = config.hidden_act in KEEP_THEIR_INPUT
 
     def forward(
         self,
@@ -270,11 +281,8 @@ class RoFormerLayer(GradientCheckpointingLayer):
                 **kwargs,
             )
         before, after = self.intermediate(attended)
-        # compilers choose what to keep by themselves, and checkpointing keeps none of it
-        if self.gradient_checkpointing or torch.compiler.is_compiling():
-            return self.output(after, attended)
         again = partial(self.intermediate.intermediate_act_fn, before)
-        return self.output(after, attended, again)
+        return self.output(after, attended, again if self.recomputes else None)
 
 
 class RoFormerEncoder(nn.Module):
@@ -383,22 +391,41 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         Args:
             interleave: True for adjacent pairs, the paper's; False for coordinates i and i + D/2,
                 so that kernels written for Llama run these weights.
+
+        Raises:
+            ValueError: An EncoderDecoderModel has given the model a configuration of stock's class.
         """
-        if interleave == self.config.rope_interleave:
-            return
-        order = half_split_order(self.config.head_width, self.config.rotated_width)
-        order = order.argsort() if interleave else order
-        for module in self.modules():
-            if isinstance(module, RoFormerAttention) and not module.self.crosses:
-                attention = module.self
-                turned = [attention.query, attention.key]
-                if self.config.rotary_value:
-                    turned.append(attention.value)
-                    _permute(module.output.dense.weight, order, dim=1)
-                for linear in turned:
-                    for parameter in linear.parameters():
-                        _permute(parameter, order, dim=0)
-        self.config.rope_interleave = interleave
+        if not isinstance(self.config, RoFormerConfig):
+            raise ValueError(
+                "set_rope_interleave must be called on a model with a configuration of its own, "
+                f"got {type(self.config).__module__}'s; convert it before it is composed"
+            )
+        modules = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
+        for module in modules:
+            attention = module.self
+            if attention.interleave != interleave and not attention.crosses:
+                _permute_attention(module, interleave)
+            attention.interleave = interleave
+        # models made from one configuration share it, and the others are not converted
+        own = copy.copy(self.config) if self.config is modules[0].self.config else self.config
+        own.rope_interleave = interleave
+        for holder in self.modules():
+            for name in ("config", "rope_config"):
+                if hasattr(holder, name):
+                    setattr(holder, name, own)
+
+
+def _permute_attention(module: RoFormerAttention, interleave: bool) -> None:
+    attention, config = module.self, module.self.config
+    order = half_split_order(config.head_width, config.rotated_width)
+    order = order.argsort() if interleave else order
+    turned = [attention.query, attention.key]
+    if config.rotary_value:
+        turned.append(attention.value)
+        _permute(module.output.dense.weight, order, dim=1)
+    for linear in turned:
+        for parameter in linear.parameters():
+            _permute(parameter, order, dim=0)
 
 
 def _permute(parameter: Tensor, order: Tensor, dim: int) -> None:
@@ -419,6 +446,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.encoder = RoFormerEncoder(config)
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
         self.rope_config = config
+        self.is_causal = config.is_decoder
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -455,10 +483,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Args:
             input_ids: [B, L] token ids, int32 or int64.
             attention_mask: [B, S], 1 for a token and 0 for padding, S counting cached tokens; or
-                ready-made [B or 1, 1 or H, L, S], bool (True is seen) or floats added to scores.
+                ready-made [B or 1, 1 or H, L, S], bool (True is seen) or floats added to scores,
+                which is taken as it is: causality and documents are its business.
             token_type_ids: [B, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers, any start, order and gaps; None counts from 0, or
-                from the end of the cache.
+                from the end of the cache. A row that counts up from 0 more than once is packed.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E], what the cross-attention of a decoder reads.
             encoder_attention_mask: [B, S] for it.
@@ -476,36 +505,34 @@ class RoFormerModel(RoFormerPreTrainedModel):
             ValueError: Inputs contradict each other or the configuration; ids outside the
                 vocabulary are noticed on CPU only, so that no step waits for another device.
         """
-        _check_inputs(self.config, input_ids, inputs_embeds, token_type_ids, position_ids)
+        check_tokens(self.rope_config, input_ids, inputs_embeds, token_type_ids, position_ids)
         words = self._embed(input_ids, token_type_ids, inputs_embeds)
         given, past_key_values = (
             past_key_values,
             self._cache(past_key_values, use_cache, encoder_hidden_states),
         )
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if encoder_hidden_states is not None and not self.config.add_cross_attention:
-            raise ValueError(
-                "encoder_hidden_states must be None without cross-attention, got a tensor; set "
-                "is_decoder=True and add_cross_attention=True in the configuration"
-            )
-        _check_masks(words, start, attention_mask, encoder_hidden_states, encoder_attention_mask)
-        batch = documents.arrange(
-            words, start, attention_mask, position_ids, cu_seq_lens_q, detect=given is None
-        )
+        check_masks(words, start, attention_mask, cu_seq_lens_q)
+        check_source(self.rope_config, words, encoder_hidden_states, encoder_attention_mask)
+        batch = documents.arrange(words, start, attention_mask, position_ids, cu_seq_lens_q)
+        if batch.documents is not None and past_key_values is not None:
+            past_key_values = _no_cache_for_packed_rows(given)
         kernel = self._kernel(kwargs)
         rotation = self._rotation(batch)
         layout, told = None, {}
         by_borders = kernel == UNPADDED or kernel.startswith("flash")
         if by_borders and past_key_values is None and encoder_hidden_states is None:
             if cu_seq_lens_q is not None and _is_one_row(words, attention_mask):
-                told = documents.kernel_options(cu_seq_lens_q, max_length_q)
+                told = documents.kernel_options(cu_seq_lens_q.to(words.device), max_length_q)
             elif batch.real is not None and self._may_drop_padding(kwargs):
                 layout = documents.unpad(batch.real, batch.documents)
-                rotation = layout.pack(rotation.expand(*words.shape[:2], -1, -1))
-                words = layout.pack(words)
-                told = documents.kernel_options(layout.borders, layout.longest)
+        if layout is not None:
+            rotation = layout.pack(rotation.expand(*words.shape[:2], -1, -1))
+            words = layout.pack(words)
+            told = documents.kernel_options(layout.borders, layout.longest)
         mask = None
         if not told:
+            kernel = _masked(kernel, batch.documents)
             mask = self._mask(kernel, words, attention_mask, batch.documents, past_key_values)
         hidden_states = self.encoder(
             words,
@@ -533,12 +560,18 @@ class RoFormerModel(RoFormerPreTrainedModel):
     def _cache(
         self, given: Cache | None, use_cache: bool | None, encoder_hidden_states: Tensor | None
     ) -> Cache | None:
+        if given is not None and not (isinstance(given, Cache) and self.is_causal):
+            found = type(given).__name__ if self.is_causal else "a cache in an encoder"
+            raise ValueError(
+                f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
+                "is_decoder=True, or leave it out"
+            )
         if given is not None and self.rope_config.depends_on_length:
             raise ValueError(
                 "past_key_values must be None where the rotation depends on the length, because "
                 "cached keys were turned for a shorter row, got a cache; set use_cache=False"
             )
-        if given is not None or not (use_cache and self.config.is_decoder):
+        if given is not None or not (use_cache and self.is_causal):
             return given
         own = DynamicCache(config=self.config)
         if encoder_hidden_states is None:
@@ -589,7 +622,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if numbers is not None:
             options["and_mask_function"] = packed_sequence_mask_function(numbers)
         make: Callable[..., Any] = create_bidirectional_mask
-        if self.config.is_decoder:
+        if self.is_causal:
             make, options["past_key_values"] = create_causal_mask, past_key_values
         return make(self._config_for(kernel), words, attention_mask=attention_mask, **options)
 
@@ -622,6 +655,27 @@ def _is_one_row(words: Tensor, attention_mask: Any) -> bool:
     return words.is_cuda or not torch.compiler.is_compiling()
 
 
+def _no_cache_for_packed_rows(given: Cache | None) -> Cache | None:
+    """Nothing can follow a row of several documents, so keys and values are not kept."""
+    if given is not None:
+        raise ValueError(
+            "position_ids must count through one document beside past_key_values, got several "
+            "that start from 0; leave the cache out"
+        )
+    return None
+
+
+def _masked(kernel: str, numbers: Tensor | None) -> str:
+    """The kernel that takes a mask of documents: flash kernels know borders, and drop masks."""
+    if numbers is None or not kernel.startswith("flash"):
+        return kernel
+    logger.warning_once(
+        f"attn_implementation={kernel!r} keeps documents apart in whole rows only; calls with a "
+        "cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
+    )
+    return "sdpa"
+
+
 def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
     """A [B or 1, 1 or H, L, S] mask as that kernel takes it: sdpa takes bools, the others sums."""
     if kernel.startswith("flash"):
@@ -637,497 +691,3 @@ def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
             least = torch.finfo(words.dtype).min
             mask = torch.zeros_like(mask, dtype=words.dtype).masked_fill(~mask, least)
     return mask.expand(words.shape[0], -1, -1, -1)
-
-
-def _check_inputs(
-    config: RoFormerConfig,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
-) -> None:
-    if (input_ids is None) == (inputs_embeds is None):
-        found = "neither" if input_ids is None else "both"
-        raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
-    if torch.compiler.is_compiling():
-        return
-    rows: tuple[int, ...] = ()
-    if inputs_embeds is not None:
-        _require_shape("inputs_embeds", inputs_embeds, (None, None, _embedding_width(config)))
-        rows = tuple(inputs_embeds.shape[:2])
-    if input_ids is not None:
-        _require_shape("input_ids", input_ids, (None, None))
-        _require_ids("input_ids", input_ids, config.vocab_size)
-        rows = tuple(input_ids.shape)
-    if token_type_ids is not None:
-        _require_shape("token_type_ids", token_type_ids, (rows[0], 1), rows)
-        _require_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
-    if position_ids is not None:
-        _require_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
-        if position_ids.is_floating_point():
-            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
-
-
-def _check_masks(
-    words: Tensor,
-    start: Any,
-    attention_mask: Any,
-    encoder_hidden_states: Tensor | None,
-    encoder_attention_mask: Tensor | None,
-) -> None:
-    if torch.compiler.is_compiling():
-        return
-    B, L, _ = words.shape  # noqa: N806
-    if isinstance(attention_mask, Tensor):
-        ready = ((B, None, L, None), (1, None, L, None))
-        _require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
-    if encoder_hidden_states is not None and encoder_attention_mask is not None:
-        S = encoder_hidden_states.shape[1]  # noqa: N806
-        whole = ((B, None, L, S), (1, None, L, S))
-        _require_shape("encoder_attention_mask", encoder_attention_mask, (B, S), *whole)
-
-
-def _require_shape(name: str, tensor: Tensor, *allowed: tuple[int | None, ...]) -> None:
-    """None stands for any size."""
-    shape = tuple(tensor.shape)
-    for sizes in allowed:
-        if len(sizes) == len(shape) and all(a in (None, b) for a, b in zip(sizes, shape)):
-            return
-    options = " or ".join(str(list(sizes)).replace("None", "any") for sizes in allowed)
-    raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
-
-
-def _require_ids(name: str, ids: Tensor, size: int) -> None:
-    """Looked at on a CPU only: elsewhere the step would wait for the device."""
-    if ids.device.type != "cpu" or not ids.numel():
-        return
-    least, most = ids.aminmax()
-    if least < 0 or most >= size:
-        found = int(least if least < 0 else most)
-        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}")
-
-
-class RoFormerForMaskedLM(RoFormerPreTrainedModel):
-    """RoFormer with the masked-language-modelling head."""
-
-    _tied_weights_keys = {  # noqa: RUF012 transformers' type
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-        "cls.predictions.decoder.weight": "roformer.embeddings.word_embeddings.weight",
-    }
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.cls = RoFormerOnlyMLMHead(config)
-        if not config.use_bias:
-            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """The decoder."""
-        return self.cls.predictions.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the decoder."""
-        _set_decoder(self.cls.predictions, new_embeddings)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        sparse_prediction: bool = False,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """Score the vocabulary at every token, or at the labelled ones only.
-
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but the last three.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            encoder_hidden_states: [B, S, E].
-            encoder_attention_mask: [B, S].
-            labels: [B, L] original ids where a token was masked, -100 elsewhere.
-            sparse_prediction: Compute scores where `labels` is not -100 and nowhere else: the same
-                loss for a sixth of the head's arithmetic at the usual 15 %.
-            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
-
-        Returns:
-            `logits` [B, L, V], or with `sparse_prediction` [n, V] in reading order; `loss`, the
-            mean over labelled tokens, when `labels` are given.
-
-        Raises:
-            ValueError: `sparse_prediction` without `labels`.
-        """
-        if sparse_prediction and labels is None:
-            raise ValueError("labels must be given with sparse_prediction, got None")
-        outputs = self.roformer(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        if sparse_prediction and labels is not None:
-            labelled = labels != -100
-            hidden_states, labels = hidden_states[labelled], labels[labelled]
-        logits = self.cls(hidden_states)
-        return MaskedLMOutput(
-            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class RoFormerForCausalLM(RoFormerPreTrainedModel, GenerationMixin):
-    """RoFormer with a language-modelling head that predicts the next token.
-
-    It attends to earlier tokens only, whatever `config.is_decoder` says: its own copy of the
-    configuration says True.
-    """
-
-    _tied_weights_keys = RoFormerForMaskedLM._tied_weights_keys
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        if not config.is_decoder:
-            config = copy.deepcopy(config)
-            config.is_decoder = True
-        super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.cls = RoFormerOnlyMLMHead(config)
-        if not config.use_bias:
-            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """The decoder over the vocabulary."""
-        return self.cls.predictions.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the decoder over the vocabulary."""
-        _set_decoder(self.cls.predictions, new_embeddings)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithCrossAttentions:
-        """Score the next token at every token.
-
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels` and `logits_to_keep`.
-            attention_mask: [B, S] or [B, 1, L, S].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            encoder_hidden_states: [B, S, E].
-            encoder_attention_mask: [B, S].
-            past_key_values: Keys and values of earlier calls.
-            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none.
-            use_cache: Return keys and values for the next call.
-            logits_to_keep: Scores of that many last tokens, or of the tokens indexed; 0 is all.
-            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
-
-        Returns:
-            `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
-            `past_key_values`.
-        """
-        outputs = self.roformer(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.cls(outputs.last_hidden_state[:, kept])
-        return CausalLMOutputWithCrossAttentions(
-            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
-
-
-def _set_decoder(head: RoFormerLMPredictionHead, decoder: nn.Linear) -> None:
-    head.decoder = decoder
-    if decoder.bias is not None:
-        head.bias = decoder.bias
-
-
-def _without_bias(tied: dict[str, str]) -> dict[str, str]:
-    return {name: source for name, source in tied.items() if not name.endswith("bias")}
-
-
-def _loss(
-    model: RoFormerPreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
-) -> Tensor | None:
-    """The loss that transformers has for this head, in float32."""
-    return None if labels is None else model.loss_function(logits=logits, labels=labels, **kwargs)
-
-
-class RoFormerClassificationHead(nn.Module):
-    """Dense, activation, projection to the labels, with dropout before each projection."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, summary: Tensor) -> Tensor:
-        """[B, E] to [B, labels]."""
-        x = self.activation(self.dense(self.dropout(summary)))
-        return self.out_proj(self.dropout(x))
-
-
-class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
-    """RoFormer with a head over the first token, for classification (GLUE) or regression."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.roformer = RoFormerModel(config)
-        self.classifier = RoFormerClassificationHead(config)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """Score the labels of each sequence.
-
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels`.
-            attention_mask: [B, L]; with padding on the left the first real token is read.
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            labels: [B] class ids, [B] values for a regression, [B, labels] for several labels.
-            **kwargs: As `RoFormerModel.forward`.
-
-        Returns:
-            `logits` [B, labels]; `loss` when `labels` are given.
-        """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
-        logits = self.classifier(_summary(outputs.last_hidden_state, attention_mask, "first"))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-def _summary(hidden_states: Tensor, attention_mask: Tensor | None, which: str) -> Tensor:
-    """The first or last unmasked token of each row, [B, E], by a [B, L] mask if there is one."""
-    if attention_mask is None or attention_mask.ndim != 2:
-        return hidden_states[:, 0 if which == "first" else -1]
-    real = attention_mask.to(torch.int32)
-    # argmax gives the first of equal values
-    place = real.argmax(-1) if which == "first" else real.cumsum(-1).argmax(-1)
-    return hidden_states[torch.arange(place.shape[0], device=place.device), place]
-
-
-class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
-    """RoFormer with a score for each of several choices, read off one token of each.
-
-    `config.summary_type` says which: the first or the last unmasked one.
-    """
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.classifier = nn.Linear(config.hidden_size, 1)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MultipleChoiceModelOutput:
-        """Score the choices.
-
-        Args:
-            input_ids: [B, choices, L], as are the mask, the types and the positions.
-            attention_mask: [B, choices, L].
-            token_type_ids: [B, choices, L].
-            position_ids: [B, choices, L], or [L] for all.
-            inputs_embeds: [B, choices, L, embedding_size].
-            labels: [B] number of the right choice.
-            **kwargs: As `RoFormerModel.forward`.
-
-        Returns:
-            `logits` [B, choices]; `loss` when `labels` are given.
-
-        Raises:
-            ValueError: `input_ids` has another number of dimensions.
-        """
-        if input_ids is not None:
-            _require_shape("input_ids", input_ids, (None, None, None))
-        if inputs_embeds is not None:
-            _require_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
-        flat = [
-            x if x is None or x.ndim < 3 else x.flatten(0, 1)
-            for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        ]
-        outputs = self.roformer(*flat, **kwargs)
-        summary = _summary(outputs.last_hidden_state, flat[1], self.config.summary_type)
-        choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
-        logits = self.classifier(summary).view(-1, choices)
-        return MultipleChoiceModelOutput(
-            loss=None if labels is None else nn.functional.cross_entropy(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class RoFormerForTokenClassification(RoFormerPreTrainedModel):
-    """RoFormer with a label for every token, for tagging and named entities."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.roformer = RoFormerModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        """Score the labels of each token.
-
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels`.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            labels: [B, L] class ids, -100 for tokens without one.
-            **kwargs: As `RoFormerModel.forward`.
-
-        Returns:
-            `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
-        """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        return TokenClassifierOutput(
-            loss=_loss(self, logits, labels, config=self.config),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
-    """RoFormer with a start and an end of the answer in the text, as for SQuAD."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        **kwargs: Any,
-    ) -> QuestionAnsweringModelOutput:
-        """Score every token as the start and as the end of the answer.
-
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but the last two.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            start_positions: [B] token where the answer starts; one beyond the text is left out.
-            end_positions: [B] token where it ends; likewise.
-            **kwargs: As `RoFormerModel.forward`.
-
-        Returns:
-            `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
-        """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
-        start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start, end, start_positions, end_positions)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start,
-            end_logits=end,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )

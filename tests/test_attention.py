@@ -19,6 +19,10 @@ KERNELS = ["eager", "sdpa", "unpadded", "borders"]
 def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
     """What flash_attention_2 is told: a row of tokens and cumulative lengths, no mask at all."""
     assert attention_mask is None
+    if "cu_seq_lens_q" not in kwargs:  # whole rows
+        length = query.shape[2]
+        future = torch.full((length, length), -1e30).triu(1) if module.is_causal else None
+        return eager_attention(module, query, key, value, future, scaling)[0], None
     edges = kwargs["cu_seq_lens_q"].tolist()
     assert kwargs["cu_seq_lens_k"].tolist() == edges
     assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
@@ -120,6 +124,73 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, told, decoder, ro
         output = model(ids, **{k: v for k, v in arguments.items() if told in (k, "both")})[0]
     alone = torch.cat([model(part)[0] for part in parts], dim=1)
     torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_cache": True}, {"output_hidden_states": True}, {"source": True}],
+    ids=["cache", "hidden states", "cross-attention"],
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options, config):
+    config.is_decoder, config.add_cross_attention = True, "source" in options
+    config.hidden_act = "tanh"
+    model = model_with(config, kernel)
+    parts = [torch.randint(0, 60, (1, n)) for n in (4, 6)]
+    more = {k: v for k, v in options.items() if k != "source"}
+    if "source" in options:
+        more["encoder_hidden_states"] = torch.randn(1, 5, 32)
+    positions = torch.cat((torch.arange(4), torch.arange(6)))
+    output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
+    assert output.past_key_values is None  # nothing can follow such a row
+    alone = torch.cat([model(part, **more)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output[0], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_empty_documents_are_nothing(kernel, config):
+    model = model_with(config, kernel)
+    ids = torch.randint(0, 60, (2, 2))
+    with_empty = torch.tensor([0, 1, 1, 2, 4, 4], dtype=torch.int32)
+    without = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    a, b = (model(ids, cu_seq_lens_q=borders)[0] for borders in (with_empty, without))
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "borders", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]], [0.0, 10.0]]
+)
+@pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
+def test_borders_that_do_not_fit_are_refused_by_name(kernel, borders, config):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must"):
+        model_with(config, kernel)(
+            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(borders)
+        )
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_acts_in_training_and_only_there(name, kernel, config):
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = model_with(config, kernel)
+    ids, mask = padded("right")
+
+    def twice() -> bool:
+        a, b = (model(ids, attention_mask=mask)[0][mask.bool()] for _ in range(2))
+        return torch.equal(a, b)
+
+    model.train()
+    assert twice()
+    setattr(config, name, 0.5)
+    model = model_with(config, kernel)
+    assert twice()
+    model.train()
+    assert not twice()
+    for layer in model.encoder.layer:  # each place by itself: embeddings' dropout is not enough
+        model.embeddings.dropout.p = 0.0
+        assert name != "hidden_dropout_prob" or layer.attention.output.dropout.p == 0.5
+        assert name != "hidden_dropout_prob" or layer.output.dropout.p == 0.5
+    assert not twice()
 
 
 def test_what_looks_like_no_packing_is_one_document(config):

@@ -30,17 +30,25 @@ FOREIGN = [
     [
         ({"hidden_size": 33}, "hidden_size must be a multiple of 2 \\* num_att.* = 4.*got 33"),
         ({"hidden_size": 34}, "hidden_size must be a multiple .* got 34"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob must be .* below 1, got 1.0"),
-        ({"pad_token_id": 60}, "pad_token_id must be .* below vocab_size = 60, got 60"),
-        ({"layer_norm_eps": -1.0}, "layer_norm_eps must not be negative, got -1.0"),
-        ({"initializer_range": -0.1}, "initializer_range must not be negative, got -0.1"),
-        ({"type_vocab_size": -1}, "type_vocab_size must not be negative, got -1"),
+        ({"pad_token_id": 60}, "pad_token_id must be None or .* = 59, got 60"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps must be a number >= 0, got -1.0"),
+        ({"initializer_range": -0.1}, "initializer_range must be a number >= 0, got -0.1"),
+        ({"type_vocab_size": -1}, "type_vocab_size must be an integer of at least 0, got -1"),
         ({"hidden_act": "gleu"}, "hidden_act must be an activation of transformers, got 'gleu'"),
         ({"summary_type": "mean"}, "summary_type must be one of first, last, got 'mean'"),
         ({"norm_type": "rms"}, "norm_type must be one of layer_norm, rms_norm, got 'rms'"),
         ({"add_cross_attention": True}, "add_cross_attention must be False .* is_decoder=True"),
         ({"summary_use_proj": True}, "summary_use_proj must be absent.*got True"),
+        ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be an integer .*, got 2.0"),
+        ({"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
+        ({"hidden_dropout_prob": "0.1"}, "hidden_dropout_prob must be a number .*, got '0.1'"),
+        ({"eos_token_id": [1, 100]}, "eos_token_id must be None or .*, got \\[1, 100\\]"),
+        ({"rotary_value": "yes"}, "rotary_value must be True or False, got 'yes'"),
+        ({"rope_interleave": "half"}, "rope_interleave must be True or False, got 'half'"),
+        ({"head_dim": 8}, "head_dim must be absent, or .* = 16, got 8"),
     ],
 )  # fmt: skip
 def test_impossible_fields_are_refused_by_name(fields, message):
@@ -54,13 +62,23 @@ def test_impossible_fields_are_refused_by_name(fields, message):
         ("ntk", {}, "rope_type must be one of default, linear, .*, got 'ntk'"),
         ("default", {"factor": 2.0}, "factor must be absent with rope_type default, got 2.0"),
         ("linear", {"factor": 0.5}, "factor must be a number >= 1, got 0.5"),
-        ("linear", {"factor": "2"}, "factor must be a number >= 1, got 2"),
+        ("linear", {"factor": "2"}, "factor must be a number >= 1, got '2'"),
         ("linear", {"factro": 2.0}, "factro must be absent with rope_type linear.*spelling"),
-        ("default", {"rope_theta": 0}, "rope_theta must be a number >= 1, got 0"),
+        ("default", {"rope_theta": 0}, "rope_theta must be a number > 1, got 0"),
         ("default", {"partial_rotary_factor": 0.45},
          "partial_rotary_factor must leave an even number .* of the 16 coord.*got 0.45"),
         ("dynamic", {"partial_rotary_factor": 0.125}, "partial_rotary_factor .*least 4 .*0.125"),
         ("longrope", {"long_factor": [1.0]}, "long_factor must be a list of 8 positive numbers"),
+        ("longrope", {"short_factor": ["a"] * 8}, "short_factor must be a list of 8 positive"),
+        ("longrope", {"original_max_position_embeddings": 1}, "original_max.* must be a num.* > 1"),
+        ("default", {"rope_theta": None}, "rope_theta must be given with rope_type default"),
+        ("default", {"rope_theta": float("inf")}, "rope_theta must be a number > 1, got inf"),
+        ("linear", {"factor": True}, "factor must be a number >= 1, got True"),
+        ("default", {"partial_rotary_factor": "0.5"}, "partial_rotary_factor must .*got '0.5'"),
+        ("yarn", {"attention_factor": 0}, "attention_factor must be a number > 0, got 0"),
+        ("yarn", {"beta_fast": 1, "beta_slow": 2}, "beta_fast must be above beta_slow = 2, got 1"),
+        ("yarn", {"truncate": "no"}, "truncate must be True or False, got 'no'"),
+        ("llama3", {"low_freq_factor": 0}, "low_freq_factor must be a number > 0, got 0"),
         ("llama3", {"high_freq_factor": 0.5},
          "high_freq_factor must be above low_freq_factor = 1.0, got 0.5"),
     ],
@@ -79,7 +97,7 @@ def test_missing_rope_settings_are_named(rope, key):
 
 def test_fields_edited_after_construction_are_checked_when_a_model_is_built(config):
     config.num_hidden_layers = 0
-    with pytest.raises(ValueError, match="num_hidden_layers must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_hidden_layers must be an integer .*, got 0"):
         RoFormerForMaskedLM(config)
 
 
@@ -153,6 +171,7 @@ def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):
     assert fields.pop("summary_type") == "first"
     path.write_text(json.dumps(fields))
     assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "last"
+    assert RoFormerConfig.from_json_file(path).summary_type == "last"
 
 
 def test_stock_auto_classes_refuse_the_second_type_until_roformer_is_imported(tmp_path):

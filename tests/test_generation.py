@@ -179,6 +179,30 @@ def test_encoder_decoder_models_are_stocks_and_generate(config):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("fields", [{}, {"norm_type": "rms_norm"}], ids=str)
+def test_encoder_decoder_models_survive_saving(fields, config, tmp_path):
+    for name, value in fields.items():
+        setattr(config, name, value)
+    model = enlarge(encoder_decoder(config, roformer))
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    ids = torch.randint(1, 60, (2, 6))
+    a, b = (m(ids, decoder_input_ids=ids, use_cache=False).logits for m in (model, again))
+    if STOCK_IS_CAUSAL or fields:
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+    package = roformer if fields else transformers  # as the Auto classes have it
+    assert type(again.encoder).__module__.startswith(package.__name__)
+    if not fields:
+        with pytest.raises(ValueError, match="set_rope_interleave must be called on a model with"):
+            model.encoder.set_rope_interleave(False)
+        return
+    model.encoder.set_rope_interleave(False)
+    torch.testing.assert_close(
+        model(ids, decoder_input_ids=ids, use_cache=False).logits, a, atol=2e-4, rtol=1e-4
+    )
+    assert not model.config.encoder.rope_interleave
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_cross_attention_reads_no_padding_and_is_reported(kernel, config):
     config.is_decoder = config.add_cross_attention = True

@@ -2,15 +2,23 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.utils.checkpoint
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import TINY_MODEL, command, enlarge
-from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
+from roformer import (
+    RoFormerConfig,
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForSequenceClassification,
+    RoFormerForTokenClassification,
+    RoFormerModel,
+)
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -61,6 +69,96 @@ def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, conf
 def test_sparse_prediction_without_labels_is_refused_by_name(config):
     with pytest.raises(ValueError, match="labels must be given with sparse_prediction"):
         RoFormerForMaskedLM(config)(example()["input_ids"], sparse_prediction=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_the_widest_tensors_are_kept_once(activation, config):
+    """By weak references to their storages: hooks see what is packed, not what they hold."""
+    config.hidden_act = activation
+    model = RoFormerForMaskedLM(config).train()
+    seen = []
+    for layer in model.roformer.encoder.layer:
+        layer.intermediate.register_forward_hook(
+            lambda m, args, out: seen.extend(StorageWeakRef(t.untyped_storage()) for t in out)
+        )
+    loss = model(**example()).loss
+    assert [ref.expired() for ref in seen] == {
+        "gelu": [False, True] * 2,  # the input of the activation is kept, its output is not
+        "relu": [True, False] * 2,
+    }[activation]
+    loss.backward()
+
+
+class Transposed(torch.nn.Linear):
+    """As a layer that keeps its input in another form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(
+            x.transpose(1, 2), self.weight[..., None], self.bias
+        ).transpose(1, 2)
+
+
+def test_replaced_layers_get_the_gradients_of_the_original(config):
+    found = []
+    for replaced in (False, True):
+        model = enlarge(RoFormerForMaskedLM(config))
+        for layer in model.roformer.encoder.layer if replaced else []:
+            layer.output.dense.__class__ = Transposed
+        model(**example()).loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
+
+
+def test_torch_func_differentiates_the_model(config):
+    model, batch = enlarge(RoFormerForMaskedLM(config)), example()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (), batch).loss
+
+    found = torch.func.grad(loss)(weights)
+    model(**batch).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_an_outer_checkpoint_keeps_nothing_wide(config):
+    model, seen = RoFormerModel(config).train(), []
+    for layer in model.encoder.layer:
+        layer.intermediate.register_forward_hook(
+            lambda m, args, out: seen.extend(StorageWeakRef(t.untyped_storage()) for t in out)
+        )
+    words = torch.randn(2, 9, 32, requires_grad=True)
+    output = torch.utils.checkpoint.checkpoint(
+        lambda x: model(inputs_embeds=x).last_hidden_state, words, use_reentrant=False
+    )
+    assert all(ref.expired() for ref in seen)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [RoFormerForMaskedLM, RoFormerForSequenceClassification, RoFormerForTokenClassification,
+     RoFormerForMultipleChoice],
+)  # fmt: skip
+def test_losses_of_accumulated_batches_add_up(head, config):
+    """As transformers' Trainer calls it: each part divided by the items of the whole."""
+    model = enlarge(head(config))
+    torch.manual_seed(3)
+    ids = torch.randint(5, 60, (8, 12))
+    labels = {
+        "RoFormerForMaskedLM": ids,
+        "RoFormerForTokenClassification": ids % 2,
+    }.get(head.__name__, torch.arange(8) % 2)
+    if head is RoFormerForMultipleChoice:
+        ids = torch.stack((ids, ids.flip(0)), dim=1)
+    whole = model(ids, labels=labels).loss
+    items = torch.tensor(labels.numel())
+    parts = sum(
+        model(ids[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=items).loss
+        for i in range(0, 8, 2)
+    )
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,30 +266,38 @@ def test_sharded_weights_train_like_whole_ones(tmp_path):
     assert done.stdout.count("equal") == 2
 
 
-@contextmanager
-def saved_bytes() -> Iterator[list[int]]:
-    """Bytes kept for the backward pass, each storage once, parameters left out by the caller."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    total = [0]
+class Kept(TorchDispatchMode):
+    """Every storage that an operation makes, by weak reference: which are there afterwards?
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage  # held, so that no address is used twice
-        return tensor.detach()  # not itself: that would be a circle, and never freed
+    Hooks on saved tensors would not see what another hook holds.
+    """
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield total
-    total[0] = sum(storage.nbytes() for storage in storages.values())
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self, but: set[int]) -> int:
+        """Of all that are left, without those that were there before."""
+        alive = {place: size for place, (ref, size) in self.made.items() if not ref.expired()}
+        return sum(size for place, size in alive.items() if place not in but)
 
 
 def step_bytes(model: torch.nn.Module, **options: object) -> int:
-    """Of one masked-LM step at 8 x 512, without the weights, which are there anyway."""
+    """Kept after the forward pass of one masked-LM step at 8 x 512, until its backward pass."""
     ids = torch.randint(5, 30522, (8, 512))
     labels = ids.masked_fill(torch.rand(ids.shape) > 0.15, -100)
-    weights = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
-    with saved_bytes() as total:
-        model.train()(ids, labels=labels, **options)
-    return total[0] - sum(storage.nbytes() for storage in weights.values())
+    with Kept() as kept:
+        loss = model.train()(ids, labels=labels, **options).loss
+    assert loss.requires_grad
+    return kept.bytes(but={p.untyped_storage()._cdata for p in model.parameters()})
 
 
 @pytest.mark.slow

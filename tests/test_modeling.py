@@ -263,7 +263,7 @@ def test_position_ids_are_obeyed(config):
     torch.testing.assert_close(stretched, whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
+@pytest.mark.parametrize("rope", ["default", *ROPES])
 @pytest.mark.parametrize("shift", [700, 100_000, -50])
 def test_shifting_all_positions_changes_nothing(rope, shift):
     model = enlarge(RoFormerModel(rope_config(rope)))
@@ -284,6 +284,8 @@ def test_the_length_that_counts_is_the_rows(rope):
     torch.testing.assert_close(together[:1, :12], alone[0], atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(together[1:], alone[1], atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(model(short).last_hidden_state, alone[0])  # nothing was stored
+    left = model(padded.flip(1), attention_mask=mask.flip(1)).last_hidden_state[:1, -12:]
+    torch.testing.assert_close(left, model(short.flip(1))[0], atol=2e-4, rtol=1e-4)
     plain = enlarge(RoFormerModel(rope_config("default")))
     assert (plain(long).last_hidden_state - alone[1]).abs().max() > 0.1
 
@@ -356,6 +358,8 @@ def test_hidden_states_and_attentions_are_returned(config):
         ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)}, "attention_mask must"),
         ({"input_ids": (2, 5), "token_type_ids": (2, 4)}, r"token_type_ids must .* got \[2, 4\]"),
         ({"input_ids": (2, 5), "position_ids": (4,)}, r"position_ids must .* got \[4\]"),
+        ({"input_ids": (1, 5), "attention_mask": (1, 4)},
+         r"attention_mask must have the shape \[1, 5\] or \[1, any, 5, any\], got \[1, 4\]"),
     ],
 )  # fmt: skip
 def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, config):
@@ -381,6 +385,61 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, co
     inputs[name] = torch.full((2, 5), value)
     with pytest.raises(ValueError, match=message):
         RoFormerModel(config)(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.zeros(2, 5)}, "input_ids must be int32 or int64, got torch.float32"),
+        ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
+        ({"attention_mask": torch.full((2, 5), -1e9)}, "attention_mask of two dim.* got -1e.09"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),
+    ],
+)  # fmt: skip
+def test_inputs_of_the_wrong_kind_are_refused_by_name(arguments, message, config):
+    with pytest.raises(ValueError, match=message):
+        RoFormerModel(config)(**({"input_ids": torch.zeros(2, 5, dtype=torch.long)} | arguments))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_wholly_masked_batches_are_computed(kernel, config):
+    model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
+
+
+def test_converting_one_model_leaves_another_of_the_same_configuration(config):
+    one, other = (enlarge(RoFormerForMaskedLM(config)) for _ in range(2))
+    ids = torch.randint(0, 60, (2, 30))
+    expected = other(ids).logits
+    one.set_rope_interleave(False)
+    torch.testing.assert_close(other(ids).logits, expected)
+    assert other.config.is_stock
+    assert not one.config.is_stock
+
+
+@pytest.mark.parametrize("fields", [{}, {"embedding_size": 16}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resized_vocabulary_survives_saving(tied, fields, config, tmp_path):
+    values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"} | fields
+    model = RoFormerForMaskedLM(RoFormerConfig(**values | {"tie_word_embeddings": tied}))
+    model = enlarge(model)
+    model.resize_token_embeddings(70)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(0, 70, (2, 9))
+    for package in (roformer, transformers):
+        again = package.RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-5)
+
+
+def test_weights_can_stay_on_disk(config, tmp_path):
+    model = enlarge(RoFormerForMaskedLM(config))
+    model.save_pretrained(tmp_path / "model")
+    lazy = RoFormerForMaskedLM.from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
+    )
+    ids = torch.randint(0, 60, (2, 9))
+    torch.testing.assert_close(lazy(ids).logits, model(ids).logits)
 
 
 def test_fractional_positions_are_refused_by_name(config):

@@ -12,8 +12,8 @@ from conftest import ROOT
 MUTATIONS = {
     "query turned backwards": (
         "modeling_roformer.py",
-        "q = rotate(q, rotation, self.config.rope_interleave)",
-        "q = rotate(q, rotation * rotation.new_tensor([1, -1]), self.config.rope_interleave)",
+        "q = rotate(q, rotation, self.interleave)",
+        "q = rotate(q, rotation * rotation.new_tensor([1, -1]), self.interleave)",
     ),
     "no causal mask": (
         "modeling_roformer.py",
@@ -35,6 +35,16 @@ MUTATIONS = {
         "    if position_ids is None:\n        return",
         "    if True:\n        return",
     ),
+    "factor on sine and cosine ignored": (
+        "rotary.py",
+        "dim=-1).float() * scaling",
+        "dim=-1).float()",
+    ),
+    "no dropout in attention": (
+        "modeling_roformer.py",
+        "dropout=self.config.attention_probs_dropout_prob if self.training else 0.0",
+        "dropout=0.0",
+    ),
     "documents see each other": (
         "modeling_roformer.py",
         "options[\"and_mask_function\"] = packed_sequence_mask_function(numbers)",
@@ -42,8 +52,8 @@ MUTATIONS = {
     ),
     "rotation depends on the longest row": (
         "documents.py",
-        "(positions.amax(dim=-1, keepdim=True) + 1)",
-        "(positions.amax() + 1)",
+        "last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1",
+        "(last.amax() - first.amin() + 1).expand(len(first), 1)",
     ),
 }  # fmt: skip
 TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_generation.py"]

@@ -126,14 +126,19 @@ def test_rope_types_have_transformers_frequencies(rope, share):
         config = rope_config(rope, partial_rotary_factor=share, **halves)
     else:
         config = rope_config(rope, partial_rotary_factor=share)
-    lengths = torch.tensor([[10] * 3, [300] * 3]) if config.depends_on_length else None
+    lengths = torch.tensor([[16] * 3, [17] * 3]) if config.depends_on_length else None
     theta, scaling = frequencies(config, lengths, torch.device("cpu"))
-    for row, length in enumerate((10, 300)):
+    for row, length in enumerate((16, 17)):
         expected, factor = ROPE_INIT_FUNCTIONS[rope](config, "cpu", seq_len=length)
         assert len(expected) == 8 * share
         ours = theta if lengths is None else theta[row, 1]
         torch.testing.assert_close(ours.float(), expected)
         assert scaling == factor
+    table = rotation_table(torch.arange(3)[None], theta[:1] if theta.ndim > 1 else theta, scaling)
+    torch.testing.assert_close(
+        table.norm(dim=-1), torch.full(table.shape[:-1], float(scaling)), atol=1e-5, rtol=0
+    )
+    assert (scaling > 1) == (rope in ("yarn", "longrope"))
 
 
 def test_default_frequencies_follow_theta_and_share():

@@ -1,0 +1,475 @@
+"""What stands on the encoder: language models, classification, tagging, answers, choices.
+
+Names are those of transformers' RoFormer, those of the parameters too, so that checkpoints pass
+both ways. Legend: B batch, L tokens, E width, V vocabulary.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import (
+    CausalLMOutputWithCrossAttentions,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_roformer import RoFormerConfig
+from .inputs import require_shape
+from .modeling_roformer import (
+    RoFormerLMPredictionHead,
+    RoFormerModel,
+    RoFormerOnlyMLMHead,
+    RoFormerPreTrainedModel,
+)
+
+
+class RoFormerForMaskedLM(RoFormerPreTrainedModel):
+    """RoFormer with the masked-language-modelling head."""
+
+    _tied_weights_keys = {  # noqa: RUF012 transformers' type
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+        "cls.predictions.decoder.weight": "roformer.embeddings.word_embeddings.weight",
+    }
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        self.roformer = RoFormerModel(config)
+        self.cls = RoFormerOnlyMLMHead(config)
+        if not config.use_bias:
+            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The decoder."""
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the decoder."""
+        _set_decoder(self.cls.predictions, new_embeddings, self.config.tie_word_embeddings)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        sparse_prediction: bool = False,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Score the vocabulary at every token, or at the labelled ones only.
+
+        Args:
+            input_ids: As `RoFormerModel.forward`, like all but the last three.
+            attention_mask: [B, L] or [B, 1, L, L].
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
+            encoder_hidden_states: [B, S, E].
+            encoder_attention_mask: [B, S].
+            labels: [B, L] original ids where a token was masked, -100 elsewhere.
+            sparse_prediction: Compute scores where `labels` is not -100 and nowhere else: the same
+                loss for a sixth of the head's arithmetic at the usual 15 %.
+            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
+
+        Returns:
+            `logits` [B, L, V], or with `sparse_prediction` [n, V] in reading order; `loss`, the
+            mean over labelled tokens, when `labels` are given.
+
+        Raises:
+            ValueError: `sparse_prediction` without `labels`.
+        """
+        if sparse_prediction and labels is None:
+            raise ValueError("labels must be given with sparse_prediction, got None")
+        if labels is not None:
+            rows = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore
+            require_shape("labels", labels, tuple(rows))
+        outputs = self.roformer(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if sparse_prediction and labels is not None:
+            labelled = labels != -100
+            hidden_states, labels = hidden_states[labelled], labels[labelled]
+        logits = self.cls(hidden_states)
+        return MaskedLMOutput(
+            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class RoFormerForCausalLM(RoFormerPreTrainedModel, GenerationMixin):
+    """RoFormer with a language-modelling head that predicts the next token.
+
+    It attends to earlier tokens only, whatever `config.is_decoder` says: its own copy of the
+    configuration says True.
+    """
+
+    _tied_weights_keys = RoFormerForMaskedLM._tied_weights_keys
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        if not config.is_decoder:
+            config = copy.deepcopy(config)
+            config.is_decoder = True
+        super().__init__(config)
+        self.roformer = RoFormerModel(config)
+        self.cls = RoFormerOnlyMLMHead(config)
+        if not config.use_bias:
+            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The decoder over the vocabulary."""
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the decoder over the vocabulary."""
+        _set_decoder(self.cls.predictions, new_embeddings, self.config.tie_word_embeddings)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithCrossAttentions:
+        """Score the next token at every token.
+
+        Args:
+            input_ids: As `RoFormerModel.forward`, like all but `labels` and `logits_to_keep`.
+            attention_mask: [B, S] or [B, 1, L, S].
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
+            encoder_hidden_states: [B, S, E].
+            encoder_attention_mask: [B, S].
+            past_key_values: Keys and values of earlier calls.
+            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none.
+            use_cache: Return keys and values for the next call.
+            logits_to_keep: Scores of that many last tokens, or of the tokens indexed; 0 is all.
+            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
+
+        Returns:
+            `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
+            `past_key_values`.
+        """
+        outputs = self.roformer(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.cls(outputs.last_hidden_state[:, kept])
+        return CausalLMOutputWithCrossAttentions(
+            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+
+
+def _set_decoder(head: RoFormerLMPredictionHead, decoder: nn.Linear, tied: bool) -> None:
+    head.decoder = decoder
+    if decoder.bias is not None:  # two names for one tensor are saved once, and loaded once if tied
+        head.bias = decoder.bias if tied else nn.Parameter(torch.zeros_like(decoder.bias))
+
+
+def _without_bias(tied: dict[str, str]) -> dict[str, str]:
+    return {name: source for name, source in tied.items() if not name.endswith("bias")}
+
+
+def _loss(
+    model: RoFormerPreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
+) -> Tensor | None:
+    """The loss that transformers has for this head, in float32."""
+    return None if labels is None else model.loss_function(logits=logits, labels=labels, **kwargs)
+
+
+class RoFormerClassificationHead(nn.Module):
+    """Dense, activation, projection to the labels, with dropout before each projection."""
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, summary: Tensor) -> Tensor:
+        """[B, E] to [B, labels]."""
+        x = self.activation(self.dense(self.dropout(summary)))
+        return self.out_proj(self.dropout(x))
+
+
+class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
+    """RoFormer with a head over the first token, for classification (GLUE) or regression."""
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.roformer = RoFormerModel(config)
+        self.classifier = RoFormerClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Score the labels of each sequence.
+
+        Args:
+            input_ids: As `RoFormerModel.forward`, like all but `labels`.
+            attention_mask: [B, L]; with padding on the left the first real token is read.
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
+            labels: [B] class ids, [B] values for a regression, [B, labels] for several labels.
+            **kwargs: As `RoFormerModel.forward`.
+
+        Returns:
+            `logits` [B, labels]; `loss` when `labels` are given.
+        """
+        outputs = self.roformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+        )
+        logits = self.classifier(_summary(outputs.last_hidden_state, attention_mask, "first"))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels,
+                pooled_logits=logits,
+                config=self.config,
+                num_items_in_batch=kwargs.get("num_items_in_batch"),
+            )
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _summary(hidden_states: Tensor, attention_mask: Tensor | None, which: str) -> Tensor:
+    """The first or last unmasked token of each row, [B, E], by a [B, L] mask if there is one."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return hidden_states[:, 0 if which == "first" else -1]
+    real = attention_mask.to(torch.int32)
+    # argmax gives the first of equal values
+    place = real.argmax(-1) if which == "first" else real.cumsum(-1).argmax(-1)
+    return hidden_states[torch.arange(place.shape[0], device=place.device), place]
+
+
+class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
+    """RoFormer with a score for each of several choices, read off one token of each.
+
+    `config.summary_type` says which: the first or the last unmasked one.
+    """
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        self.roformer = RoFormerModel(config)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """Score the choices.
+
+        Args:
+            input_ids: [B, choices, L], as are the mask, the types and the positions.
+            attention_mask: [B, choices, L].
+            token_type_ids: [B, choices, L].
+            position_ids: [B, choices, L], or [L] for all.
+            inputs_embeds: [B, choices, L, embedding_size].
+            labels: [B] number of the right choice.
+            **kwargs: As `RoFormerModel.forward`.
+
+        Returns:
+            `logits` [B, choices]; `loss` when `labels` are given.
+
+        Raises:
+            ValueError: `input_ids` has another number of dimensions.
+        """
+        if input_ids is not None:
+            require_shape("input_ids", input_ids, (None, None, None))
+        if inputs_embeds is not None:
+            require_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
+        flat = [
+            x if x is None or x.ndim < 3 else x.flatten(0, 1)
+            for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        ]
+        outputs = self.roformer(*flat, **kwargs)
+        summary = _summary(outputs.last_hidden_state, flat[1], self.config.summary_type)
+        choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
+        logits = self.classifier(summary).view(-1, choices)
+        return MultipleChoiceModelOutput(
+            loss=None if labels is None else _choice_loss(logits, labels, **kwargs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _choice_loss(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
+) -> Tensor:
+    """Mean cross-entropy, over all accumulated batches where their number of questions is given."""
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, labels)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+class RoFormerForTokenClassification(RoFormerPreTrainedModel):
+    """RoFormer with a label for every token, for tagging and named entities."""
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.roformer = RoFormerModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Score the labels of each token.
+
+        Args:
+            input_ids: As `RoFormerModel.forward`, like all but `labels`.
+            attention_mask: [B, L] or [B, 1, L, L].
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
+            labels: [B, L] class ids, -100 for tokens without one.
+            **kwargs: As `RoFormerModel.forward`.
+
+        Returns:
+            `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
+        """
+        outputs = self.roformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        return TokenClassifierOutput(
+            loss=_loss(self, logits, labels, config=self.config, **kwargs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
+    """RoFormer with a start and an end of the answer in the text, as for SQuAD."""
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        self.roformer = RoFormerModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Score every token as the start and as the end of the answer.
+
+        Args:
+            input_ids: As `RoFormerModel.forward`, like all but the last two.
+            attention_mask: [B, L] or [B, 1, L, L].
+            token_type_ids: [B, L].
+            position_ids: [L] or [B, L].
+            inputs_embeds: [B, L, embedding_size].
+            start_positions: [B] token where the answer starts; one beyond the text is left out.
+            end_positions: [B] token where it ends; likewise.
+            **kwargs: As `RoFormerModel.forward`.
+
+        Returns:
+            `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
+        """
+        outputs = self.roformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+        )
+        start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start,
+            end_logits=end,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

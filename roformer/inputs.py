@@ -1,0 +1,158 @@
+"""What a call may be given: shapes, dtypes and ids, refused in one line that names the argument.
+
+Values are looked at on a CPU only, so that no step waits for another device, and nothing is looked
+at while a model is compiled or exported. Legend: B batch, L tokens, S keys, E width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .configuration_roformer import RoFormerConfig
+
+Sizes = tuple[int | None, ...]
+INTEGERS = (torch.int64, torch.int32)
+
+
+def check_tokens(
+    config: RoFormerConfig,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> None:
+    """Refuse tokens that contradict each other or the configuration.
+
+    Raises:
+        ValueError: As the module says.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        found = "neither" if input_ids is None else "both"
+        raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
+    if torch.compiler.is_compiling():
+        return
+    rows: tuple[int, ...] = ()
+    if inputs_embeds is not None:
+        width = config.embedding_size or config.hidden_size
+        require_shape("inputs_embeds", inputs_embeds, (None, None, width))
+        rows = tuple(inputs_embeds.shape[:2])
+    if input_ids is not None:
+        require_shape("input_ids", input_ids, (None, None))
+        _require_ids("input_ids", input_ids, config.vocab_size)
+        rows = tuple(input_ids.shape)
+    if token_type_ids is not None:
+        require_shape("token_type_ids", token_type_ids, rows)
+        _require_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
+    if position_ids is not None:
+        require_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
+        if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
+
+
+def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor | None) -> None:
+    """Refuse masks and borders of documents that do not fit the tokens.
+
+    Args:
+        words: [B, L, E].
+        start: Tokens in the cache.
+        attention_mask: As `RoFormerModel.forward`.
+        borders: Its `cu_seq_lens_q`.
+
+    Raises:
+        ValueError: As the module says.
+    """
+    if torch.compiler.is_compiling():
+        return
+    B, L, _ = words.shape  # noqa: N806
+    if isinstance(attention_mask, list | tuple):
+        raise ValueError("attention_mask must be a tensor, got a list; wrap it in torch.tensor")
+    if isinstance(attention_mask, Tensor):
+        ready = ((B, None, L, None), (1, None, L, None))
+        require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
+        flat = attention_mask.ndim == 2 and attention_mask.is_floating_point()
+        if flat and attention_mask.device.type == "cpu":
+            other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+            if len(other):
+                raise ValueError(
+                    f"attention_mask of two dimensions must be 0 and 1, got {other[0].item():g}; "
+                    "scores to be added go into four dimensions"
+                )
+    if borders is not None:
+        _check_borders(borders, B * L, int(start), attention_mask)
+
+
+def _check_borders(borders: Tensor, tokens: int, start: int, attention_mask: Any) -> None:
+    if start or getattr(attention_mask, "ndim", 2) == 4:
+        found = f"a cache of {start} tokens" if start else "a ready-made mask"
+        raise ValueError(f"cu_seq_lens_q must be None beside a cache or such a mask, got {found}")
+    require_shape("cu_seq_lens_q", borders, (None,))
+    if borders.dtype not in INTEGERS:
+        raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {borders.dtype}")
+    if borders.device.type != "cpu":
+        return
+    ends = borders.tolist()
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
+        shown = str(ends) if len(ends) < 9 else f"[{ends[0]}, {ends[1]}, ..., {ends[-1]}]"
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, got {shown}; give the end of "
+            "every document"
+        )
+
+
+def check_source(
+    config: RoFormerConfig, words: Tensor, states: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    """Refuse what a cross-attention cannot read.
+
+    Args:
+        config: Of the decoder.
+        words: [B, L, E].
+        states: `encoder_hidden_states`.
+        attention_mask: `encoder_attention_mask`.
+
+    Raises:
+        ValueError: As the module says.
+    """
+    if states is None:
+        return
+    if not config.add_cross_attention:
+        raise ValueError(
+            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
+            "is_decoder=True and add_cross_attention=True in the configuration"
+        )
+    if torch.compiler.is_compiling():
+        return
+    B, L, _ = words.shape  # noqa: N806
+    require_shape("encoder_hidden_states", states, (B, None, config.hidden_size))
+    if attention_mask is not None:
+        S = states.shape[1]  # noqa: N806
+        whole = ((B, None, L, S), (1, None, L, S))
+        require_shape("encoder_attention_mask", attention_mask, (B, S), *whole)
+
+
+def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
+    """Refuse a tensor that has none of the shapes; None stands for any size.
+
+    Raises:
+        ValueError: It names the argument, the shapes and the one found.
+    """
+    if torch.compiler.is_compiling():
+        return
+    shape = tuple(tensor.shape)
+    for sizes in allowed:
+        if len(sizes) == len(shape) and all(a in (None, b) for a, b in zip(sizes, shape)):
+            return
+    options = " or ".join(str(list(s)).replace("None", "any") for s in dict.fromkeys(allowed))
+    raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
+
+
+def _require_ids(name: str, ids: Tensor, size: int) -> None:
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    least, most = ids.aminmax()
+    if least < 0 or most >= size:
+        found = int(least if least < 0 else most)
+        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}")

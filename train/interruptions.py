@@ -1,0 +1,102 @@
+"""What ends a run before its time: signals, a launcher that died, a time limit, a stall.
+
+Whichever process is told, all of them save and leave after the same step: what each has heard is
+added up over processes with the predicted tokens of the step, so agreeing costs nothing extra.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+REASONS = ("SIGTERM", "SIGUSR1", "the launcher died", "run.max_hours")
+EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGHUP, 0)
+"""What the process ends with for each reason, as a shell would have it; a limit is no failure."""
+
+SHORTEST_STALL = 60.0
+"""Seconds without a sign of life, at least, before a process counts as stuck."""
+
+
+class Interruptions:
+    """Listens while the loop runs.
+
+    Args:
+        max_hours: Hours after which this launch shall stop, or None.
+    """
+
+    def __init__(self, max_hours: float | None) -> None:
+        self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self.parent = os.getppid()
+        self.heard: set[str] = set()
+        self.longest = 0.0
+        self.last_sign: float | None = None
+
+    def __enter__(self) -> "Interruptions":
+        self.before = {
+            number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard.add(signal.Signals(number).name)
+
+    def told(self) -> list[bool]:
+        """Whether this process has heard each of `REASONS`.
+
+        A limit is heard one step early, and a save, so that the checkpoint is there before it.
+        """
+        if os.getppid() != self.parent:
+            self.heard.add(REASONS[2])
+        if self.deadline is not None and time.monotonic() + 3 * self.longest > self.deadline:
+            self.heard.add(REASONS[3])
+        return [reason in self.heard for reason in REASONS]
+
+    def alive(self) -> None:
+        """Give a sign of life; without one for ten times the longest pause so far, and a minute at
+        least, the process prints where it is stuck and ends, so that the launcher stops the others.
+        """  # noqa: D205 one sentence
+        now = time.monotonic()
+        if self.last_sign is not None:
+            # the first pause holds compilation and the start of the workers: nothing to go by
+            self.longest = max(self.longest, now - self.last_sign)
+            limit = max(SHORTEST_STALL, 10 * self.longest)
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)  # standard error
+        self.last_sign = now
+
+
+def ignore_signals(worker: int) -> None:
+    """For data workers: a signal to the whole group is for the loop to obey, not for them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class ReadLater:
+    """Numbers on their way from the device to the host, which nobody waits for until they are read.
+
+    Args:
+        tensor: [n], on any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host = tensor
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for what the device did before them and nothing after."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
