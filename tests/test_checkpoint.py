@@ -32,7 +32,7 @@ def move(model, optimizer):
 
 def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
     model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, model, optimizer, {"tokens": 7})
+    checkpoint.save(tmp_path, 3, checkpoint.content(model, optimizer), {"tokens": 7})
     move(model, optimizer)
     other, other_optimizer = trained(steps=0)
     state = checkpoint.load(checkpoint.newest(tmp_path), other, other_optimizer)
@@ -50,7 +50,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
     tmp_path, name, damage, capsys
 ):
     for step in (3, 6):
-        checkpoint.save(tmp_path, step, *trained(step), {})
+        checkpoint.save(tmp_path, step, checkpoint.content(*trained(step)), {})
     file = tmp_path / "checkpoints" / "step-00000006" / name
     content = bytearray(file.read_bytes())
     if damage == "deleted":
@@ -62,7 +62,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
     (line,) = capsys.readouterr().out.splitlines()
     assert "step-00000006 is damaged" in line
     assert name in line or name == "manifest.json"
-    checkpoint.save(tmp_path, 5, *trained(5), {})
+    checkpoint.save(tmp_path, 5, checkpoint.content(*trained(5)), {})
     checkpoint.retain(tmp_path, 1)  # the damaged one does not count as kept
     assert checkpoint.newest(tmp_path).name == "step-00000005"
 
@@ -81,22 +81,32 @@ def test_a_folder_without_checkpoint_has_none(tmp_path):
 
 def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, *trained(1), {})
+        checkpoint.save(tmp_path, step, checkpoint.content(*trained(1)), {})
     (tmp_path / "checkpoints" / "step-00000009.tmp").mkdir()
     checkpoint.retain(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        held = checkpoint.content(*trained(1))
+        checkpoint.save(tmp_path, step, held, {"validation_loss": loss})
+        checkpoint.retain(tmp_path, 1)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+
+
 def test_tied_weights_are_saved_once(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    path = checkpoint.save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {})
+    held = checkpoint.content(model, torch.optim.AdamW(model.parameters()))
+    path = checkpoint.save(tmp_path, 1, held, {})
     assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 1, *trained(1), {})
+    path = checkpoint.save(tmp_path, 1, checkpoint.content(*trained(1)), {})
     other = torch.nn.Linear(4, 4)
     with pytest.raises(InputError, match="must hold this model, got another's"):
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
@@ -111,7 +121,8 @@ from train.settings import InputError
 model = torch.nn.Linear(300, 300)
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(1, 10**6):
-    checkpoint.save(pathlib.Path({str(tmp_path)!r}), step, model, optimizer, {{}})
+    held = checkpoint.content(model, optimizer)
+    checkpoint.save(pathlib.Path({str(tmp_path)!r}), step, held, {{}})
     checkpoint.retain(pathlib.Path({str(tmp_path)!r}), 2)
     print(step, flush=True)
 """

@@ -1,14 +1,24 @@
 """Reading every format, the token store, and one line for everything that cannot be read."""
 
+import dataclasses
+import hashlib
+import itertools
 import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import transformers
 
+import train.corpus
 from train import docstrings, vocabulary
-from train.corpus import documents, tokenise
+from train.corpus import TokeniseSettings, TokenStore, main, tokenise
+from train.documents import documents
 from train.settings import CorpusSettings, InputError
 
 TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister hears the song ."]
@@ -16,6 +26,23 @@ TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister he
 
 def corpus(source, tmp_path, **changes) -> CorpusSettings:
     return CorpusSettings(train=source, cache=str(tmp_path / "tokens"), **changes)
+
+
+def everything(store: TokenStore) -> np.ndarray:
+    """The ids of all documents, read one by one as the loader does."""
+    starts = [0, *store.ends[:-1].tolist()]
+    return np.concatenate([store.read(a, b - a) for a, b in zip(starts, store.ends.tolist())])
+
+
+def state(store: TokenStore) -> list[tuple[str, int]]:
+    """Names of the shards and when they were written."""
+    return [(shard.name, shard.stat().st_mtime_ns) for shard in store.shards]
+
+
+def contents(store: TokenStore) -> dict[str, bytes]:
+    """All files of a store by name."""
+    folders = (store.folder, *store.shards)
+    return {f"{p.parent.name}/{p.name}": p.read_bytes() for f in folders for p in f.iterdir()}
 
 
 @pytest.fixture
@@ -29,10 +56,40 @@ def written(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
 @pytest.mark.parametrize("name", ["a.parquet", "b.jsonl", "c.txt"])
-def test_every_format_gives_the_same_documents(written, tmp_path, name):
-    found = [t.strip() for t in documents(corpus(str(written / name), tmp_path), "train")]
+def test_every_format_gives_the_same_documents(written, tmp_path, name, packed):
+    file = written / name
+    if packed and name != "a.parquet":  # which is packed inside
+        file = pack(file, packed)
+    found = [t.strip() for t in documents(corpus(str(file), tmp_path), "train")]
     assert found == [t.strip() for t in TEXTS]
+
+
+def pack(file: Path, kind: str) -> Path:
+    """The file packed, beside it."""
+    packed = file.with_name(file.name + {"gzip": ".gz", "zstd": ".zst"}[kind])
+    with pa.CompressedOutputStream(str(packed), kind) as stream:
+        stream.write(file.read_bytes())
+    return packed
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_a_damaged_archive_is_one_line_that_names_it(written, tmp_path, tokenizer, kind):
+    packed = pack(written / "b.jsonl", kind)
+    whole = packed.read_bytes()
+    for wrong in (whole[:-3], b"?" + whole[1:]):
+        packed.write_bytes(wrong)
+        message = f"corpus.train must be a readable file, got .*{packed.name}: .*; mend the file"
+        with pytest.raises(InputError, match=message) as caught:
+            tokenise(corpus(str(packed), tmp_path), "train", tokenizer)
+        assert "\n" not in str(caught.value)
+
+
+def test_archives_that_were_joined_are_read_to_the_end(written, tmp_path):
+    packed = pack(written / "b.jsonl", "gzip")
+    packed.write_bytes(packed.read_bytes() * 2)
+    assert len(list(documents(corpus(str(packed), tmp_path), "train"))) == 6
 
 
 def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
@@ -44,21 +101,163 @@ def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
 
 def test_stored_tokens_are_the_tokenizers(written, tmp_path, tokenizer):
     store = tokenise(corpus(str(written / "a.parquet"), tmp_path), "train", tokenizer)
-    ids = np.split(store.tokens, store.ends)[:-1]
+    ids = np.split(everything(store), store.ends)[:-1]
     expected = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     assert [list(i) for i in ids] == expected
-    assert store.tokens.dtype == np.uint16
+    assert store.dtype == np.uint16
 
 
 def test_a_store_is_reused_until_text_or_tokenizer_changes(written, tmp_path, tokenizer):
     settings = corpus(str(written / "c.txt"), tmp_path)
     first = tokenise(settings, "train", tokenizer)
-    before = (first.folder / "tokens.bin").stat().st_mtime_ns
+    before = state(first)
     again = tokenise(settings, "train", tokenizer)
     assert again.folder == first.folder
-    assert (again.folder / "tokens.bin").stat().st_mtime_ns == before
+    assert state(again) == before
+    pieces = [*vocabulary.SPECIAL, "the", "cat", "dog", "a"]
+    vocabulary.save(pieces, tmp_path / "other", 64)
+    other = vocabulary.load(str(tmp_path / "other"))
+    assert tokenise(settings, "train", other).folder != first.folder
     (written / "c.txt").write_text("a dog sees her friend .\n")
     assert tokenise(settings, "train", tokenizer).folder != first.folder
+
+
+def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenised(
+    written, tmp_path, tokenizer, monkeypatch
+):
+    first = tokenise(corpus(str(written), tmp_path), "train", tokenizer)
+    before = state(first)
+    (written / "d.txt").write_text("her friend hears a song .\n")
+    encoded = []
+    encode = train.corpus._encode
+    monkeypatch.setattr("train.corpus._encode", lambda t, k: encoded.extend(t) or encode(t, k))
+    joined = tokenise(corpus(str(written), tmp_path), "train", tokenizer)
+    assert encoded == ["her friend hears a song .\n"]
+    assert state(joined)[: len(before)] == before
+    assert joined.folder.name != first.folder.name
+    assert len(joined.ends) == len(first.ends) + 1
+
+
+def test_a_file_is_read_again_only_when_it_changed(written, tmp_path, tokenizer, monkeypatch):
+    settings = corpus(str(written / "c.txt"), tmp_path)
+    first = tokenise(settings, "train", tokenizer)
+
+    def refuse(*arguments):
+        raise AssertionError("the file was read")
+
+    digest = hashlib.file_digest
+    monkeypatch.setattr("train.corpus.hashlib.file_digest", refuse)
+    assert tokenise(settings, "train", tokenizer).folder == first.folder
+    monkeypatch.setattr("train.corpus.hashlib.file_digest", digest)
+    text = (written / "c.txt").read_text()
+    (written / "c.txt").write_text(text.replace("the moon", "the king"))  # as long as before
+    assert tokenise(settings, "train", tokenizer).folder != first.folder
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Shards of two batches of a few documents."""
+    monkeypatch.setattr("train.corpus.CHARACTERS_A_BATCH", 200)
+    monkeypatch.setattr("train.corpus.BATCHES_A_SHARD", 2)
+
+
+def test_shards_hold_the_documents_in_order(corpus_folder, tmp_path, tokenizer, small_shards):
+    settings = corpus(str(corpus_folder / "validation.jsonl"), tmp_path)
+    store = tokenise(settings, "train", tokenizer)
+    assert len(store.shards) > 5
+    texts = list(documents(settings, "train"))
+    ids = np.split(everything(store), store.ends)[:-1]
+    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert [list(i) for i in ids] == expected
+
+
+def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
+    corpus_folder, tmp_path, tokenizer, small_shards, monkeypatch
+):
+    source = str(corpus_folder / "validation.jsonl")
+    whole = tokenise(corpus(source, tmp_path / "whole"), "train", tokenizer)
+    killed = 0
+    while True:
+        settings = corpus(source, tmp_path / f"killed-{killed}")
+        if not killed_at(killed + 1, lambda s=settings: tokenise(s, "train", tokenizer)):
+            break
+        killed += 1
+        finished = [p for p in Path(settings.cache).glob("*-*") if not p.name.startswith(".")]
+        times = sorted(p.stat().st_mtime_ns for p in finished)
+        store = tokenise(settings, "train", tokenizer)
+        assert contents(store) == contents(whole)
+        assert sorted(p.stat().st_mtime_ns for p in store.shards)[: len(times)] == times
+    assert killed > 3 * len(whole.shards)
+
+
+def killed_at(moment: int, build) -> bool:
+    """Whether a forked child that does `build` was killed, at its n-th batch, write or rename."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    seen = itertools.count(1)
+
+    def deadly(function):
+        def call(*arguments, **options):
+            if next(seen) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    train.corpus._encode = deadly(train.corpus._encode)
+    for name in ("rename", "write_text"):
+        setattr(Path, name, deadly(getattr(Path, name)))
+    build()
+    os._exit(0)
+
+
+def test_what_killed_builds_left_is_swept_and_a_running_one_is_not(written, tmp_path, tokenizer):
+    settings = corpus(str(written / "c.txt"), tmp_path)
+    (shard,) = tokenise(settings, "train", tokenizer).shards
+    shutil.rmtree(shard)
+    old, young = (shard.with_name(f".{shard.name}.{name}") for name in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "tokens.bin").touch()
+    os.utime(old, (0, 0))
+    tokenise(settings, "train", tokenizer)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_a_shard_cut_short_by_a_power_failure_is_made_again(
+    corpus_folder, tmp_path, tokenizer, small_shards
+):
+    settings = corpus(str(corpus_folder / "validation.jsonl"), tmp_path)
+    store = tokenise(settings, "train", tokenizer)
+    before = contents(store)
+    for number, name in ((2, "tokens.bin"), (3, "documents.bin"), (4, "manifest.json")):
+        file = store.shards[number] / name
+        file.write_bytes(file.read_bytes()[:-1])
+        assert contents(tokenise(settings, "train", tokenizer)) == before
+
+
+def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_vocabulary(written, tmp_path):
+    def chinese(*words: str) -> transformers.PreTrainedTokenizerBase:
+        pieces = [*vocabulary.SPECIAL, *words]
+        return transformers.RoFormerTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+
+    settings = corpus(str(written / "c.txt"), tmp_path)
+    store = tokenise(settings, "train", chinese("the", "cat", "moon"))
+    assert 5 in everything(store)
+    assert tokenise(settings, "train", chinese("the", "cat", "moon")).folder == store.folder
+    assert tokenise(settings, "train", chinese("the", "moon", "cat")).folder != store.folder
+
+
+def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
+    settings = corpus(str(written), tmp_path, tokenizer=str(tokenizer_folder))
+    settings = dataclasses.replace(settings, validation=str(written / "c.txt"))
+    for made in (3, 0):
+        main(TokeniseSettings(settings))
+        line = capsys.readouterr().out.splitlines()[0]
+        assert line.startswith("train: 9 documents, ")
+        assert f"; {made} of 3 shards made from " in line
+        assert "MB/s a core on" in line
 
 
 def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path, tokenizer):
@@ -84,16 +283,35 @@ def test_a_tokenizers_saved_truncation_does_not_cut_documents(written, tmp_path,
     tokenizer.save_pretrained(tmp_path / "truncating")
     again = vocabulary.load(str(tmp_path / "truncating"))
     store = tokenise(corpus(str(written / "c.txt"), tmp_path / "x"), "train", again)
-    assert store.tokens.tolist() == whole.tokens.tolist()
+    assert everything(store).tolist() == everything(whole).tolist()
+
+
+@pytest.mark.parametrize(
+    ("train", "weights"), [("a.txt", [1.0, 2.0]), (["a.txt", "b.txt"], [1.0]), ("a.txt", [0.0])]
+)
+def test_weights_that_do_not_fit_the_names_are_refused(train, weights):
+    with pytest.raises(InputError, match="corpus.weights must be a positive number for each of"):
+        CorpusSettings(train=train, weights=weights)
+
+
+def test_parts_follow_the_names_and_hub_data_sets_stand_among_files(
+    written, tmp_path, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(
+        "train.documents.datasets.load_dataset", lambda *a, **k: iter([{"text": "the moon"}])
+    )
+    names = [str(written), "owner/name", str(written / "c.txt")]
+    store = tokenise(corpus(names, tmp_path), "train", tokenizer)
+    assert store.parts == (9, 1, 3)
+    weighed = tokenise(corpus(names, tmp_path, weights=[1.0, 2.0, 3.0]), "train", tokenizer)
+    assert weighed.parts == store.parts
 
 
 def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
-    stores = [
+    first, second = (
         tokenise(corpus(str(written), tmp_path / name), "train", tokenizer) for name in ("x", "y")
-    ]
-    for name in ("tokens.bin", "documents.bin"):
-        first, second = ((store.folder / name).read_bytes() for store in stores)
-        assert first == second
+    )
+    assert contents(first) == contents(second)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +333,7 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
         ),
         (
             lambda p: str(p / "broken.parquet"),
-            "corpus.train must be readable parquet, got .*broken",
+            "corpus.train must be a readable file, got .*broken.parquet: .*; mend",
         ),
         (lambda p: str(p / "torn.jsonl"), "must hold one JSON object a line, got line 2 of .*torn"),
         (
@@ -145,8 +363,8 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
     with pytest.raises(InputError, match=message) as caught:
         tokenise(corpus(make(tmp_path), tmp_path), "train", tokenizer)
     assert "\n" not in str(caught.value)
-    left = tmp_path / "tokens"
-    assert not left.exists() or not list(left.iterdir())
+    left = {path.name for path in (tmp_path / "tokens").glob("*")}
+    assert left <= {"hashes"}  # which hold whatever the file becomes
 
 
 def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
@@ -155,7 +373,7 @@ def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
         assert (split, streaming) == ("validation", True)
         return iter([{"text": text} for text in TEXTS] + [{"text": None}])
 
-    monkeypatch.setattr("train.corpus.datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("train.documents.datasets.load_dataset", load_dataset)
     settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
     assert list(documents(settings, "validation")) == [*TEXTS, ""]
     missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))

@@ -5,6 +5,8 @@ import json
 import torch
 from accelerate import Accelerator
 
+from conftest import TINY_MODEL
+from roformer import RoFormerConfig
 from train.journal import Journal, environment, forget_after
 
 
@@ -15,7 +17,8 @@ def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 4]
 
 
-START = {"step": 0, "tokens": 100, "seconds": 50.0, "pending": [0.0] * 4}
+START = {"step": 0, "tokens": 100, "seconds": 50.0, "pending": [0.0] * 5}
+CONFIG = RoFormerConfig(vocab_size=60, **TINY_MODEL)
 BATCHES = ((10.0, 2, 7), (30.0, 8, 9))
 
 
@@ -26,10 +29,10 @@ def add(journal, loss, predicted, length):
 
 def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with Journal(accelerator, tmp_path, START, 2) as journal:
+    with Journal(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[0])
         state = {"step": 0} | journal.state()
-    with Journal(accelerator, tmp_path, state, 2) as journal:
+    with Journal(accelerator, tmp_path, state, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[1])
         journal.training(2, 0.5, torch.tensor(3.0))
     row = json.loads((tmp_path / "log.jsonl").read_text())
@@ -38,7 +41,7 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
 
 def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with Journal(accelerator, tmp_path, START, 2) as journal:
+    with Journal(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
         for loss, predicted, length in BATCHES:
             add(journal, loss, predicted, length)
         journal.training(2, 0.5, torch.tensor(3.0))

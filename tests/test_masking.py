@@ -1,22 +1,28 @@
 """The corruption against BERT's shares and against transformers' own collator."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from scipy import stats
 from transformers import DataCollatorForLanguageModeling
 
+from train import vocabulary
 from train.masking import corrupt
 from train.packing import SpecialTokens
+from train.settings import InputError
 
 SPECIAL = SpecialTokens(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
+WORDS = dataclasses.replace(SPECIAL, continuing=np.arange(60) >= 40)  # the last third goes on
 
 
-def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000):
+def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, special=SPECIAL):
     ids = np.random.default_rng(0).integers(5, 60, (rows, 100))
     ids[:, 0], ids[:, -1] = 2, 0
     index = np.arange(rows)
-    return ids, *corrupt(ids, index, np.zeros_like(index), SPECIAL, rate, seed)
+    return ids, *corrupt(ids, index, np.zeros_like(index), special, rate, seed)
 
 
 def within(count: int, number: int, share: float) -> bool:
@@ -31,6 +37,62 @@ def test_shares_are_berts_on_100_000_tokens(rate):
     assert within((corrupted[chosen] == SPECIAL.mask).sum(), number, 0.8)
     # a random token is the original one time in V
     assert within((corrupted[chosen] == ids[chosen]).sum(), number, 0.1 + 0.1 / 60)
+
+
+def words(ids: np.ndarray) -> np.ndarray:
+    """The number of the word of each token, read off row by row."""
+    numbers, number = np.zeros_like(ids), 0
+    for row in range(len(ids)):
+        for column, token in enumerate(ids[row]):
+            fresh = column == 0 or token < 40 or ids[row, column - 1] < 5
+            number += fresh
+            numbers[row, column] = number
+    return numbers
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_words_are_chosen_whole_and_as_often_as_tokens_were(rate):
+    ids, corrupted, chosen = sample(rate, special=WORDS)
+    number = words(ids)
+    tokens, hits = np.bincount(number.flatten()), np.bincount(number.flatten(), chosen.flatten())
+    maskable = np.bincount(number.flatten(), (ids >= 5).flatten()) > 0
+    assert set(np.unique(hits[maskable] / tokens[maskable])) == {0.0, 1.0}
+    assert within((hits > 0).sum(), maskable.sum(), rate)
+    # neighbours share their choice, not their fate
+    assert within((corrupted[chosen] == SPECIAL.mask).sum(), chosen.sum(), 0.8)
+    assert within((corrupted[chosen] == ids[chosen]).sum(), chosen.sum(), 0.1 + 0.1 / 60)
+    later = chosen & WORDS.continuing[ids]
+    first = np.roll(corrupted, 1, axis=1) == SPECIAL.mask
+    assert within((corrupted[later & first] == SPECIAL.mask).sum(), (later & first).sum(), 0.8)
+
+
+def test_special_tokens_are_never_chosen_with_their_words():
+    ids, corrupted, chosen = sample(0.9, special=WORDS)
+    ids[:, 50] = 3
+    index = np.arange(len(ids))
+    corrupted, chosen = corrupt(ids, index, index * 0, WORDS, 0.9, 0)
+    assert not chosen[ids < 5].any()
+    np.testing.assert_array_equal(corrupted[ids < 5], ids[ids < 5])
+
+
+def test_a_sequence_that_begins_inside_a_word_begins_a_word():
+    ids = np.tile([2, 50, 50, 3, 0], (2000, 1))
+    index = np.arange(2000)
+    _, chosen = corrupt(ids, index, index * 0, WORDS, 0.5, 0)
+    assert (chosen[:, 1] == chosen[:, 2]).all()
+    assert within(chosen[:, 1].sum(), 2000, 0.5)
+
+
+def test_words_go_on_where_the_vocabulary_says(tmp_path):
+    pieces = [*vocabulary.SPECIAL, "walk", "##ing", "##s"]
+    vocabulary.save(pieces, tmp_path / "pieces", 64)
+    tokenizer = vocabulary.load(str(tmp_path / "pieces"))
+    special = SpecialTokens.of(tokenizer, whole_word=True)
+    assert special.continuing.tolist() == [False] * 6 + [True] * 2
+    assert SpecialTokens.of(tokenizer).continuing is None
+    other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
+    with pytest.raises(InputError, match="corpus.whole_word must be false unless .* with BPE"):
+        SpecialTokens.of(other, whole_word=True)
 
 
 def test_special_tokens_and_padding_are_never_chosen():

@@ -1,13 +1,21 @@
 """The sparse loss against transformers' full one."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from test_packing import SPECIAL, store
+from torch.nn import functional as F
 
 import roformer
-from conftest import TINY_MODEL
+from conftest import TINY_MODEL, enlarge
 from train.objective import MaskedLanguageModel
+from train.packing import IGNORED, Sequences, examples
 from train.settings import InputError
+from train.validate import evaluate
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,7 @@ def test_sparse_loss_and_gradient_equal_the_dense_ones(model):
     expected = torch.autograd.grad(dense.loss, model.parameters())
     places = (labels.flatten() != -100).nonzero().flatten()
     targets = labels.flatten()[places]
-    loss, right = MaskedLanguageModel(model)(ids, mask, places, targets)
+    loss, right = MaskedLanguageModel(model)(ids, places, targets, attention_mask=mask)
     torch.testing.assert_close(loss / len(targets), dense.loss)
     assert right == (dense.logits.flatten(0, 1)[places].argmax(-1) == targets).sum()
     found = torch.autograd.grad(loss / len(targets), model.parameters())
@@ -39,12 +47,58 @@ def test_sparse_loss_and_gradient_equal_the_dense_ones(model):
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
     model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
     nothing = torch.zeros(0, dtype=torch.long)
-    loss, _ = MaskedLanguageModel(model)(
-        torch.randint(5, 60, (1, 4)), torch.ones(1, 4), nothing, nothing
-    )
+    loss, _ = MaskedLanguageModel(model)(torch.randint(5, 60, (1, 4)), nothing, nothing)
     loss.backward()
     assert loss == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
+    config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+    model = MaskedLanguageModel(roformer.RoFormerForMaskedLM(config)).eval()
+    ids, places = torch.randint(5, 60, (2, 10)), torch.tensor([3, 17])
+    targets = torch.tensor([7, 9])
+    found = []
+    for room in (0, 6):
+        filled = [F.pad(places, (0, room)), F.pad(targets, (0, room), value=IGNORED)]
+        loss, right = model(ids, *filled)
+        found.append((loss, right, torch.autograd.grad(loss, model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 30, 40)
+    sequences = Sequences(store(lengths, tmp_path), 24)
+    special = dataclasses.replace(SPECIAL, vocabulary=2000)
+    found = []
+    for kernel in ("sdpa", "unpadded"):
+        config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
+        config._attn_implementation = kernel
+        model = MaskedLanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+        rows = np.arange(12)
+        batch = examples(sequences, rows, rows * 0, special, 0.3, 0, packed=model.packed)
+        assert ("attention_mask" in batch) == (kernel == "sdpa")
+        loss, right = model(**batch)
+        found.append((loss.detach(), right, torch.autograd.grad(loss, model.parameters())))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+
+
+def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
+    sequences = Sequences(store(np.full(30, 20), tmp_path), 24)
+    config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
+    model = MaskedLanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+    special = dataclasses.replace(SPECIAL, vocabulary=2000)
+    words = dataclasses.replace(special, continuing=np.arange(2000) % 3 > 0)
+    scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (special, words)]
+    assert scores[0] == scores[1]
+
+
+def test_a_kernel_that_a_model_does_not_know_is_refused():
+    config = transformers.BertConfig(vocab_size=60, **TINY_MODEL)
+    bert = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="unpadded")
+    with pytest.raises(InputError, match="model.attention must be .* got 'unpadded' for 'bert'"):
+        MaskedLanguageModel(bert)
 
 
 def test_a_model_with_its_head_elsewhere_is_refused():

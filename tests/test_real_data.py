@@ -10,6 +10,8 @@ import pytest
 from conftest import command, log_rows
 from train import vocabulary
 from train.corpus import tokenise
+from train.documents import documents
+from train.journal import sequence_lengths
 from train.packing import Sequences, SpecialTokens, Steps
 from train.settings import CorpusSettings
 
@@ -23,16 +25,45 @@ def data() -> Path:
     return folder.resolve()
 
 
-def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path):
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path, packed):
     tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
     corpus = CorpusSettings(
         train=str(data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
     )
     sequences = Sequences(tokenise(corpus, "train", tokenizer), 512)
-    steps = Steps(sequences, SpecialTokens.of(tokenizer), 64, 8, 0.15, 0)
+    steps = Steps(sequences, SpecialTokens.of(tokenizer), 64, 8, 0.15, 0, packed=packed)
     batches = [batch for step in range(len(sequences) // 64) for batch in steps[step]]
-    real = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    assert real / sum(batch["attention_mask"].numel() for batch in batches) > 0.98
+    real = sum(int(sequence_lengths(batch).sum()) for batch in batches)
+    assert real > 0.9 * 64 * (len(sequences) // 64) * sequences.mean_length
+    assert real / sum(batch["input_ids"].numel() for batch in batches) > 0.98
+
+
+def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.corpus.BATCHES_A_SHARD", 4)
+    tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
+    source = CorpusSettings(
+        train=str(data / "corpus" / "wikipedia" / "train-00000-of-00004.parquet")
+    )
+    texts = documents(source, "train")
+    with (tmp_path / "slice.jsonl").open("w") as stream:
+        while stream.tell() < 20_000_000:
+            stream.write(json.dumps({"text": next(texts)}) + "\n")
+    stores = [
+        tokenise(
+            CorpusSettings(train=str(tmp_path / "slice.jsonl"), cache=str(tmp_path / name)),
+            "train",
+            tokenizer,
+        )
+        for name in ("first", "second")
+    ]
+    assert len(stores[0].shards) >= 4
+    for one, other in zip(*(sorted(s.folder.parent.rglob("*.*")) for s in stores)):
+        assert one.read_bytes() == other.read_bytes(), one
+    names = [
+        [p.relative_to(s.folder.parent) for p in s.folder.parent.rglob("*.bin")] for s in stores
+    ]
+    assert sorted(names[0]) == sorted(names[1])
 
 
 def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):

@@ -74,7 +74,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
         (["--optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1.0"),
         (
             ["--optim.tokens=5"],
-            "optim needs exactly one of steps and tokens, got steps=10, tokens=5",
+            "optim needs one of optim.steps, .*, got optim.steps, optim.tokens; set one",
         ),
         (["--optim.warmup_steps=-1"], "optim.warmup_steps must not be negative, got -1"),
         (["--optim.schedule=lin"], "optim.schedule must be one of linear, .* got 'lin'"),

@@ -65,7 +65,10 @@ def peers(settings: BenchSettings, bf16: bool) -> dict[str, Step]:
         transformers.BertConfig(**fields), attn_implementation="sdpa"
     )
     losses = {
-        "this RoFormer": (sparse, lambda: sparse(ids, mask, places, targets)[0] / len(targets)),
+        "this RoFormer": (
+            sparse,
+            lambda: sparse(ids, places, targets, attention_mask=mask)[0] / len(targets),
+        ),
         "transformers RoFormer": (stock, lambda: stock(ids, mask, labels=labels).loss),
         "transformers BERT (sdpa)": (bert, lambda: bert(ids, mask, labels=labels).loss),
     }

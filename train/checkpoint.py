@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.settings import InputError
 
@@ -28,40 +30,73 @@ FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
 
 
-def save(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-) -> Path:
+Content = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Weights by name and the optimizer's tensors by number of the parameter, whole and on the host."""
+
+
+def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
+    """What a checkpoint holds of model and optimizer; every process must call it (FSDP gathers).
+
+    Args:
+        model: Its parameters are taken by name, tied ones once.
+        optimizer: Its tensors are taken by parameter number.
+    """
+    weights = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    moments = {
+        f"{number}.{name}": _whole(value)
+        for number, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    return weights, moments
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its parts, where it is sharded."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.contiguous()
+
+
+def _as(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor sharded as the parameter is."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    tensor = tensor.to(parameter.device)
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+
+def save(folder: Path, step: int, held: Content, state: dict[str, Any]) -> Path:
     """Write `checkpoints/step-N` atomically.
 
     Args:
         folder: The run's folder.
         step: Optimiser steps done.
-        model: Its parameters are saved by name, tied ones once.
-        optimizer: Its tensors are saved by parameter number.
+        held: From `content`.
         state: JSON values to go on from.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        OSError: It could not be written, on a full disk for instance; nothing is left of it.
     """
     final = folder / "checkpoints" / f"step-{step:08d}"
     unfinished = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    save_file(weights, unfinished / FILES[0])
-    save_file(_moments(optimizer), unfinished / FILES[1])
-    (unfinished / FILES[2]).write_text(json.dumps({"step": step} | state))
-    hashes = {name: _sha256(unfinished / name) for name in FILES}
-    (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2))
-    for path in [*unfinished.iterdir(), unfinished]:
-        _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
-    unfinished.rename(final)
-    _flush(final.parent)
+    try:
+        unfinished.mkdir(parents=True)
+        for tensors, name in zip(held, FILES):
+            save_file(tensors, unfinished / name)
+        (unfinished / FILES[2]).write_text(json.dumps({"step": step} | state))
+        hashes = {name: _sha256(unfinished / name) for name in FILES}
+        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2))
+        for path in [*unfinished.iterdir(), unfinished]:
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        _flush(final.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(f"{final}: {' '.join(str(error).split())}") from error
     return final
 
 
@@ -114,34 +149,38 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         raise InputError(f"{path} must hold this model, got another's; choose another run.name")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(_as(weights[name], parameter))
     described = optimizer.state_dict()
-    described["state"] = _state_of(moments)
+    described["state"] = _state_of(moments, optimizer)
     optimizer.load_state_dict(described)
     return json.loads((path / FILES[2]).read_text())
 
 
 def retain(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed save left behind."""
+    """Delete all but the newest `keep` checkpoints and the best, and what a killed save left."""
     kept = sorted((folder / "checkpoints").glob("step-*[0-9]"))
-    for path in [*kept[:-keep], *(folder / "checkpoints").glob("*.tmp")]:
+    measured = [(loss, path) for path in kept if (loss := _validation_loss(path)) is not None]
+    best = min(measured)[1] if measured else None
+    old = [path for path in kept[:-keep] if path != best]
+    for path in [*old, *(folder / "checkpoints").glob("*.tmp")]:
         shutil.rmtree(path)
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{number}.{name}": value.contiguous()
-        for number, values in state.items()
-        for name, value in values.items()
-    }
+def _validation_loss(path: Path) -> float | None:
+    try:
+        return json.loads((path / FILES[2]).read_text()).get("validation_loss")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
-def _state_of(moments: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def _state_of(
+    moments: dict[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = value
+        state.setdefault(int(number), {})[name] = _as(value, parameters[int(number)])
     return state
 
 

@@ -1,247 +1,89 @@
-"""Documents to token ids on disk: read, tokenised once, memory-mapped, reused.
+"""Documents to token ids on disk: read, tokenised once, kept in shards, found again.
 
-A store is a folder named by the hash of everything that decides its bytes (sources, tokenizer,
-format), so a change of any makes another folder and nothing stale can be read:
+    python -m train.corpus --corpus.train TEXT --corpus.tokenizer FOLDER
 
-    <cache>/<hash>/tokens.bin      ids of all documents in a row, uint16 or uint32; no [CLS]
-                   documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
-                   manifest.json   what it was made from, counts
+A source is a file or a hub data set. Its shards are named by the hash of everything that decides
+their bytes (text, column, tokenizer, format), so a change of any makes others, nothing stale can be
+read, and a build that was killed goes on with the first shard that is missing:
+
+    <cache>/<source>-<n>/tokens.bin      ids of its documents in a row, uint16 or uint32; no [CLS]
+                         documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
+                         manifest.json   what it was made from, counts, whether it is the last
+    <cache>/<corpus>/    documents.bin   int64 ends of all documents of all its shards
+                         manifest.json   which shards, counts
+    <cache>/hashes/                      of files, so that one that did not change is not read again
 """
 
-import glob
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
-from pyarrow import parquet
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from train import docstrings
+from train import vocabulary
+from train.documents import Source, documents_of, ending, find_files, sources
 from train.folders import whole_folder
-from train.settings import CorpusSettings, InputError, require
+from train.launch import run_command
+from train.settings import CorpusSettings, require
 
-EMBEDDED = "embedded"
-FORMAT = 1
+FORMAT = 2
 CHARACTERS_A_BATCH = 1_000_000
 """Text tokenised at once, and so held in memory."""
 
-LONGEST_PARAGRAPH = 1_000_000
-"""Characters after which a txt without blank lines is cut, at the end of a line."""
+BATCHES_A_SHARD = 64
+"""What a kill can cost: 64 MB of text, about ten seconds."""
+
+LONGEST_SHARD = 3600
+"""Seconds after which a shard that is still unfinished belongs to a build that was killed."""
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Tokenised documents.
+    """Tokenised documents in shards; a document lies in one of them.
 
     Attributes:
-        tokens: All ids in a row, [n], memory-mapped, read-only.
-        ends: End of each document in `tokens`, [documents], int64.
-        folder: Where it lies.
+        ends: End of each document in the tokens of all shards, [documents], int64, memory-mapped.
+        shards: Their folders, in order.
+        starts: Where each shard begins in the tokens of all, [shards], int64.
+        dtype: Of the ids on disk, uint16 or uint32.
+        parts: Documents of each name in the setting, in order.
+        folder: Of the corpus; its name changes when the tokens do.
     """
 
-    tokens: NDArray[Any]
     ends: NDArray[np.int64]
+    shards: tuple[Path, ...]
+    starts: NDArray[np.int64]
+    dtype: np.dtype
+    parts: tuple[int, ...]
     folder: Path
 
+    def read(self, start: int, number: int) -> NDArray[Any]:
+        """Ids `start` to `start + number` of all, [number]; they must lie in one shard.
 
-def find_files(corpus: CorpusSettings, part: str) -> list[Path]:
-    """Data files of a part, sorted within each name given; empty for a hub data set.
-
-    Args:
-        corpus: The corpus section.
-        part: "train" or "validation": which of its two sources, and the key in error messages.
-
-    Raises:
-        InputError: Nothing usable is there.
-    """
-    key, names = f"corpus.{part}", sources(corpus, part)
-    require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
-    if names == [EMBEDDED]:
-        return [docstrings.written(part, corpus.cache)]
-    files = []
-    for name in names:
-        found = _named_files(name, key)
-        alone = len(names) == 1 and not _looks_like_path(name)
-        require(bool(found) or alone, key, "must exist", repr(name), "check the path")
-        files += found
-    return files
-
-
-def sources(corpus: CorpusSettings, part: str) -> list[str]:
-    """What the setting of a part names, as a list."""
-    value = getattr(corpus, part)
-    return [value] if isinstance(value, str) else value
-
-
-def _named_files(name: str, key: str) -> list[Path]:
-    path = Path(name)
-    endings = ", ".join(READERS)
-    if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.suffix in READERS and p.is_file()]
-        require(
-            bool(found), key, f"must hold {endings} files", f"none in {name!r}", "put text there"
-        )
-        return found
-    matches = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
-    if glob.has_magic(name):
-        require(bool(matches), key, "must match a file", f"none for {name!r}", "check the pattern")
-    for match in matches:
-        rule, remedy = f"must be {endings} files", "convert or rename the file"
-        require(match.suffix in READERS, key, rule, str(match), remedy)
-    return matches
-
-
-def _looks_like_path(name: str) -> bool:
-    """Whether no hub data set can have that name: those are NAME or OWNER/NAME."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in READERS
-
-
-def documents(corpus: CorpusSettings, part: str) -> Iterator[str]:
-    """The documents of a part, in order.
-
-    A txt file holds documents separated by blank lines, as BERT's own pretraining input did; a row
-    of parquet or jsonl is one document.
-
-    Raises:
-        InputError: A file cannot be read, lacks the column, or holds no text there.
-    """
-    files = find_files(corpus, part)
-    if not files:
-        yield from _hub_documents(sources(corpus, part)[0], part, corpus.text_column)
-    for file in files:
-        yield from READERS[file.suffix](file, f"corpus.{part}", corpus.text_column)
-
-
-def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
-    try:
-        table = parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        found = f"{file}: {_first_line(error)}"
-        raise InputError(f"{key} must be readable parquet, got {found}; mend the file") from error
-    with table:
-        kinds = {field.name: field.type for field in table.schema_arrow}
-        _require_column(column, kinds, file)
-        for batch in table.iter_batches(batch_size=256, columns=[column]):
-            yield from (_text(value, column, file) for value in batch.column(0).to_pylist())
-
-
-def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
-    for number, line in _lines(file, key):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            found = f"line {number} of {file}: {error}"
-            raise InputError(
-                f"{key} must hold one JSON object a line, got {found}; mend it"
-            ) from error
-        _require_column(column, row if isinstance(row, dict) else {}, file)
-        yield _text(row[column], column, file)
-
-
-def _paragraphs(file: Path, key: str, column: str) -> Iterator[str]:
-    lines: list[str] = []
-    length = 0
-    for _, line in _lines(file, key):
-        if line.strip():
-            lines.append(line)
-            length += len(line)
-        if lines and (not line.strip() or length > LONGEST_PARAGRAPH):
-            yield "".join(lines)
-            lines, length = [], 0
-    if lines:
-        yield "".join(lines)
-
-
-READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
-    ".parquet": _parquet_rows,
-    ".jsonl": _jsonl_rows,
-    ".txt": _paragraphs,
-}
-"""What reads a file, by ending; `datasets` would turn numbers into text and refuse empty files."""
-
-
-def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a text file."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                found = f"line {number} of {file} that is not"
-                raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
-
-
-def _require_column(column: str, columns: Iterable[str], file: Path) -> None:
-    found = f"{column!r}; it has {', '.join(columns) or 'none'}"
-    if column not in columns:
-        raise InputError(f"corpus.text_column must name a column of {file}, got {found}")
-
-
-def _text(value: object, column: str, file: Path) -> str:
-    if value is None:
-        return ""
-    rule = f"must name a column of text in {file}"
-    require(
-        isinstance(value, str),
-        "corpus.text_column",
-        rule,
-        f"{column!r} with {value!r:.40}",
-        "name another",
-    )
-    return str(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
-    """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
-    dataset, _, configuration = name.partition(":")
-    try:
-        rows = datasets.load_dataset(dataset, configuration or None, split=part, streaming=True)
-        for row in rows:
-            _require_column(column, row, Path(name))
-            yield _text(row[column], column, Path(name))
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _unreadable_hub(name, part, error) from error
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise _unreadable_hub(name, part, error) from error
-
-
-def _unreadable_hub(name: str, part: str, error: BaseException) -> InputError:
-    return InputError(
-        f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
-        f"got {name!r} ({_first_line(error)}); check the spelling and the network"
-    )
-
-
-def source_hash(corpus: CorpusSettings, part: str) -> str:
-    """Hash of what decides the documents: the bytes of files, the name of a hub data set."""
-    digest = hashlib.sha256(f"{FORMAT} {corpus.text_column}".encode())
-    files = find_files(corpus, part)
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    if not files:
-        digest.update(f"{sources(corpus, part)} {part}".encode())
-    return digest.hexdigest()
+        Read where they stand, from the system's cache of the file: as fast to the loader as a
+        mapping, of which 100 billion tokens would need 6,000, beyond the files a process may open.
+        """
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        offset = (start - int(self.starts[shard])) * self.dtype.itemsize
+        ids = np.fromfile(self.shards[shard] / "tokens.bin", self.dtype, number, offset=offset)
+        assert len(ids) == number, f"{self.shards[shard]} ends early"
+        return ids
 
 
 def tokenise(corpus: CorpusSettings, part: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
-    """The store of a part under a tokenizer, made when it is not there yet.
+    """The store of a part under a tokenizer; what is not there yet is made.
 
     Args:
         corpus: The corpus section.
@@ -251,48 +93,183 @@ def tokenise(corpus: CorpusSettings, part: str, tokenizer: PreTrainedTokenizerBa
     Raises:
         InputError: The source is missing, unreadable or empty.
     """
-    text = source_hash(corpus, part)
-    rules = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    folder = Path(corpus.cache) / hashlib.sha256((text + rules).encode()).hexdigest()[:16]
-    if not folder.exists():
-        source = sources(corpus, part)
-        manifest = {"format": FORMAT, "source": source, "text": text, "tokenizer": rules}
-        _write_store(documents(corpus, part), tokenizer, folder, manifest, part)
-    return open_store(folder)
+    shards: list[Path] = []
+    counts: list[int] = []
+    with tqdm(desc=f"tokenising {part}", unit=" documents", delay=1) as bar:
+        builder = _Builder(corpus, part, tokenizer, _tokenizer_hash(tokenizer), bar)
+        for files in find_files(corpus, part):
+            found = [shard for source in files for shard in builder.shards(source)]
+            shards += found
+            counts.append(sum(_manifest(shard)["documents"] for shard in found))
+    return _open_store(corpus, part, shards, tuple(counts))
 
 
-def open_store(folder: Path) -> TokenStore:
-    """Memory-map a store that `tokenise` wrote."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    tokens = np.memmap(folder / "tokens.bin", dtype=manifest["dtype"], mode="r")
-    return TokenStore(tokens, np.fromfile(folder / "documents.bin", dtype=np.int64), folder)
+@dataclass(frozen=True)
+class _Builder:
+    """Finds or makes the shards of sources.
 
+    Attributes:
+        corpus: The corpus section.
+        part: Which of its two sources.
+        tokenizer: What makes ids.
+        rules: Its hash.
+        bar: Counts the documents that are tokenised.
+    """
 
-def _write_store(
-    texts: Iterator[str],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    manifest: dict,
-    part: str,
-) -> None:
-    """Write the three files of a store."""
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    ends: list[int] = [0]
-    with whole_folder(folder) as unfinished:
-        with (
-            (unfinished / "tokens.bin").open("wb") as stream,
-            tqdm(desc=f"tokenising {part}", unit=" documents") as bar,
-        ):
-            for batch in _batches(texts):
-                for ids in _encode(batch, tokenizer):
+    corpus: CorpusSettings
+    part: str
+    tokenizer: PreTrainedTokenizerBase
+    rules: str
+    bar: tqdm
+
+    def shards(self, source: Source) -> list[Path]:
+        """Folders of all shards of a source; only those that are missing cost work."""
+        cache, column = Path(self.corpus.cache), self.corpus.text_column
+        if isinstance(source, Path):
+            text = _hash(_file_hash(source, cache), ending(source), column)
+        else:  # what the hub holds under that name may change: the cache holds what it was
+            text = _hash(source, self.part, column)
+        facts = {"format": FORMAT, "text": text, "tokenizer": self.rules}
+        name = _hash(*facts.values())
+        found = _found(cache, name)
+        if found and _manifest(found[-1])["last"]:
+            return found
+        _sweep(cache, name)
+        known = sum(_manifest(shard)["documents"] for shard in found)
+        texts = itertools.islice(documents_of(source, self.part, column), known, None)
+        return found + list(self._make(_batches(texts), _shards(cache, name, len(found)), facts))
+
+    def _make(
+        self, batches: Iterator[list[str]], folders: Iterator[Path], facts: dict[str, Any]
+    ) -> Iterator[Path]:
+        """Write batches to shards, as many as it takes."""
+        batch = next(batches, None)
+        while batch is not None:
+            folder = next(folders)
+            with whole_folder(folder) as unfinished:
+                ours = itertools.chain([batch], itertools.islice(batches, BATCHES_A_SHARD - 1))
+                counts = self._write(ours, unfinished)
+                batch = next(batches, None)
+                manifest = facts | counts | {"last": batch is None}
+                (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+            yield folder
+
+    def _write(self, batches: Iterator[list[str]], folder: Path) -> dict[str, Any]:
+        """Write tokens and ends of one shard; returns their counts."""
+        dtype = np.dtype(np.uint16 if len(self.tokenizer) <= 2**16 else np.uint32)
+        ends: list[int] = [0]
+        size = 0
+        with (folder / "tokens.bin").open("wb") as stream:
+            for batch in batches:
+                for ids in _encode(batch, self.tokenizer):
                     stream.write(np.asarray(ids, dtype).tobytes())
                     ends.append(ends[-1] + len(ids))
-                bar.update(len(batch))
-        found = f"{', '.join(manifest['source'])} with none"
-        require(ends[-1] > 0, f"corpus.{part}", "must hold text", found, "check the files")
-        np.asarray(ends[1:], np.int64).tofile(unfinished / "documents.bin")
-        manifest |= {"dtype": dtype.name, "documents": len(ends) - 1, "tokens": ends[-1]}
-        (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+                size += sum(len(text.encode()) for text in batch)
+                self.bar.update(len(batch))
+        np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
+        counts = {"documents": len(ends) - 1, "tokens": ends[-1], "text_bytes": size}
+        return counts | {"dtype": dtype.name}
+
+
+def _open_store(
+    corpus: CorpusSettings, part: str, shards: list[Path], parts: tuple[int, ...]
+) -> TokenStore:
+    """Join shards: the ends of their documents become one file, which every process maps."""
+    manifests = [_manifest(shard) for shard in shards]
+    sizes = [manifest["tokens"] for manifest in manifests]
+    found = f"{', '.join(sources(corpus, part))} with none"
+    require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, "check the files")
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+    # with weights it also matters which shards belong to which name
+    groups = parts if corpus.weights else None
+    folder = Path(corpus.cache) / _hash([shard.name for shard in shards], groups)
+    if not folder.exists():
+        with whole_folder(folder) as unfinished:
+            with (unfinished / "documents.bin").open("wb") as stream:
+                for shard, start in zip(shards, starts):
+                    ends = np.fromfile(shard / "documents.bin", np.int64) + start
+                    stream.write(ends.tobytes())
+            counts = {"documents": sum(m["documents"] for m in manifests), "tokens": sum(sizes)}
+            manifest = counts | {"shards": [shard.name for shard in shards]}
+            (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    ends = np.memmap(folder / "documents.bin", np.int64, "r")
+    return TokenStore(ends, tuple(shards), starts, np.dtype(manifests[0]["dtype"]), parts, folder)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def _shards(cache: Path, source: str, number: int) -> Iterator[Path]:
+    """Names of the shards of a source, from a number on."""
+    return (cache / f"{source}-{i:05d}" for i in itertools.count(number))
+
+
+def _found(cache: Path, source: str) -> list[Path]:
+    """The shards of a source that are there, up to the last or the first that is missing."""
+    found: list[Path] = []
+    for folder in _shards(cache, source, 0):
+        if not _is_whole(folder):
+            break
+        found.append(folder)
+        if _manifest(folder)["last"]:
+            break
+    return found
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a shard is there; one that a power cut left short is taken away."""
+    if not folder.exists():
+        return False
+    try:
+        manifest = _manifest(folder)
+        sizes = [(folder / f"{name}.bin").stat().st_size for name in ("tokens", "documents")]
+        width = np.dtype(manifest["dtype"]).itemsize
+        if sizes == [manifest["tokens"] * width, manifest["documents"] * 8]:
+            return True
+    except (OSError, ValueError):
+        pass
+    shutil.rmtree(folder)
+    return False
+
+
+def _sweep(cache: Path, source: str) -> None:
+    """Remove what killed builds left; anything younger may be a build on another machine."""
+    for left in cache.glob(f".{source}-*"):
+        with suppress(OSError):  # another process removed it first
+            if time.time() - left.stat().st_mtime > LONGEST_SHARD:
+                shutil.rmtree(left)
+
+
+def _hash(*facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _file_hash(file: Path, cache: Path) -> str:
+    """SHA-256 of a file's bytes, remembered while its path, size and time of change stay."""
+    state = file.stat()
+    memory = cache / "hashes" / _hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
+    if memory.exists():
+        return memory.read_text()
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = memory.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(found)
+    unfinished.replace(memory)
+    return found
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what decides the ids a text becomes."""
+    try:
+        rules = tokenizer.backend_tokenizer.to_str()
+    except Exception as error:  # the Rust library raises this bare
+        if "Custom" not in str(error):
+            raise
+        # words cut by Python code, as in transformers' Chinese RoFormerTokenizer
+        rules = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    return hashlib.sha256(rules.encode()).hexdigest()
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -312,3 +289,35 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
             batch, length = [], 0
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class TokeniseSettings:
+    """Tokenise text ahead of a run, which then finds it in `corpus.cache`."""
+
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+
+
+def main(settings: TokeniseSettings) -> None:
+    """Tokenise both parts; says how much, how fast and in how much memory."""
+    corpus = settings.corpus
+    vocabulary.learn_if_missing(corpus)
+    tokenizer = vocabulary.load(corpus.tokenizer)
+    cores = len(os.sched_getaffinity(0))
+    for part in ("train", "validation"):
+        started, before = time.time(), time.perf_counter()
+        store = tokenise(corpus, part, tokenizer)
+        seconds = time.perf_counter() - before
+        new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
+        size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        print(
+            f"{part}: {len(store.ends):,} documents, {store.ends[-1]:,} tokens in {store.folder}; "
+            f"{len(new)} of {len(store.shards)} shards made from {size:.1f} MB of text in "
+            f"{seconds:.1f} s, {size / seconds / cores:.2f} MB/s a core on {cores} cores; "
+            f"peak memory {peak:.2f} GB"
+        )
+
+
+if __name__ == "__main__":
+    run_command(main, TokeniseSettings)

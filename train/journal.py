@@ -2,8 +2,12 @@
 
 import json
 import platform
+import resource
 import subprocess
+import sys
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,8 +17,14 @@ import transformers
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from train.flops import step_flops
 
 Batch = dict[str, Tensor]
+
+SPIKE = 1.0
+"""Rise of the loss in nats, from one report to the next, that is worth a warning."""
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
@@ -56,6 +66,32 @@ def _commit() -> str:
         return "unknown"
 
 
+@dataclass
+class Clock:
+    """Seconds of the run, and what they went into since the last report."""
+
+    before: float
+    started: float = field(default_factory=time.perf_counter)
+    reported: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock of the run so far, over all its launches."""
+        return self.before + time.perf_counter() - self.started
+
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, with the time that was waited for each counted."""
+        source = iter(batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(source, None)
+            if batch is None:
+                return
+            self.waited += time.perf_counter() - started
+            yield batch
+
+
 class Journal:
     """Counts what a run has done and reports it, on the main process.
 
@@ -65,16 +101,26 @@ class Journal:
         accelerator: Adds up over processes and feeds the tracker.
         folder: The run's folder.
         state: `step`, and what `state` returned when it was reached, or zeros.
-        steps: Steps of the whole run, for the bar.
+        steps: Steps of the whole run, for the bar; None when its end is a time.
+        config: The encoder's, for the count of operations.
+        peak: Operations a second of one device.
     """
 
     def __init__(
-        self, accelerator: Accelerator, folder: Path, state: dict[str, Any], steps: int
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        state: dict[str, Any],
+        steps: int | None,
+        config: PreTrainedConfig,
+        peak: float,
     ) -> None:
-        self.accelerator = accelerator
-        self.tokens = state["tokens"]
-        self.seconds_before = state["seconds"]
-        self.started = self.reported = time.perf_counter()
+        self.accelerator, self.config, self.peak = accelerator, config, peak
+        self.tokens, self.step = state["tokens"], state["step"]
+        self.validation_loss = state.get("validation_loss")
+        self.last_loss: float | None = None
+        self.clock = Clock(state["seconds"])
+        self.clock.reported = self.clock.started
         self._clear()
         main = accelerator.is_main_process
         if main:  # what was counted since the last report when the checkpoint was written
@@ -90,40 +136,49 @@ class Journal:
             self.stream = (folder / "log.jsonl").open("a")
 
     def _clear(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock of the run so far, over all its restarts."""
-        return self.seconds_before + time.perf_counter() - self.started
+        self.sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the log to go on as if nothing had happened."""
-        pending = self.accelerator.reduce(self.sums).tolist()
-        return {"tokens": self.tokens, "seconds": self.seconds, "pending": pending}
+        return {
+            "tokens": self.tokens,
+            "seconds": self.clock.seconds,
+            "pending": self.accelerator.reduce(self.sums).tolist(),
+            "validation_loss": self.validation_loss,
+        }
 
     def add(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
         """Count one micro-batch of this process."""
-        predicted, tokens = right.new_tensor(len(batch["targets"])), batch["attention_mask"].sum()
-        values = (loss.detach(), right, predicted, tokens)
+        lengths = sequence_lengths(batch).double()
+        predicted = (batch["targets"] >= 0).sum()
+        values = (loss.detach(), right, predicted, lengths.sum(), lengths.square().sum())
         self.sums += torch.stack([v.double().to(self.sums.device) for v in values])
 
     def training(self, step: int, learning_rate: float, gradient_norm: Tensor) -> None:
         """Report the steps since the last report."""
-        loss, right, predicted, tokens = self.accelerator.reduce(self.sums).tolist()
+        loss, right, predicted, tokens, squares = self.accelerator.reduce(self.sums).tolist()
         self.tokens += int(tokens)
         now = time.perf_counter()
+        elapsed, steps = now - self.clock.reported, max(step - self.step, 1)
+        flops = step_flops(self.config, tokens, squares, predicted)
         row = {
             "step": step,
             "tokens": self.tokens,
-            "seconds": round(self.seconds, 2),
+            "seconds": round(self.clock.seconds, 2),
             "loss": loss / max(predicted, 1),
             "accuracy": right / max(predicted, 1),
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
-            "tokens_per_second": round(tokens / (now - self.reported)),
+            "tokens_per_second": round(tokens / elapsed),
+            "seconds_per_step": round(elapsed / steps, 4),
+            "data_wait": round(self.clock.waited / elapsed, 4),
+            "mfu": round(flops / elapsed / self.peak / self.accelerator.num_processes, 4),
+            "memory_gb": round(memory() / 1e9, 3),
         }
-        self.reported = now
+        if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
+            self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
+        self.last_loss, self.step = row["loss"], step
+        self.clock.reported, self.clock.waited = now, 0.0
         self._clear()
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
@@ -131,10 +186,19 @@ class Journal:
 
     def validation(self, step: int, scores: dict[str, float]) -> None:
         """Report an evaluation; its time does not count as training speed."""
-        self._write(
-            {"step": step, "tokens": self.tokens, "seconds": round(self.seconds, 2), **scores}
-        )
-        self.reported = time.perf_counter()
+        self.validation_loss = scores["validation_loss"]
+        seconds = round(self.clock.seconds, 2)
+        self._write({"step": step, "tokens": self.tokens, "seconds": seconds, **scores})
+        self.pause_over()
+
+    def pause_over(self) -> None:
+        """Leave out of the training speed what was done since the last report of it."""
+        self.clock.reported = time.perf_counter()
+
+    def warn(self, line: str) -> None:
+        """Say something above the bar, once for all processes."""
+        if self.accelerator.is_main_process:
+            self.bar.write(f"warning: {line}", file=sys.stderr)
 
     def _write(self, row: dict[str, Any]) -> None:
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
@@ -149,6 +213,20 @@ class Journal:
         self.bar.close()
         if self.stream is not None:
             self.stream.close()
+
+
+def sequence_lengths(batch: Batch) -> Tensor:
+    """Real tokens of each sequence of a micro-batch, padded or packed, [n]."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum(dim=-1)
+    return batch["cu_seq_lens_q"].diff()
+
+
+def memory() -> int:
+    """Largest use so far in bytes: of the GPU, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_after(log: Path, step: int) -> None:

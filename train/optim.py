@@ -1,10 +1,20 @@
-"""AdamW with decay groups, and the learning rate as a function of the step."""
+"""AdamW with decay groups, the learning rate as a function of progress, and finite steps."""
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
 from transformers import get_scheduler
+
+from train.interruptions import ReadLater
+from train.settings import InputError, OptimSettings
+
+PATIENCE = 3
+"""Steps in a row without a finite gradient after which a run ends: it will not mend itself."""
+
+TIMED_STEPS = 1_000_000
+"""Parts into which a schedule over hours divides them."""
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -37,7 +47,84 @@ def rate_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int],
     return get_scheduler(schedule, optimizer, warmup_steps, steps).lr_lambdas[0]
 
 
+def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, float], float]:
+    """The learning rate of a step, given its number (from 0) and the hours trained before it.
+
+    Args:
+        settings: The optim section.
+        total: Steps of the run; None where `settings.hours` is the budget: then the schedule
+            follows the clock, and only the warm-up the steps.
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if total is not None:
+        factor = rate_factor(settings.schedule, warmup, total + 1)  # the last step still moves
+        return lambda step, hours: peak * factor(step + 1)
+    assert settings.hours is not None
+    budget, factor = settings.hours, rate_factor(settings.schedule, 0, TIMED_STEPS + 1)
+
+    def timed(step: int, hours: float) -> float:
+        part = factor(int(TIMED_STEPS * min(1.0, hours / budget)))
+        return peak * min(1.0, (step + 1) / (warmup + 1)) * part
+
+    return timed
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+class FiniteSteps:
+    """An optimizer that leaves the weights alone where the gradient is not finite.
+
+    Gradients are added up over processes before their norm is taken, so every process sees the same
+    norm, and none moves. The decision stays on the device, as fused AdamW's `found_inf`; the host
+    reads it a step later, and so waits for nothing.
+
+    Args:
+        optimizer: As prepared by Accelerate. One with a loss scaler (fp16) does this by itself.
+        report: Called with the step that was skipped and how many have been in a row.
+    """
+
+    def __init__(self, optimizer: AcceleratedOptimizer, report: Callable[[int, int], None]) -> None:
+        self.optimizer = optimizer
+        self.report = report
+        self.pending: tuple[int, ReadLater] | None = None
+        self.in_a_row = 0
+
+    def step(self, number: int, norm: Tensor) -> None:
+        """Move the weights unless the norm of the gradient is not finite.
+
+        Raises:
+            InputError: As `settle`.
+        """
+        self.settle()
+        if self.optimizer.scaler is None:
+            skipped = norm.isfinite().logical_not().float()
+            self.optimizer.optimizer.found_inf = skipped
+            self.pending = number, ReadLater(skipped[None])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Look at the step before, if it has not been looked at.
+
+        Raises:
+            InputError: It was one of several in a row without a finite gradient.
+        """
+        if self.pending is None:
+            return
+        number, told = self.pending
+        self.pending = None
+        if not told.read()[0]:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.report(number, self.in_a_row)
+        if self.in_a_row >= PATIENCE:
+            raise InputError(
+                f"optim must keep gradients finite, got {PATIENCE} steps in a row, the last "
+                f"{number + 1}, with infinite ones; go on from the newest checkpoint with a lower "
+                "optim.learning_rate or longer warm-up, under another run.name with model.init"
+            )

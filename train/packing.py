@@ -1,15 +1,18 @@
 """Token ids to batches: documents cut at the length, ordered, grouped so that little is padding.
 
 Everything is a pure function of (settings, seed, step), the same for every number of processes: the
-loader's whole state is the step. Legend: B batch, L tokens.
+loader's whole state is the step. A batch has one of two layouts, of the same sequences and masks:
+padded rows, or for a kernel that knows borders one packed row. Legend: B batch, L tokens, T tokens
+of all sequences in a packed row.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -24,10 +27,16 @@ WINDOW = 2048
 GROUP = 8
 """Sequences of like length that stay neighbours: steps mix groups, so a step sees all lengths."""
 
+BLOCK = 16
+"""Documents a place in memory stands for; the others are counted from there when asked for."""
+
+IGNORED = -100
+"""Target of a place that only fills up a fixed size: no loss, no guess."""
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids the data path needs to know."""
+    """Ids the data path needs to know; `continuing` as in `masking.MaskIds`."""
 
     first: int
     last: int
@@ -35,13 +44,15 @@ class SpecialTokens:
     mask: int
     vocabulary: int
     unmaskable: tuple[int, ...]
+    continuing: NDArray[np.bool_] | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "SpecialTokens":
+    def of(cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> "SpecialTokens":
         """Read them off a tokenizer.
 
         Raises:
-            InputError: It lacks one that masked language modelling needs.
+            InputError: It lacks one that masked language modelling needs, or whole words are asked
+                for and its pieces do not say where a word goes on.
         """
         names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
         ids = [getattr(tokenizer, name) for name in names]
@@ -52,91 +63,218 @@ class SpecialTokens:
         )
         first, last, padding, mask = ids
         unmaskable = tuple(sorted(tokenizer.all_special_ids))
-        return cls(first, last, padding, mask, len(tokenizer), unmaskable)
+        continuing = _continuing(tokenizer) if whole_word else None
+        return cls(first, last, padding, mask, len(tokenizer), unmaskable, continuing)
+
+
+def _continuing(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
+    model = tokenizer.backend_tokenizer.model
+    prefix = getattr(model, "continuing_subword_prefix", None)
+    rule, remedy = "must be false unless pieces are WordPiece's (##ing)", "use a BERT tokenizer"
+    require(bool(prefix), "corpus.whole_word", rule, f"true with {type(model).__name__}", remedy)
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return np.array([piece.startswith(prefix) for piece in pieces])
 
 
 class Sequences:
     """Documents of a store cut into pieces of at most `length` tokens, special tokens included.
 
-    A piece never crosses a document's end. Memory is O(documents); a piece is found by bisection.
+    A piece never crosses a document's end. It is found by bisection among blocks of documents, half
+    a byte of memory a document, and by counting inside the block: the ends stay on disk.
+
+    Attributes:
+        sizes: Pieces of each part that is weighed on its own, [parts]; their sum is the length.
+        draws: How many of them an epoch takes, [parts]; the same numbers without weights.
     """
 
-    def __init__(self, store: TokenStore, length: int) -> None:
+    def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
         self.store = store
         self.content = length - 2  # [CLS] and [SEP] come on top
-        self.starts = np.concatenate(([0], store.ends[:-1]))
-        pieces = -(-(store.ends - self.starts) // self.content)
-        self.first_piece = np.concatenate(([0], np.cumsum(pieces)))
+        pieces = [np.zeros(1, np.int64)]
+        for first in range(0, len(store.ends), 2**16 * BLOCK):  # a bounded part at a time
+            last = min(first + 2**16 * BLOCK, len(store.ends))
+            number = self._pieces(*self._documents(np.arange(first, last)))
+            pieces.append(np.add.reduceat(number, np.arange(0, len(number), BLOCK)))
+        self.first_piece = np.cumsum(np.concatenate(pieces))
+        borders = np.cumsum((0, *store.parts) if weights else (0, len(store.ends)))
+        self.sizes = np.diff([self._pieces_before(int(document)) for document in borders])
+        factors = np.array(weights or [1.0])
+        self.draws = np.maximum(np.rint(self.sizes * factors), self.sizes > 0).astype(np.int64)
+        tokens = np.diff(self._documents(borders)[0])
+        self._mean_content = tokens / np.maximum(self.sizes, 1) @ self.draws / self.per_epoch
 
     def __len__(self) -> int:
-        return int(self.first_piece[-1])
+        return int(self.sizes.sum())
+
+    @property
+    def per_epoch(self) -> int:
+        """Sequences an epoch takes."""
+        return int(self.draws.sum())
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens a sequence, [CLS] and [SEP] included."""
-        return 2 + int(self.store.ends[-1]) / len(self)
+        """Mean tokens of a sequence of an epoch, [CLS] and [SEP] included."""
+        return 2 + float(self._mean_content)
 
     def spans(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start in the token file and number of tokens of each piece."""
-        document = np.searchsorted(self.first_piece, index, side="right") - 1
-        start = self.starts[document] + (index - self.first_piece[document]) * self.content
-        return start, np.minimum(self.content, self.store.ends[document] - start)
+        """Start in the tokens of the store and number of tokens of each piece."""
+        block = np.searchsorted(self.first_piece, index, side="right") - 1
+        start, end = self._documents(block[:, None] * BLOCK + np.arange(BLOCK))  # [n, BLOCK]
+        after = np.cumsum(self._pieces(start, end), axis=1)  # pieces up to each document's end
+        inside = index - self.first_piece[block]
+        row, column = np.arange(len(index)), (after <= inside[:, None]).sum(axis=1)
+        start, end = start[row, column], end[row, column]
+        start += (inside - after[row, column] + self._pieces(start, end)) * self.content
+        return start, np.minimum(self.content, end - start)
+
+    def drawn(
+        self, entry: NDArray[np.int64], epoch: int, seed: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Pieces that an epoch takes, and how often each was taken before.
+
+        A part is gone through again and again, `draws` pieces an epoch, in one order that mixes its
+        documents: half of a part is followed by its other half.
+
+        Args:
+            entry: [n] numbers in [0, per_epoch).
+            epoch: Epochs before this one.
+            seed: The run's.
+        """
+        if np.array_equal(self.draws, self.sizes):
+            return entry, np.full_like(entry, epoch)
+        part = np.searchsorted(np.cumsum(self.draws), entry, side="right")
+        piece, visit = np.empty_like(entry), np.empty_like(entry)
+        for number in np.unique(part).tolist():
+            here, size = part == number, int(self.sizes[number])
+            count = epoch * self.draws[number] + entry[here] - self.draws[:number].sum()
+            visit[here] = count // size
+            turn = counter.permuted(count % size, size, seed, number)
+            piece[here] = self.sizes[:number].sum() + turn
+        return piece, visit
+
+    def _documents(self, number: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and end of documents in the tokens of the store; empty beyond the last."""
+        ends = self.store.ends
+        end = ends[np.minimum(number, len(ends) - 1)]
+        before = ends[np.minimum(number, len(ends)) - 1]
+        return np.where(number > 0, before, 0), end
+
+    def _pieces(self, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+        return -((start - end) // self.content)
+
+    def _pieces_before(self, document: int) -> int:
+        first = document // BLOCK * BLOCK
+        inside = self._pieces(*self._documents(np.arange(first, document))).sum()
+        return int(self.first_piece[document // BLOCK] + inside)
 
 
-def ordered(sequences: Sequences, place: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+def ordered(
+    sequences: Sequences, place: NDArray[np.int64], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which sequence stands at each place of the endless training order.
 
-    Epoch e fills places e*N .. (e+1)*N - 1 with every sequence once. Inside a window of the epoch's
-    permutation, sequences are sorted by length and groups of neighbours are shuffled.
+    Epoch e fills places e*N .. (e+1)*N - 1, N = `per_epoch`; without weights, with every sequence
+    once. Inside a window of the epoch's permutation, sequences are sorted by length and groups of
+    neighbours are shuffled.
+
+    Returns:
+        The sequences [n], and how often each was seen before, [n].
     """
-    N = len(sequences)  # noqa: N806
-    epoch, inside = np.divmod(place, N)
-    result = np.empty_like(place)
+    epoch, inside = np.divmod(place, sequences.per_epoch)
+    index, visit = np.empty_like(place), np.empty_like(place)
     for key in {(int(e), int(w)) for e, w in zip(epoch, inside // WINDOW)}:
         here = (epoch == key[0]) & (inside // WINDOW == key[1])
-        result[here] = _window(sequences, *key, seed)[inside[here] % WINDOW]
-    return result
+        order = _window(sequences, *key, seed)
+        index[here], visit[here] = (x[inside[here] % WINDOW] for x in order)
+    return index, visit
 
 
-def _window(sequences: Sequences, epoch: int, window: int, seed: int) -> NDArray[np.int64]:
-    places = np.arange(window * WINDOW, min((window + 1) * WINDOW, len(sequences)))
-    index = counter.permuted(places, len(sequences), seed, epoch)
-    index = index[np.argsort(sequences.spans(index)[1], kind="stable")]
-    groups = [index[i : i + GROUP] for i in range(0, len(index), GROUP)]
+def _window(
+    sequences: Sequences, epoch: int, window: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    number = sequences.per_epoch
+    places = np.arange(window * WINDOW, min((window + 1) * WINDOW, number))
+    entry = counter.permuted(places, number, seed, epoch)
+    index, visit = sequences.drawn(entry, epoch, seed)
+    by_length = np.argsort(sequences.spans(index)[1], kind="stable")
+    groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
     shuffled = np.argsort(counter.bits(seed, epoch, window, np.arange(len(groups))))
-    return np.concatenate([groups[i] for i in shuffled])
+    order = np.concatenate([groups[i] for i in shuffled])
+    return index[order], visit[order]
 
 
 def examples(
     sequences: Sequences,
     index: NDArray[np.int64],
-    epoch: NDArray[np.int64],
+    visit: NDArray[np.int64],
     special: SpecialTokens,
     mask_rate: float,
     seed: int,
-) -> dict[str, Tensor]:
-    """Masked examples of the given sequences, padded to the longest of them.
+    packed: bool = False,
+    capacity: int | None = None,
+) -> dict[str, Any]:
+    """Masked examples of the given sequences.
+
+    Args:
+        sequences: Where they come from.
+        index: [B] which.
+        visit: [B] how often each was seen before: every time it is masked anew.
+        special: The tokenizer's ids.
+        mask_rate: Share of tokens to predict.
+        seed: The run's.
+        packed: All in one row instead of rows padded to the longest.
+        capacity: Fill `places` and `targets` up to a multiple of this, with `IGNORED` targets: a
+            compiled step then meets one shape. The masks are the same.
 
     Returns:
-        input_ids: [B, L] int64, corrupted.
-        attention_mask: [B, L] int64, 0 on padding.
-        places: [n] int64, where the predicted tokens stand in the flattened [B * L].
+        input_ids: [B, L] or packed [1, T], int64, corrupted.
+        attention_mask: [B, L] int64, 0 on padding; when packed instead
+        position_ids: [1, T] int64, from 0 for each sequence,
+        cu_seq_lens_q: [B + 1] int32, 0 and the ends of sequences, and
+        max_length_q: int, tokens of the longest.
+        places: [n] int64, where the predicted tokens stand in the flattened input_ids.
         targets: [n] int64, their original ids.
     """
     start, size = sequences.spans(index)
     L = int(size.max()) + 2  # noqa: N806
     ids = np.full((len(index), L), special.padding, np.int64)
-    for row, (a, n) in enumerate(zip(start, size)):
+    for row, (a, n) in enumerate(zip(start.tolist(), size.tolist())):
         ids[row, 0], ids[row, n + 1] = special.first, special.last
-        ids[row, 1 : n + 1] = sequences.store.tokens[a : a + n]
-    attention_mask = np.arange(L) < size[:, None] + 2
-    corrupted, chosen = corrupt(ids, index, epoch, special, mask_rate, seed)
-    return {
+        ids[row, 1 : n + 1] = sequences.store.read(a, n)
+    real = np.arange(L) < size[:, None] + 2
+    corrupted, chosen = corrupt(ids, index, visit, special, mask_rate, seed)
+    targets = ids[chosen]
+    layout: dict[str, Any] = {"attention_mask": torch.from_numpy(real.astype(np.int64))}
+    if packed:
+        layout = _borders(size + 2)
+        corrupted, chosen = corrupted[real][None], chosen[real]
+    places = np.flatnonzero(chosen)
+    if capacity is not None:
+        room = max(1, math.ceil(len(places) / capacity)) * capacity - len(places)
+        places = np.pad(places, (0, room))
+        targets = np.pad(targets, (0, room), constant_values=IGNORED)
+    return layout | {
         "input_ids": torch.from_numpy(corrupted),
-        "attention_mask": torch.from_numpy(attention_mask.astype(np.int64)),
-        "places": torch.from_numpy(np.flatnonzero(chosen)),
-        "targets": torch.from_numpy(ids[chosen]),
+        "places": torch.from_numpy(places),
+        "targets": torch.from_numpy(targets),
     }
+
+
+def _borders(lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """What a kernel must know of sequences of these lengths in one row."""
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    borders = np.cumsum([0, *lengths]).astype(np.int32)
+    return {
+        "position_ids": torch.from_numpy(positions)[None],
+        "cu_seq_lens_q": torch.from_numpy(borders),
+        "max_length_q": int(lengths.max()),
+    }
+
+
+def mask_capacity(tokens: int, mask_rate: float) -> int:
+    """Predicted tokens that so many tokens hardly ever exceed: 6 standard deviations, in eights."""
+    most = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
+    return 8 * math.ceil(most / 8)
 
 
 def require_shares(batch_size: int, micro_batch: int, processes: int) -> None:
@@ -152,7 +290,20 @@ def require_shares(batch_size: int, micro_batch: int, processes: int) -> None:
 
 
 class Steps(Dataset):
-    """The micro-batches of one process, by optimiser step."""
+    """The micro-batches of one process, by optimiser step.
+
+    Args:
+        sequences: The training text.
+        special: The tokenizer's ids.
+        batch_size: Sequences a step, over all processes.
+        micro_batch: Sequences a process takes at once.
+        mask_rate: Share of tokens to predict.
+        seed: The run's.
+        processes: How many share the work.
+        rank: Which of them this is.
+        packed: The layout, as in `examples`.
+        capacity: As in `examples`.
+    """
 
     def __init__(
         self,
@@ -164,21 +315,28 @@ class Steps(Dataset):
         seed: int,
         processes: int = 1,
         rank: int = 0,
+        packed: bool = False,
+        capacity: int | None = None,
     ) -> None:
         require_shares(batch_size, micro_batch, processes)
         self.sequences, self.special = sequences, special
         self.batch_size, self.micro_batch = batch_size, micro_batch
         self.mask_rate, self.seed = mask_rate, seed
         self.processes, self.rank = processes, rank
+        self.packed, self.capacity = packed, capacity
 
-    def __getitem__(self, step: int) -> list[dict[str, Tensor]]:
-        """All micro-batches this process computes in that step."""
+    def shares(self, step: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Sequences of each micro-batch of this process, and how often each was seen before."""
         place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        index, epoch = ordered(self.sequences, place, self.seed), place // len(self.sequences)
+        index, visit = ordered(self.sequences, place, self.seed)
         by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
         # neighbours in length go to different processes at the same time: equal work, no waiting
         mine = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
+        return [(index[rows], visit[rows]) for rows in mine]
+
+    def __getitem__(self, step: int) -> list[dict[str, Any]]:
+        """All micro-batches this process computes in that step."""
+        rules = (self.special, self.mask_rate, self.seed, self.packed, self.capacity)
         return [
-            examples(self.sequences, index[m], epoch[m], self.special, self.mask_rate, self.seed)
-            for m in mine
+            examples(self.sequences, index, visit, *rules) for index, visit in self.shares(step)
         ]

@@ -5,10 +5,14 @@ Read `main`, then `train`: that is the whole run.
 """
 
 import dataclasses
+import errno
 import json
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +20,36 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 import roformer
 from train import checkpoint, counter, vocabulary
-from train.corpus import EMBEDDED, TokenStore, find_files, tokenise
+from train.capacity import fit_micro_batch, plan
+from train.corpus import TokenStore, tokenise
+from train.documents import EMBEDDED, find_files
+from train.flops import measured_peak
 from train.initialise import build, model_config
+from train.interruptions import EXIT_CODES, REASONS, Interruptions, ReadLater, ignore_signals
 from train.journal import Journal, environment
 from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
-from train.optim import adamw, rate_factor, set_rate
-from train.packing import Sequences, SpecialTokens, Steps, require_shares
-from train.settings import PretrainSettings, require
+from train.optim import FiniteSteps, adamw, learning_rate, set_rate
+from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, require_shares
+from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings, require
+from train.stages import Stages, seed_of, stages_of
 from train.validate import evaluate
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
 FREE = {
     "corpus": {"cache", "train", "validation", "tokenizer"},  # what they hold is compared instead
+    "optim": {"micro_batch"},
     "run": {
         "folder", "log_every", "validate_every", "validation_sequences", "save_every", "keep",
-        "tracker",
+        "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
     },
 }  # fmt: skip
 """Keys that may change when a run goes on: they do not decide what is learned."""
@@ -52,28 +63,34 @@ def main(settings: PretrainSettings) -> Path:
 
     Raises:
         InputError: The settings do not fit together, the data, or the run that is there.
+        SystemExit: A signal ended the run early; a checkpoint is there.
     """
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     folder = Path(settings.run.folder) / settings.run.name
     refuse_other_settings(folder, settings)
     accelerator = start_accelerator(settings.run.tracker, str(folder))
-    refuse_misfits(settings, accelerator)
-    tokenizer, stores = prepare_data(settings, accelerator)
-    config = model_config(settings.model, settings.corpus.length, tokenizer)
-    objective = MaskedLanguageModel(build(settings.model, config, settings.run.seed))
-    steps = make_steps(settings, stores[0], tokenizer, accelerator)
-    held_out = Sequences(stores[1], settings.corpus.length)
-    total = number_of_steps(settings, steps.sequences)
+    stages = stages_of(settings)
+    for stage in stages:
+        refuse_misfits(stage, accelerator)
+    if settings.run.dry:
+        dry_run(settings, stages, accelerator)
+        return folder / "model"
+    tokenizer, stores, held_out = prepare_data(stages, accelerator)
+    objective = make_objective(settings, tokenizer)
+    steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
     if accelerator.is_main_process:
         write_header(folder, settings, accelerator)
     accelerator.init_trackers("tracker")
-    train(settings, accelerator, objective, steps, total, held_out, folder)
-    if accelerator.is_main_process:
+    with no_room(folder):
+        code = train(settings, accelerator, objective, steps, held_out, folder)
+    if code is None and accelerator.is_main_process:
         objective.model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         print(f"model and tokenizer: {folder / 'model'}")
     accelerator.end_training()
+    if code:
+        raise SystemExit(code)
     return folder / "model"
 
 
@@ -81,46 +98,66 @@ def train(
     settings: PretrainSettings,
     accelerator: Accelerator,
     objective: MaskedLanguageModel,
-    steps: Steps,
-    total: int,
+    steps: Stages,
     held_out: Sequences,
     folder: Path,
-) -> None:
-    """The loop: from the newest checkpoint, or from nothing, to step number `total`."""
-    optim, run = settings.optim, settings.run
-    rate = rate_factor(optim.schedule, optim.warmup_steps, total + 1)  # the last step still moves
+) -> int | None:
+    """The loop: from the newest checkpoint, or from nothing, to the last step or the end of time.
+
+    Returns:
+        None when the run is finished; the exit code of the reason why it ended before.
+    """
+    optim, run, total = settings.optim, settings.run, steps.total
+    rate = learning_rate(optim, total)
     optimizer = adamw(
         objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
     )
-    data = [part.store.folder.name for part in (steps.sequences, held_out)]
-    state = resume(folder, objective, optimizer, accelerator, data)
     model, optimizer = accelerator.prepare(objective, optimizer)
-    loader = DataLoader(steps, batch_size=None, sampler=range(state["step"], total))
-    with Journal(accelerator, folder, state, total) as journal:
-        for step, micro_batches in enumerate(loader, start=state["step"]):
+    data = [*(part.sequences.store.folder.name for part in steps.parts), held_out.store.folder.name]
+    state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data)
+    peak = peak_flops(run, accelerator)
+    fit(steps, model, objective, accelerator)
+    hours, config = state["seconds"] / 3600, objective.model.config
+    saver = Saver(folder, objective, optimizer.optimizer, data, run.keep)
+    with (
+        Journal(accelerator, folder, state, total, config, peak) as journal,
+        Interruptions(run.max_hours) as interruptions,
+    ):
+        finite = FiniteSteps(optimizer, skipped(journal, steps))
+        batches = journal.clock.timed(make_loader(steps, state["step"], run.workers))
+        for step, micro_batches in enumerate(batches, start=state["step"]):
+            interruptions.alive()
             torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
-            set_rate(optimizer, optim.learning_rate * rate(step + 1))
-            predicted = accelerator.reduce(count_targets(micro_batches, accelerator.device))
+            rate_now = rate(step, hours)
+            set_rate(optimizer, rate_now)
+            agreed = agree(micro_batches, interruptions, journal, accelerator)
+            told = ReadLater(agreed)
             for batch, last in with_last(micro_batches):
                 with nullcontext() if last else accelerator.no_sync(model):
                     loss, right = model(**to_device(batch, accelerator.device))
                     # data-parallel gradients are averages: undo it, for a sum over all processes
-                    accelerator.backward(loss * accelerator.num_processes / predicted.clamp(min=1))
+                    accelerator.backward(loss * accelerator.num_processes / agreed[0].clamp(min=1))
                 journal.add(loss, right, batch)
             norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            finite.step(step, norm)
             done = step + 1
-            if done % run.log_every == 0 or done == total:
-                journal.training(done, optim.learning_rate * rate(step + 1), norm)
-            if done % run.validate_every == 0 or done == total:
-                limit = run.validation_sequences
-                scores = evaluate(
-                    model, held_out, steps.special, accelerator, optim.micro_batch, limit
-                )
+            _, seconds, *reasons = told.read()
+            hours = seconds / 3600
+            ended = done == total or (total is None and hours >= (optim.hours or 0))
+            if done % run.log_every == 0 or ended:
+                journal.training(done, rate_now, norm)
+            if done % run.validate_every == 0 or ended:
+                limit, micro = run.validation_sequences, optim.micro_batch
+                scores = evaluate(model, held_out, steps.special, accelerator, micro, limit)
                 journal.validation(done, scores)
-            if done % run.save_every == 0 or done == total:
-                save(folder, done, objective, optimizer, accelerator, journal, data, run.keep)
+            if done % run.save_every == 0 or ended or any(reasons):
+                finite.settle()
+                saver.save(done, journal, last=ended or any(reasons))
+            if ended:
+                return None
+            if any(reasons):
+                return leave(reasons, done, accelerator)
+    return None
 
 
 def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None:
@@ -141,55 +178,159 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
 
 
 def prepare_data(
-    settings: PretrainSettings, accelerator: Accelerator
-) -> tuple[PreTrainedTokenizerBase, tuple[TokenStore, TokenStore]]:
-    """Tokenizer, and training and held-out text as ids; one process a machine does the work."""
-    corpus = settings.corpus
+    stages: list[PretrainSettings], accelerator: Accelerator
+) -> tuple[PreTrainedTokenizerBase, list[TokenStore], Sequences]:
+    """Tokenizer, the text of each stage, held-out text; one process a machine does the work."""
+    first = stages[0]
     with accelerator.local_main_process_first():
-        vocabulary.learn_if_missing(corpus)
-        tokenizer = vocabulary.load(corpus.tokenizer)
-        model_config(settings.model, corpus.length, tokenizer)
-        stores = tokenise(corpus, "train", tokenizer), tokenise(corpus, "validation", tokenizer)
-    return tokenizer, stores
+        vocabulary.learn_if_missing(first.corpus)
+        tokenizer = vocabulary.load(first.corpus.tokenizer)
+        for stage in stages:
+            model_config(stage.model, stage.corpus.length, tokenizer)
+        stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]
+        held_out = tokenise(first.corpus, "validation", tokenizer)
+    return tokenizer, stores, Sequences(held_out, first.corpus.length)
+
+
+def make_objective(
+    settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> MaskedLanguageModel:
+    """The model with its loss, in float32."""
+    config = model_config(settings.model, settings.corpus.length, tokenizer)
+    model = build(settings.model, config, settings.run.seed)
+    if settings.model.gradient_checkpointing:
+        # transformers renamed it after 5.17
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        (renamed or model.gradient_checkpointing_enable)()
+    return MaskedLanguageModel(model)
 
 
 def make_steps(
-    settings: PretrainSettings,
-    store: TokenStore,
+    stages: list[PretrainSettings],
+    stores: list[TokenStore],
     tokenizer: PreTrainedTokenizerBase,
+    packed: bool,
     accelerator: Accelerator,
-) -> Steps:
-    """This process's share of every step."""
-    return Steps(
-        Sequences(store, settings.corpus.length),
-        SpecialTokens.of(tokenizer),
-        settings.optim.batch_size,
-        settings.optim.micro_batch,
-        settings.corpus.mask_rate,
-        settings.run.seed,
-        accelerator.num_processes,
-        accelerator.process_index,
+) -> Stages:
+    """This process's share of every step.
+
+    Raises:
+        InputError: The warm-up would outlast the run.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    compiled = plugin.backend != DynamoBackend.NO
+    parts = []
+    for number, (stage, store) in enumerate(zip(stages, stores)):
+        corpus, optim = stage.corpus, stage.optim
+        sequences = Sequences(store, corpus.length, corpus.weights)
+        most = mask_capacity(optim.micro_batch * corpus.length, corpus.mask_rate)
+        steps = Steps(
+            sequences,
+            SpecialTokens.of(tokenizer, corpus.whole_word),
+            optim.batch_size,
+            optim.micro_batch,
+            corpus.mask_rate,
+            seed_of(stage.run.seed, number),
+            accelerator.num_processes,
+            accelerator.process_index,
+            packed=packed,
+            capacity=most if compiled else None,
+        )
+        parts.append((number_of_steps(optim, sequences.mean_length), steps))
+    whole = Stages(parts)
+    warmup, rule = stages[0].optim.warmup_steps, f"must be fewer than the {whole.total} steps"
+    fits = whole.total is None or warmup < whole.total
+    remedy = "shorten it or train longer"
+    require(fits, "optim.warmup_steps", f"{rule} of the run", warmup, remedy)
+    return whole
+
+
+def number_of_steps(optim: OptimSettings, mean_length: float) -> int | None:
+    """Optimiser steps: as given, as many as the token budget holds, or None for a time."""
+    if optim.tokens is None:
+        return optim.steps
+    return math.ceil(optim.tokens / (optim.batch_size * mean_length))
+
+
+def dry_run(
+    settings: PretrainSettings, stages: list[PretrainSettings], accelerator: Accelerator
+) -> None:
+    """Print what the run would take, and write nothing."""
+    config = dataclasses.replace(settings.model, init=None)
+    objective = make_objective(dataclasses.replace(settings, model=config), None)
+    steps = [number_of_steps(stage.optim, stage.corpus.length) for stage in stages]
+    plan(settings, stages, objective.to(accelerator.device), steps, accelerator)
+
+
+def fit(
+    steps: Stages, model: nn.Module, objective: MaskedLanguageModel, accelerator: Accelerator
+) -> None:
+    """Make micro-batches smaller where they would not fit into memory."""
+    for part in steps.parts:
+        length = part.sequences.content + 2
+        part.micro_batch = fit_micro_batch(model, objective, length, part.micro_batch, accelerator)
+
+
+def make_loader(steps: Stages, start: int, workers: int) -> DataLoader:
+    """The steps from `start` on, made ahead of time by `workers` processes."""
+    end = sys.maxsize if steps.total is None else steps.total
+    quiet = ignore_signals if workers else None
+    sampler = range(start, end)
+    return DataLoader(
+        steps, batch_size=None, sampler=sampler, num_workers=workers, worker_init_fn=quiet
     )
 
 
-def number_of_steps(settings: PretrainSettings, sequences: Sequences) -> int:
-    """Optimiser steps of the run: as given, or as many as the token budget holds.
+def agree(
+    micro_batches: list[dict[str, Any]],
+    interruptions: Interruptions,
+    journal: Journal,
+    accelerator: Accelerator,
+) -> Tensor:
+    """What all processes must know of a step: one sum over them.
 
-    Raises:
-        InputError: The warm-up would outlast them.
+    Returns:
+        Predicted tokens of the step, seconds of the run, and how many processes have heard each
+        reason to end it, on the device.
     """
-    optim, steps = settings.optim, settings.optim.steps
-    if steps is None:
-        assert optim.tokens is not None
-        steps = math.ceil(optim.tokens / (optim.batch_size * sequences.mean_length))
-    rule, found = f"must be fewer than the {steps} steps of the run", optim.warmup_steps
-    require(found < steps, "optim.warmup_steps", rule, found, "shorten it or train longer")
-    return steps
+    predicted = sum(int((batch["targets"] >= 0).sum()) for batch in micro_batches)
+    seconds = journal.clock.seconds if accelerator.is_main_process else 0.0
+    values = [predicted, seconds, *interruptions.told()]
+    return accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device))
 
 
-def count_targets(micro_batches: list[dict[str, Tensor]], device: torch.device) -> Tensor:
-    """Predicted tokens of this process in one step."""
-    return torch.tensor(sum(len(batch["targets"]) for batch in micro_batches), device=device)
+def skipped(journal: Journal, steps: Stages) -> Callable[[int, int], None]:
+    """What to do about a step whose gradient was not finite: name it and its sequences."""
+
+    def report(step: int, in_a_row: int) -> None:
+        shown = steps.sequences(step)[:8]
+        journal.warn(
+            f"step {step + 1} changed no weight, its gradient is not finite ({in_a_row} in a row); "
+            f"sequences {shown}, ... of process 0"
+        )
+
+    return report
+
+
+def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
+    """Say why a run ends early; what the process ends with."""
+    number = next(i for i, heard in enumerate(reasons) if heard)
+    accelerator.print(f"{REASONS[number]}: saved after step {step}; the same command goes on")
+    return EXIT_CODES[number]
+
+
+@contextmanager
+def no_room(folder: Path) -> Iterator[None]:
+    """Turn a disk that is full, or a quota, into one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise InputError(
+            f"run.folder must have room, got {os.strerror(error.errno)} in {folder}; make some, "
+            "the same command goes on"
+        ) from error
 
 
 def with_last(batches: list[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], bool]]:
@@ -198,12 +339,13 @@ def with_last(batches: list[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tens
         yield batch, number == len(batches)
 
 
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch on the device, copied without waiting."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch on the device, copied without waiting; plain numbers stay."""
+    return send_to_device(batch, device, non_blocking=True)
 
 
 def resume(
+    settings: PretrainSettings,
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -218,34 +360,61 @@ def resume(
     """
     with accelerator.main_process_first():  # which sets damaged ones aside
         path = checkpoint.newest(folder)
-    state = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 4, "data": data}
+    state = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 5, "data": data}
     if path is not None:
         state = checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
     same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
-    require(same, "corpus.train and corpus.validation", rule, data, "choose another run.name")
+    remedy = "choose another run.name, or set run.allow_drift true"
+    free = same or settings.run.allow_drift
+    require(free, "corpus.train and corpus.validation", rule, data, remedy)
     steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
     found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     return state
 
 
-def save(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    journal: Journal,
-    data: list[str],
-    keep: int,
-) -> None:
-    """Write a checkpoint on the main process and delete the oldest."""
-    state = journal.state() | {"data": data}
-    if accelerator.is_main_process:
-        checkpoint.save(folder, step, model, optimizer, state)
-        checkpoint.retain(folder, keep)
-    accelerator.wait_for_everyone()
+@dataclass
+class Saver:
+    """Writes checkpoints of a run on the main process, and deletes old ones."""
+
+    folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: list[str]
+    keep: int
+
+    def save(self, step: int, journal: Journal, last: bool) -> None:
+        """Save, and go on without if the disk is full, unless it is the last.
+
+        Raises:
+            InputError: The last checkpoint could not be written.
+        """
+        accelerator = journal.accelerator
+        state = journal.state() | {"data": self.data}
+        held = checkpoint.content(self.model, self.optimizer)
+        failed = ""
+        if accelerator.is_main_process:
+            try:
+                checkpoint.save(self.folder, step, held, state)
+                checkpoint.retain(self.folder, self.keep)
+            except OSError as error:
+                failed = str(error)
+                journal.warn(f"no checkpoint after step {step}, the one before stays: {failed}")
+        flag = torch.tensor(float(bool(failed)), device=accelerator.device)
+        if accelerator.reduce(flag).item() and last:
+            raise InputError(
+                f"run.folder must have room for a checkpoint, got {failed or 'none'}; make some, "
+                "the same command goes on"
+            )
+
+
+def peak_flops(run: RunSettings, accelerator: Accelerator) -> float:
+    """Operations a second of one device: as given, or of a large product in the run's precision."""
+    if run.peak_tflops is not None:
+        return run.peak_tflops * 1e12
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return measured_peak(accelerator.device, half.get(accelerator.mixed_precision, torch.float32))
 
 
 def as_dict(settings: PretrainSettings) -> dict[str, Any]:
@@ -260,7 +429,7 @@ def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
         InputError: A key that decides what is learned has changed.
     """
     file = folder / "settings.yaml"
-    if not file.exists():
+    if settings.run.allow_drift or not file.exists():
         return
     try:
         before = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -271,11 +440,14 @@ def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
         readable, str(file), "must hold the settings of the run", "none", "choose another run.name"
     )
     for section, values in as_dict(settings).items():
-        for key, value in values.items():
-            begun = before.get(section, {}).get(key)
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            begun = before.get(section, {})
+            begun = begun.get(key) if key else begun or []
             rule = f"must stay {begun!r} for the run in {folder}"
             same = begun == value or key in FREE.get(section, ())
-            require(same, f"{section}.{key}", rule, repr(value), "choose another run.name")
+            name = f"{section}.{key}".removesuffix(".")
+            remedy = "choose another run.name, or set run.allow_drift true"
+            require(same, name, rule, repr(value), remedy)
 
 
 def write_header(folder: Path, settings: PretrainSettings, accelerator: Accelerator) -> None:

@@ -4,6 +4,7 @@ Defaults stand here and nowhere else. A YAML under configs/ lists what an experi
 several `--config` files are merged, later ones win, flags win over all (`--optim.steps 100`).
 """
 
+import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,11 @@ class ModelSettings:
     init: str | None = None
     """Folder or hub id to continue from instead of random weights; BERT's fit a RoFormer."""
     attention: str = "sdpa"
-    """Attention kernel by transformers' name: eager (fastest on CPU in bf16) or sdpa."""
+    """Attention kernel by transformers' name: eager (fastest on CPU in bf16), sdpa, or this
+    project's `unpadded`."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass: a quarter slower, for longer sequences or a
+    larger micro-batch in the same memory."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,13 @@ class CorpusSettings:
     """The text, and how it becomes sequences."""
 
     train: str | list[str] = "embedded"
-    """Folders, globs or files of parquet, jsonl or txt; a hub data set; or `embedded`, the
-    documentation installed on this machine."""
+    """Folders, globs or files of parquet, jsonl or txt (the last two also .gz or .zst); hub data
+    sets; or `embedded`, the documentation installed on this machine."""
     validation: str | list[str] = "embedded"
     """Held-out text, given in the same ways."""
+    weights: list[float] | None = None
+    """How often an epoch takes each name of `train`: 2 twice, 0.5 one half now and the other in the
+    next; null takes everything once."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     tokenizer: str = "runs/vocabulary"
@@ -67,6 +75,8 @@ class CorpusSettings:
     """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
     mask_rate: float = 0.15
     """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay."""
+    whole_word: bool = False
+    """Choose words instead of tokens; what becomes of each of their tokens is decided alone."""
     cache: str = "runs/tokens"
     """Folder where tokenised text is kept and found again."""
 
@@ -85,6 +95,11 @@ class CorpusSettings:
             self.mask_rate,
             "BERT and the paper use 0.15",
         )
+        if self.weights is not None:
+            names = 1 if isinstance(self.train, str) else len(self.train)
+            fits = len(self.weights) == names and all(weight > 0 for weight in self.weights)
+            rule = f"must be a positive number for each of the {names} names of corpus.train"
+            require(fits, "corpus.weights", rule, self.weights, "give 1.0 where nothing changes")
 
 
 @dataclass(frozen=True)
@@ -110,9 +125,11 @@ class OptimSettings:
     micro_batch: int = 32
     """Sequences a process takes at once; the rest of its share is accumulated."""
     steps: int | None = None
-    """Optimiser steps; give this or `tokens`."""
+    """Optimiser steps; give this, `tokens`, `hours` or stages."""
     tokens: int | None = None
-    """Training tokens, turned into steps by the corpus's mean sequence; give this or `steps`."""
+    """Training tokens, turned into steps by the corpus's mean sequence."""
+    hours: float | None = None
+    """Hours of training, over all launches of the run; the schedule follows the clock."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "epsilon", "clip_norm", "batch_size", "micro_batch"):
@@ -134,12 +151,10 @@ class OptimSettings:
         named = f"must be one of {', '.join(SCHEDULES)}"
         found = repr(self.schedule)
         require(self.schedule in SCHEDULES, "optim.schedule", named, found, "linear is BERT's")
-        both = f"steps={self.steps}, tokens={self.tokens}"
-        given = (self.steps is None) != (self.tokens is None)
-        require(given, "optim", "needs exactly one of steps and tokens", both, "set one of the two")
-        budget = self.steps if self.steps is not None else self.tokens
-        assert budget is not None
-        require(budget > 0, "optim", "needs a positive number of steps or tokens", both, "raise it")
+        for name in ("steps", "tokens", "hours"):
+            value = getattr(self, name)
+            fits = value is None or value > 0
+            require(fits, f"optim.{name}", "must be positive", value, "raise it")
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,20 @@ class RunSettings:
     save_every: int = 500
     """Optimiser steps between two checkpoints."""
     keep: int = 2
-    """Checkpoints kept; an older one goes only after a newer one is complete."""
+    """Newest checkpoints kept, beside the one of the lowest validation loss; an older one goes only
+    after a newer one is complete."""
+    workers: int = 0
+    """Processes beside each training process that make its batches ahead of time."""
+    max_hours: float | None = None
+    """Hours after which this launch saves and ends, for machines that are lent by the hour; the
+    same command goes on."""
+    peak_tflops: float | None = None
+    """What the accelerator can do in 10^12 operations a second, for the log's share of it (mfu);
+    null measures a large matrix product."""
+    allow_drift: bool = False
+    """Go on although settings or data are not those the run began with."""
+    dry: bool = False
+    """Say what the run would take (parameters, steps, time, memory, disk) and start nothing."""
     tracker: str | None = "tensorboard"
     """Accelerate tracker by name beside log.jsonl, or null."""
 
@@ -176,6 +204,11 @@ class RunSettings:
                 value,
                 "leave it out for the default",
             )
+        require(self.workers >= 0, "run.workers", "must not be negative", self.workers, "use 0")
+        for name in ("max_hours", "peak_tflops"):
+            value = getattr(self, name)
+            fits = value is None or value > 0
+            require(fits, f"run.{name}", "must be positive", value, "leave it out")
         usable = bool(self.name) and self.name not in (".", "..") and "/" not in self.name
         require(
             usable,
@@ -188,13 +221,66 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class StageSettings:
+    """A part of a run with a length, batch or text of its own."""
+
+    steps: int
+    """Optimiser steps of the stage."""
+    length: int | None = None
+    """As corpus.length, which it replaces; null keeps that."""
+    train: str | list[str] | None = None
+    """As corpus.train."""
+    batch_size: int | None = None
+    """As optim.batch_size."""
+    micro_batch: int | None = None
+    """As optim.micro_batch."""
+
+
+@dataclass(frozen=True)
 class PretrainSettings:
     """Pretrain an encoder with masked language modelling."""
 
-    optim: OptimSettings
+    optim: OptimSettings = field(default_factory=OptimSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    stages: list[StageSettings] = field(default_factory=list)
+    """Stages one after the other, in place of optim.steps; the schedule spans them all."""
+
+    def __post_init__(self) -> None:
+        optim = self.optim
+        budgets: dict[str, object] = {"optim.steps": optim.steps, "optim.tokens": optim.tokens}
+        budgets |= {"optim.hours": optim.hours, "stages": self.stages or None}
+        given = [name for name, value in budgets.items() if value is not None]
+        found, remedy = ", ".join(given) or "none", "set one and null the others"
+        require(len(given) == 1, "optim", f"needs one of {', '.join(budgets)}", found, remedy)
+        for number in range(len(self.stages)):  # each is checked as a run of its own would be
+            stage_settings(self, number)
+
+
+def stage_settings(settings: PretrainSettings, number: int) -> PretrainSettings:
+    """The settings of one stage, as those of a run without stages.
+
+    Raises:
+        InputError: The stage breaks a rule of the settings it replaces.
+    """
+    chosen = settings.stages[number]
+    corpus = {"length": chosen.length, "train": chosen.train}
+    optim = {"batch_size": chosen.batch_size, "micro_batch": chosen.micro_batch}
+    optim["steps"] = chosen.steps
+    try:
+        return dataclasses.replace(
+            settings,
+            stages=[],
+            corpus=dataclasses.replace(settings.corpus, **_given(corpus)),
+            optim=dataclasses.replace(settings.optim, **_given(optim)),
+        )
+    except InputError as error:
+        raise InputError(f"stages[{number}]: {error}") from error
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _OneLineParser(jsonargparse.ArgumentParser):

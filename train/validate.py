@@ -2,9 +2,11 @@
 
     python -m train.validate --model runs/NAME/model --corpus.validation TEXT --length 512
 
-Masks are fixed: 15 %, the same for every model and every evaluation, so that losses compare.
+Masks are fixed: 15 % of the tokens, the same for every model and every evaluation, whatever a run
+masks in training, so that losses compare.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 
 import roformer
@@ -75,11 +78,14 @@ def evaluate(
     by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
     batches = [by_length[i : i + batch] for i in range(0, number, batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    packed = accelerator.unwrap_model(model).packed
+    tokens = dataclasses.replace(special, continuing=None)
     was_training = model.training
     model.eval()
     for rows in batches[accelerator.process_index :: accelerator.num_processes]:
-        tensors = examples(sequences, rows, np.zeros_like(rows), special, MASK_RATE, MASK_SEED)
-        loss, right = model(**{k: v.to(accelerator.device) for k, v in tensors.items()})
+        first = np.zeros_like(rows)
+        tensors = examples(sequences, rows, first, tokens, MASK_RATE, MASK_SEED, packed)
+        loss, right = model(**send_to_device(tensors, accelerator.device))
         sums += torch.stack(
             [loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double()]
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import BertWordPieceTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
-from train.corpus import documents
+from train.documents import documents
 from train.folders import whole_folder
 from train.launch import run_command
 from train.settings import CorpusSettings, InputError, require

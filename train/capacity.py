@@ -1,0 +1,170 @@
+"""What fits into memory, and what a run would take: time, memory and disk."""
+
+import gc
+import json
+import time
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedConfig
+
+from train.objective import MaskedLanguageModel
+from train.settings import InputError, PretrainSettings
+
+ADAM_BYTES = 16
+"""Weight, gradient and two moments of a parameter in float32."""
+
+SAVED_BYTES = 12
+"""Weight and moments, as a checkpoint holds them."""
+
+
+def longest_batch(rows: int, length: int, vocabulary: int, packed: bool) -> dict[str, Any]:
+    """A micro-batch of random tokens as large as any: full rows, 15 % predicted."""
+    ids = torch.randint(vocabulary, (rows, length))
+    places = torch.arange(0, rows * length, 7)
+    batch: dict[str, Any] = {"places": places, "targets": ids.flatten()[places]}
+    if not packed:
+        return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return batch | {
+        "input_ids": ids.view(1, -1),
+        "position_ids": torch.arange(length).repeat(rows)[None],
+        "cu_seq_lens_q": torch.arange(0, rows * length + 1, length, dtype=torch.int32),
+        "max_length_q": length,
+    }
+
+
+def fit_micro_batch(
+    model: nn.Module,
+    objective: MaskedLanguageModel,
+    length: int,
+    wanted: int,
+    accelerator: Accelerator,
+) -> int:
+    """The largest micro-batch that every process can compute: `wanted`, halved until it fits.
+
+    Tried before the first step, because a process that runs out of memory later leaves the others
+    waiting for it. The rest of the batch is accumulated, so the losses are the same.
+
+    Args:
+        model: As prepared by Accelerate.
+        objective: What it wraps.
+        length: Longest sequence.
+        wanted: Sequences.
+        accelerator: Its processes agree.
+
+    Raises:
+        InputError: Not even one sequence fits.
+    """
+    size = wanted
+    while True:
+        failed = torch.tensor(float(not _fits(model, objective, length, size, accelerator)))
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not accelerator.reduce(failed.to(accelerator.device)).item():
+            return size
+        if size == 1:
+            raise InputError(
+                f"corpus.length must fit into memory, got {length} tokens that do not; shorten it, "
+                "or set model.gradient_checkpointing true"
+            )
+        size //= 2
+        accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
+
+
+def _fits(
+    model: nn.Module,
+    objective: MaskedLanguageModel,
+    length: int,
+    size: int,
+    accelerator: Accelerator,
+) -> bool:
+    batch = longest_batch(size, length, objective.model.config.vocab_size, objective.packed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        # AdamW's moments come with the first step: their room is taken here
+        moments = [torch.empty_like(p) for p in trained for _ in range(2)]
+        on_device = {
+            k: v.to(accelerator.device) if isinstance(v, torch.Tensor) else v
+            for k, v in batch.items()
+        }
+        with accelerator.no_sync(model):
+            loss, _ = model(**on_device)
+            accelerator.backward(loss / len(batch["targets"]))
+        del moments
+    except (MemoryError, RuntimeError) as error:
+        # torch's error for a CPU has no class of its own
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and (
+            "allocate" not in str(error) and "not enough memory" not in str(error)
+        ):
+            raise
+        return False
+    return True
+
+
+def plan(
+    settings: PretrainSettings,
+    stages: list[PretrainSettings],
+    objective: MaskedLanguageModel,
+    steps: list[int | None],
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """What the run would take, from one micro-batch timed here; nothing is written.
+
+    Args:
+        settings: Of the run.
+        stages: Of its stages.
+        objective: On the device.
+        steps: Of each stage; None where the end is a time.
+        accelerator: Says how many processes there would be.
+
+    Returns:
+        Parameters, tokens a step, steps, hours, memory and disk in GB, as JSON values.
+    """
+    parameters = sum(p.numel() for p in objective.parameters())
+    seconds, tokens, hours = [], 0, 0.0
+    for stage, number in zip(stages, steps):
+        seconds.append(_time(objective, stage, accelerator))
+        share = stage.optim.batch_size / stage.optim.micro_batch / accelerator.num_processes
+        tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
+        hours += (number or 0) * share * seconds[-1] / 3600
+    from train.journal import memory
+
+    report = {
+        "parameters": parameters,
+        "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],
+        "steps": steps,
+        "tokens_at_most": tokens or None,
+        "hours": settings.optim.hours or round(hours, 2),
+        "memory_gb": round((memory() + (ADAM_BYTES - 8) * parameters) / 1e9, 2),
+        "checkpoints_gb": round(SAVED_BYTES * parameters * (settings.run.keep + 2) / 1e9, 2),
+        "processes": accelerator.num_processes,
+    }
+    accelerator.print(json.dumps(report, indent=2))
+    return report
+
+
+def _time(
+    objective: MaskedLanguageModel, stage: PretrainSettings, accelerator: Accelerator
+) -> float:
+    """Seconds of a forward and backward pass of a micro-batch of full length, the second of two."""
+    rows, length = stage.optim.micro_batch, stage.corpus.length
+    config: PreTrainedConfig = objective.model.config
+    batch = longest_batch(rows, length, config.vocab_size, objective.packed)
+    seconds = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        with accelerator.autocast():
+            loss, _ = objective(
+                **{
+                    k: v.to(accelerator.device) if isinstance(v, torch.Tensor) else v
+                    for k, v in batch.items()
+                }
+            )
+        (loss / len(batch["targets"])).backward()
+        seconds = loss.item() * 0 + time.perf_counter() - started  # reading waits for the device
+    objective.zero_grad(set_to_none=True)
+    return seconds

@@ -1,0 +1,218 @@
+"""Files and hub data sets to documents, one text after the other.
+
+Files are read here and not by `datasets`, which would turn numbers into text and refuse empty ones.
+"""
+
+import glob
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import pyarrow
+from pyarrow import parquet
+
+from train import docstrings
+from train.settings import CorpusSettings, InputError, require
+
+Source = Path | str
+"""A file, or the name of a hub data set."""
+
+EMBEDDED = "embedded"
+
+LONGEST_PARAGRAPH = 1_000_000
+"""Characters after which a txt without blank lines is cut, at the end of a line."""
+
+
+def sources(corpus: CorpusSettings, part: str) -> list[str]:
+    """What the setting of a part names, as a list."""
+    value = getattr(corpus, part)
+    return [value] if isinstance(value, str) else value
+
+
+def find_files(corpus: CorpusSettings, part: str) -> list[list[Source]]:
+    """Data files of each name that a part gives, sorted; a hub data set stands for itself.
+
+    Args:
+        corpus: The corpus section.
+        part: "train" or "validation": which of its two sources, and the key in error messages.
+
+    Raises:
+        InputError: Nothing usable is there.
+    """
+    key, names = f"corpus.{part}", sources(corpus, part)
+    require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
+    files: list[list[Source]] = []
+    for name in names:
+        if name == EMBEDDED:
+            files.append([docstrings.written(part, corpus.cache)])
+            continue
+        found = _named_files(name, key)
+        there = bool(found) or not _looks_like_path(name)
+        require(there, key, "must exist", repr(name), "check the path")
+        files.append([*found] or [name])
+    return files
+
+
+def _named_files(name: str, key: str) -> list[Path]:
+    path = Path(name)
+    endings = ", ".join(READERS)
+    if path.is_dir():
+        found = [p for p in sorted(path.rglob("*")) if ending(p) and p.is_file()]
+        require(
+            bool(found), key, f"must hold {endings} files", f"none in {name!r}", "put text there"
+        )
+        return found
+    matches = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
+    if glob.has_magic(name):
+        require(bool(matches), key, "must match a file", f"none for {name!r}", "check the pattern")
+    for match in matches:
+        rule, remedy = f"must be {endings} files", "convert or rename the file"
+        require(bool(ending(match)), key, rule, str(match), remedy)
+    return matches
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether no hub data set can have that name: those are NAME or OWNER/NAME."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(ending(Path(name)))
+
+
+def ending(path: Path) -> str:
+    """The ending that says what reads a file; empty when nothing does."""
+    return next((name for name in READERS if path.name.endswith(name)), "")
+
+
+def documents(corpus: CorpusSettings, part: str) -> Iterator[str]:
+    """The documents of a part, in order.
+
+    A txt file holds documents separated by blank lines, as BERT's own pretraining input did; a row
+    of parquet or jsonl is one document.
+
+    Raises:
+        InputError: A file cannot be read, lacks the column, or holds no text there.
+    """
+    for files in find_files(corpus, part):
+        for source in files:
+            yield from documents_of(source, part, corpus.text_column)
+
+
+def documents_of(source: Source, part: str, column: str) -> Iterator[str]:
+    """The documents of one file or hub data set."""
+    if isinstance(source, str):
+        return _hub_documents(source, part, column)
+    return READERS[ending(source)](source, f"corpus.{part}", column)
+
+
+@contextmanager
+def _readable(file: Path, key: str) -> Iterator[None]:
+    """Say of a damaged file which one it is."""
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        found = f"{file}: {_first_line(error)}"
+        raise InputError(f"{key} must be a readable file, got {found}; mend the file") from error
+
+
+def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
+    with _readable(file, key), parquet.ParquetFile(file) as table:
+        kinds = {field.name: field.type for field in table.schema_arrow}
+        _require_column(column, kinds, file)
+        for batch in table.iter_batches(batch_size=256, columns=[column]):
+            yield from (_text(value, column, file) for value in batch.column(0).to_pylist())
+
+
+def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
+    for number, line in _lines(file, key):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            found = f"line {number} of {file}: {error}"
+            raise InputError(
+                f"{key} must hold one JSON object a line, got {found}; mend it"
+            ) from error
+        _require_column(column, row if isinstance(row, dict) else {}, file)
+        yield _text(row[column], column, file)
+
+
+def _paragraphs(file: Path, key: str, column: str) -> Iterator[str]:
+    lines: list[str] = []
+    length = 0
+    for _, line in _lines(file, key):
+        if line.strip():
+            lines.append(line)
+            length += len(line)
+        if lines and (not line.strip() or length > LONGEST_PARAGRAPH):
+            yield "".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
+    ".parquet": _parquet_rows,
+    **{f".jsonl{packed}": _jsonl_rows for packed in ("", ".gz", ".zst")},
+    **{f".txt{packed}": _paragraphs for packed in ("", ".gz", ".zst")},
+}
+"""What reads a file, by ending."""
+
+
+def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a text file; pyarrow unpacks it when its ending says so."""
+    with _readable(file, key), io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                found = f"line {number} of {file} that is not"
+                raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
+
+
+def _require_column(column: str, columns: Iterable[str], file: Path) -> None:
+    found = f"{column!r}; it has {', '.join(columns) or 'none'}"
+    if column not in columns:
+        raise InputError(f"corpus.text_column must name a column of {file}, got {found}")
+
+
+def _text(value: object, column: str, file: Path) -> str:
+    if value is None:
+        return ""
+    rule = f"must name a column of text in {file}"
+    require(
+        isinstance(value, str),
+        "corpus.text_column",
+        rule,
+        f"{column!r} with {value!r:.40}",
+        "name another",
+    )
+    return str(value)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
+    """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
+    dataset, _, configuration = name.partition(":")
+    try:
+        rows = datasets.load_dataset(dataset, configuration or None, split=part, streaming=True)
+        for row in rows:
+            _require_column(column, row, Path(name))
+            yield _text(row[column], column, Path(name))
+    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _unreadable_hub(name, part, error) from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise _unreadable_hub(name, part, error) from error
+
+
+def _unreadable_hub(name: str, part: str, error: BaseException) -> InputError:
+    return InputError(
+        f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
+        f"got {name!r} ({_first_line(error)}); check the spelling and the network"
+    )
