@@ -222,7 +222,10 @@ def _loss(
     model: RoFormerPreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
 ) -> Tensor | None:
     """The loss that transformers has for this head, in float32."""
-    return None if labels is None else model.loss_function(logits=logits, labels=labels, **kwargs)
+    if labels is None:
+        return None
+    # a view of labels, every second row for instance, is no matter to us, but to the loss
+    return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
 class RoFormerClassificationHead(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import TINY_MODEL, command
 from train import checkpoint
 from train.settings import InputError
 
@@ -136,3 +137,73 @@ for step in range(1, 10**6):
     victim.stdout.close()
     path = checkpoint.newest(tmp_path)
     assert json.loads((path / "state.json").read_text())["step"] >= last
+
+
+SHARDED = f"""
+import copy, os, pathlib, sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from conftest import enlarge
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from train import checkpoint
+from train.optim import adamw
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+folder = pathlib.Path(sys.argv[1])
+config = RoFormerConfig(vocab_size=60, **{TINY_MODEL}, hidden_dropout_prob=0.0,
+                        attention_probs_dropout_prob=0.0)
+mesh = torch.distributed.init_device_mesh("cpu", (2,))
+torch.manual_seed(1)
+batches = [torch.randint(5, 60, (4, 24)) for _ in range(6)]
+
+def fresh(sharded):
+    model = enlarge(RoFormerForMaskedLM(config)).train()
+    if sharded:
+        for part in (*model.roformer.encoder.layer, model):
+            fully_shard(part, mesh=mesh)
+    return model, adamw(model, 1e-3, 0.01)
+
+def go(model, optimizer, batches, broken=()):
+    norms = []
+    sharded = hasattr(next(model.parameters()), "full_tensor")
+    for number, ids in enumerate(batches):
+        part = ids[dist.get_rank()::2].contiguous() if sharded else ids
+        (model(part, labels=part).loss * (torch.nan if number in broken else 1)).backward()
+        norm = checkpoint.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.found_inf = norm.isfinite().logical_not().float()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(norm)
+    return torch.stack(norms)
+
+first = fresh(sharded=True)
+go(*first, batches[:3])
+before = checkpoint.content(*first)
+go(*first, batches[:1], broken=[0])  # infinite gradients move neither weights nor moments
+for a, b in zip(before, checkpoint.content(*first)):
+    assert all(torch.equal(a[name], b[name]) for name in a)
+if dist.get_rank() == 0:
+    checkpoint.save(folder, 3, before, {{}})
+dist.barrier()
+unbroken = go(*first, batches[3:])
+path = checkpoint.newest(folder)
+for sharded in (True, False):
+    again = fresh(sharded)
+    checkpoint.load(path, *again)
+    norms = go(*again, batches[3:])
+    if sharded:
+        assert torch.equal(norms, unbroken)
+    torch.testing.assert_close(norms, unbroken, rtol=1e-5, atol=0)
+torch.testing.assert_close(go(*fresh(False), batches)[3:], unbroken, rtol=1e-5, atol=0)
+print("equal", flush=True)
+dist.barrier()
+os._exit(0)  # now and then a thread of torch's own aborts an orderly end
+"""
+
+
+def test_sharded_weights_and_moments_are_saved_whole_and_loaded_into_either_form(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    done = command(*run, tmp_path / "sharded.py", tmp_path / "run", PYTHONPATH="tests")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2

@@ -122,15 +122,30 @@ def test_epochs_and_seeds_give_other_masks():
     assert (sample(seed=1)[1] != whole).mean() > 0.1
 
 
-def test_masked_counts_are_distributed_as_transformers_collator_makes_them(tokenizer):
+@pytest.fixture(scope="module")
+def collated(tokenizer):
+    """80,000 tokens, our choice and corruption of them, and that of transformers' collator."""
     special = SpecialTokens.of(tokenizer)
     ids = np.random.default_rng(0).integers(5, len(tokenizer), (2000, 40))
     index = np.arange(2000)
-    _, ours = corrupt(ids, index, np.zeros_like(index), special, 0.15, 0)
+    ours = corrupt(ids, index, np.zeros_like(index), special, 0.15, 0)
     torch.manual_seed(0)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    theirs = (collator([{"input_ids": row} for row in ids.tolist()])["labels"] != -100).numpy()
+    batch = collator([{"input_ids": row} for row in ids.tolist()])
+    return ids, ours, (batch["input_ids"].numpy(), (batch["labels"] != -100).numpy())
+
+
+def test_masked_counts_are_distributed_as_transformers_collator_makes_them(collated):
+    _, *both = collated
     most = 14
-    counts = [np.bincount(m.sum(1).clip(max=most), minlength=most + 1) for m in (ours, theirs)]
+    counts = [np.bincount(c.sum(1).clip(max=most), minlength=most + 1) for _, c in both]
     kept = np.minimum(*counts) > 5
     assert stats.chi2_contingency(np.stack(counts)[:, kept]).pvalue > 0.001
+
+
+def test_masked_tokens_become_what_transformers_collator_makes_of_them(collated, tokenizer):
+    ids, *both = collated
+    # what each chosen token became: itself, or one of the vocabulary's ids, [MASK] among them
+    became = [np.where(corrupted == ids, -1, corrupted)[chosen] for corrupted, chosen in both]
+    counts = [np.bincount(values + 1, minlength=len(tokenizer) + 1) for values in became]
+    assert stats.chi2_contingency(np.stack(counts)).pvalue > 0.001

@@ -260,7 +260,7 @@ os._exit(0)  # now and then a thread of torch's own aborts an orderly end
 
 def test_sharded_weights_train_like_whole_ones(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED)
-    run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29551")
+    run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     done = command(*run, tmp_path / "sharded.py", PYTHONPATH="tests")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2

@@ -41,19 +41,22 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
         model: Its parameters are taken by name, tied ones once.
         optimizer: Its tensors are taken by parameter number.
     """
-    weights = {name: _whole(p.detach()) for name, p in model.named_parameters()}
     moments = {
-        f"{number}.{name}": _whole(value)
+        f"{number}.{name}": whole(value)
         for number, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    return weights, moments
+    return weights(model), moments
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, whole, tied ones once; every process must call it."""
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its parts, where it is sharded."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.contiguous()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
 def _as(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -142,14 +145,14 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     Raises:
         InputError: It belongs to another model.
     """
-    weights, moments = load_file(path / FILES[0]), load_file(path / FILES[1])
+    held, moments = load_file(path / FILES[0]), load_file(path / FILES[1])
     parameters = dict(model.named_parameters())
-    shapes, own = ({n: t.shape for n, t in ts.items()} for ts in (weights, parameters))
+    shapes, own = ({n: t.shape for n, t in ts.items()} for ts in (held, parameters))
     if shapes != own:
         raise InputError(f"{path} must hold this model, got another's; choose another run.name")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_as(weights[name], parameter))
+            parameter.copy_(_as(held[name], parameter))
     described = optimizer.state_dict()
     described["state"] = _state_of(moments, optimizer)
     optimizer.load_state_dict(described)

@@ -88,9 +88,4 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
-    if sharded:
-        raise InputError(
-            "launch must keep whole weights in each process, got FSDP; its checkpoints are not "
-            "written yet, use configs/accelerate/eight_gpus.yaml"
-        )
     return accelerator

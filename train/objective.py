@@ -39,6 +39,7 @@ class MaskedLanguageModel(nn.Module):
                 f"{UNPADDED!r} for {model.config.model_type!r}; use sdpa or train a roformer"
             )
         self.model = model
+        self._no_split_modules = model._no_split_modules  # what FSDP keeps in one piece
 
     @property
     def packed(self) -> bool:

@@ -84,10 +84,12 @@ def main(settings: PretrainSettings) -> Path:
     accelerator.init_trackers("tracker")
     with no_room(folder):
         code = train(settings, accelerator, objective, steps, held_out, folder)
-    if code is None and accelerator.is_main_process:
-        objective.model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        print(f"model and tokenizer: {folder / 'model'}")
+    if code is None:
+        weights = checkpoint.weights(objective.model)  # together: each process may hold a part
+        if accelerator.is_main_process:
+            objective.model.save_pretrained(folder / "model", state_dict=weights)
+            tokenizer.save_pretrained(folder / "model")
+            print(f"model and tokenizer: {folder / 'model'}")
     accelerator.end_training()
     if code:
         raise SystemExit(code)
@@ -138,7 +140,9 @@ def train(
                     # data-parallel gradients are averages: undo it, for a sum over all processes
                     accelerator.backward(loss * accelerator.num_processes / agreed[0].clamp(min=1))
                 journal.add(loss, right, batch)
-            norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
+            norm = checkpoint.whole(
+                accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
+            )
             finite.step(step, norm)
             done = step + 1
             _, seconds, *reasons = told.read()

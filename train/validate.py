@@ -82,13 +82,15 @@ def evaluate(
     tokens = dataclasses.replace(special, continuing=None)
     was_training = model.training
     model.eval()
-    for rows in batches[accelerator.process_index :: accelerator.num_processes]:
+    for turn in range(0, len(batches), accelerator.num_processes):
+        place = turn + accelerator.process_index
+        # where weights are sharded every process must take part; what is left over does not count
+        rows = batches[min(place, len(batches) - 1)]
         first = np.zeros_like(rows)
         tensors = examples(sequences, rows, first, tokens, MASK_RATE, MASK_SEED, packed)
         loss, right = model(**send_to_device(tensors, accelerator.device))
-        sums += torch.stack(
-            [loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double()]
-        )
+        found = (loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double())
+        sums += torch.stack(found) * (place < len(batches))
     model.train(was_training)
     loss, right, predicted = accelerator.reduce(sums).tolist()
     require(predicted > 0, "corpus.validation", "must hold a token to predict", 0, "give more text")
