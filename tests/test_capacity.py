@@ -1,0 +1,114 @@
+"""What fits and what a run would take: counted on paper, timed here, nothing written."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from conftest import TINY_MODEL, log_rows
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from train.capacity import fit_micro_batch, longest_batch
+from train.flops import measured_peak, step_flops
+from train.objective import MaskedLanguageModel
+from train.pretrain import main
+from train.settings import InputError, PretrainSettings, parse
+
+
+def objective(**fields: object) -> MaskedLanguageModel:
+    config = RoFormerConfig(**(TINY_MODEL | {"vocab_size": 60} | fields))
+    return MaskedLanguageModel(RoFormerForMaskedLM(config))
+
+
+def test_operations_are_the_references_figures():
+    base = RoFormerConfig(vocab_size=30522)
+    for length, billions in ((128, 0.545), (512, 0.588), (2048, 0.758), (8192, 1.437)):
+        flops = step_flops(base, length, length**2, 0.15 * length) / length
+        assert flops / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+def test_operations_of_a_layer_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = objective()
+    model.model.set_attn_implementation("eager")
+    batch = longest_batch(3, 24, 60, packed=False)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)[0].backward()
+    predicted = len(batch["targets"])
+    ours = step_flops(model.model.config, 72, 3 * 24**2, predicted)
+    # the first layer's input needs no gradient with respect to the words
+    assert counter.get_total_flops() == pytest.approx(ours, rel=0.03)
+
+
+def test_the_peak_is_a_rate_of_this_machine():
+    assert 1e8 < measured_peak(torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags, tmp_path, capsys):
+    more = ["--run.dry=true", "--corpus.tokenizer=/nowhere"]
+    main(parse(PretrainSettings, [*pretrain_flags, *more]))
+    report = json.loads(capsys.readouterr().out)
+    assert report["steps"] == [12]
+    assert report["tokens_per_step"] == [16 * 32]
+    assert report["parameters"] > 1e5
+    assert report["hours"] >= 0
+    assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeypatch, capsys):
+    model = objective()
+    if packed:
+        model.model.set_attn_implementation("unpadded")
+    whole = model.forward
+
+    def small(input_ids, **batch):
+        if input_ids.numel() > 5 * 24:
+            raise torch.OutOfMemoryError("no room")
+        return whole(input_ids, **batch)
+
+    monkeypatch.setattr(model, "forward", small)
+    assert fit_micro_batch(model, model, 24, 16, Accelerator(cpu=True)) == 4
+    assert "optim.micro_batch is 4" in capsys.readouterr().out
+    assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setattr(
+        model, "forward", lambda **batch: small(**(batch | {"input_ids": torch.zeros(999)}))
+    )
+    with pytest.raises(InputError, match="corpus.length must fit into memory, got 24"):
+        fit_micro_batch(model, model, 24, 16, Accelerator(cpu=True))
+
+
+def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
+    main(parse(PretrainSettings, [*pretrain_flags, "--run.peak_tflops=1", "--run.log_every=6"]))
+    folder = tmp_path / "runs" / "tiny"
+    rows = {key: log_rows(folder, key)[12] for key in ("mfu", "data_wait", "memory_gb")}
+    assert 0 < rows["mfu"] < 1
+    assert 0 <= rows["data_wait"] < 1
+    assert 0.1 < rows["memory_gb"] < 30
+    speed, pause = (log_rows(folder, k)[12] for k in ("tokens_per_second", "seconds_per_step"))
+    tokens = log_rows(folder, "tokens")
+    assert speed * pause * 6 == pytest.approx(tokens[12] - tokens[6], rel=0.05)
+
+
+def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, "--optim.steps=null", "--optim.hours=0.0008", "--run.save_every=1000"]
+    main(parse(PretrainSettings, [*flags, "--run.validate_every=100000"]))
+    folder = tmp_path / "runs" / "tiny"
+    rates, seconds = (log_rows(folder, key) for key in ("learning_rate", "seconds"))
+    last = max(rates)
+    assert seconds[last] == pytest.approx(0.0008 * 3600, rel=0.5)
+    assert rates[last] < 0.2 * max(rates.values())
+    half = min(rates, key=lambda step: abs(seconds[step] - seconds[last] / 2))
+    assert rates[half] == pytest.approx(max(rates.values()) / 2, rel=0.4)
+    assert (folder / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--model.gradient_checkpointing=true", "--run.workers=2"])
+def test_options_of_speed_and_memory_change_no_loss(option, pretrain_flags, tmp_path):
+    for name, more in (("plain", []), ("other", [option])):
+        main(parse(PretrainSettings, [*pretrain_flags, f"--run.name={name}", *more]))
+    plain, other = (log_rows(tmp_path / "runs" / name) for name in ("plain", "other"))
+    assert plain == pytest.approx(other, rel=1e-6)

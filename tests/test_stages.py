@@ -1,0 +1,83 @@
+"""Stages of a run: one after the other, each with a length, batch and text of its own."""
+
+import json
+
+import pytest
+
+from conftest import log_rows
+from train.pretrain import main
+from train.settings import InputError, PretrainSettings, parse
+from train.stages import seed_of, stages_of
+
+STAGES = [
+    {"steps": 4},
+    {"steps": 5, "length": 48, "batch_size": 8, "micro_batch": 8},
+    {"steps": 3, "length": 16},
+]
+
+
+def run(flags: list[str], *more: str, stages: list[dict] | None = None) -> PretrainSettings:
+    value = f"--stages={json.dumps(STAGES if stages is None else stages)}"
+    settings = parse(PretrainSettings, [*flags, "--optim.steps=null", value, *more])
+    main(settings)
+    return settings
+
+
+def test_stages_replace_what_they_name_and_keep_the_rest(pretrain_flags):
+    value = f"--stages={json.dumps(STAGES)}"
+    settings = parse(PretrainSettings, [*pretrain_flags, "--optim.steps=null", value])
+    stages = stages_of(settings)
+    assert [s.corpus.length for s in stages] == [32, 48, 16]
+    assert [s.optim.batch_size for s in stages] == [16, 8, 16]
+    assert [s.optim.steps for s in stages] == [4, 5, 3]
+    assert all(s.optim.learning_rate == settings.optim.learning_rate for s in stages)
+    assert len({seed_of(0, number) for number in range(3)}) == 3
+    assert seed_of(7, 0) == 7
+
+
+def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(
+    pretrain_flags, tmp_path
+):
+    whole = run(pretrain_flags, "--run.name=whole")
+    assert set(log_rows(tmp_path / "runs" / "whole")) == set(range(1, 13))
+    tokens = log_rows(tmp_path / "runs" / "whole", "tokens")
+    assert tokens[4] - tokens[3] > tokens[5] - tokens[4] > 0  # half the batch, a bit longer
+    for step in range(1, 7):  # a limit that is over at once: a step a launch, into the second stage
+        run(pretrain_flags, "--run.name=broken", "--run.max_hours=1e-9")
+        assert max(log_rows(tmp_path / "runs" / "broken")) == step
+    run(pretrain_flags, "--run.name=broken")
+    for key in ("loss", "tokens", "learning_rate", "gradient_norm"):
+        a, b = (log_rows(tmp_path / "runs" / name, key) for name in ("whole", "broken"))
+        assert a == b
+    weights = [tmp_path / "runs" / n / "model" / "model.safetensors" for n in ("whole", "broken")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert whole.optim.steps is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"steps": 4, "length": 4}], r"stages\[0\]: corpus.length must be at least 8, got 4"),
+        ([{"steps": 4}, {"steps": 0}], r"stages\[1\]: optim.steps must be positive, got 0"),
+        ([{"length": 64}], "steps"),
+        ([{"steps": 4, "micro_batch": 5}], "optim.batch_size must be a multiple"),
+        ([{"steps": 4, "train": "/nowhere"}], "corpus.train must exist, got '/nowhere'"),
+        ([], "optim needs one of optim.steps, .*, stages, got none"),
+    ],
+)
+def test_impossible_stages_are_refused_by_name(stages, message, pretrain_flags, tmp_path):
+    with pytest.raises(InputError, match=message):
+        run(pretrain_flags, stages=stages)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_stages_and_steps_together_are_refused(pretrain_flags):
+    with pytest.raises(InputError, match="optim needs one of .* got optim.steps, stages"):
+        parse(PretrainSettings, [*pretrain_flags, f"--stages={json.dumps(STAGES)}"])
+
+
+def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, corpus_folder):
+    other = str(corpus_folder / "validation.jsonl")
+    run(pretrain_flags, stages=[{"steps": 4}, {"steps": 4, "train": other}])
+    with pytest.raises(InputError, match="stages must stay"):
+        run(pretrain_flags, stages=[{"steps": 4}, {"steps": 4}])
