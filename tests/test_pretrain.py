@@ -308,3 +308,18 @@ def test_slow_tokenizers_are_refused(monkeypatch):
     monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: Slow())
     with pytest.raises(InputError, match="corpus.tokenizer must be a fast tokenizer"):
         vocabulary.load("slow/tokenizer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", ["false", "true"])
+def test_a_compiled_run_has_the_losses_of_an_eager_one(regional, pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}"]
+    run(flags, "--run.name=eager")
+    wanted = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    wanted["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = regional
+    done = command(SCRIPT, *flags, "--run.name=compiled", ACCELERATE_USE_CPU="1", **wanted)
+    assert done.returncode == 0, done.stderr
+    eager, compiled = (log_rows(tmp_path / "runs" / name) for name in ("eager", "compiled"))
+    assert compiled == pytest.approx(eager, rel=1e-4)
+    environment = json.loads((tmp_path / "runs" / "compiled" / "environment.json").read_text())
+    assert environment["compiled"] == ("regional" if regional == "true" else "full")

@@ -15,6 +15,7 @@ import accelerate
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig
@@ -39,8 +40,16 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
+        "compiled": _compiled(accelerator),
         "commit": _commit(),
     }
+
+
+def _compiled(accelerator: Accelerator) -> str:
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return "no"
+    return "regional" if plugin.use_regional_compilation else "full"
 
 
 def _processor() -> str:
