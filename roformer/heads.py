@@ -25,15 +25,14 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_roformer import RoFormerConfig
 from .inputs import require_shape
 from .modeling_roformer import (
-    RoFormerLMPredictionHead,
     RoFormerModel,
     RoFormerOnlyMLMHead,
     RoFormerPreTrainedModel,
 )
 
 
-class RoFormerForMaskedLM(RoFormerPreTrainedModel):
-    """RoFormer with the masked-language-modelling head."""
+class RoFormerLanguageModel(RoFormerPreTrainedModel):
+    """What both language models share: an encoder or decoder, and scores over the vocabulary."""
 
     _tied_weights_keys = {  # noqa: RUF012 transformers' type
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -45,16 +44,25 @@ class RoFormerForMaskedLM(RoFormerPreTrainedModel):
         self.roformer = RoFormerModel(config)
         self.cls = RoFormerOnlyMLMHead(config)
         if not config.use_bias:
-            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
+            tied = self._tied_weights_keys.items()
+            self._tied_weights_keys = {k: v for k, v in tied if not k.endswith("bias")}
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The decoder."""
+        """The decoder over the vocabulary."""
         return self.cls.predictions.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the decoder."""
-        _set_decoder(self.cls.predictions, new_embeddings, self.config.tie_word_embeddings)
+        """Replace the decoder over the vocabulary."""
+        head, bias = self.cls.predictions, new_embeddings.bias
+        head.decoder = new_embeddings
+        if bias is not None:  # two names for one tensor are saved once, and loaded once if tied
+            tied = self.config.tie_word_embeddings
+            head.bias = bias if tied else nn.Parameter(torch.zeros_like(bias))
+
+
+class RoFormerForMaskedLM(RoFormerLanguageModel):
+    """RoFormer with the masked-language-modelling head."""
 
     @can_return_tuple
     def forward(
@@ -120,33 +128,18 @@ class RoFormerForMaskedLM(RoFormerPreTrainedModel):
         )
 
 
-class RoFormerForCausalLM(RoFormerPreTrainedModel, GenerationMixin):
+class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
     """RoFormer with a language-modelling head that predicts the next token.
 
     It attends to earlier tokens only, whatever `config.is_decoder` says: its own copy of the
     configuration says True.
     """
 
-    _tied_weights_keys = RoFormerForMaskedLM._tied_weights_keys
-
     def __init__(self, config: RoFormerConfig) -> None:
         if not config.is_decoder:
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.cls = RoFormerOnlyMLMHead(config)
-        if not config.use_bias:
-            self._tied_weights_keys = _without_bias(self._tied_weights_keys)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """The decoder over the vocabulary."""
-        return self.cls.predictions.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the decoder over the vocabulary."""
-        _set_decoder(self.cls.predictions, new_embeddings, self.config.tie_word_embeddings)
 
     @can_return_tuple
     def forward(
@@ -206,16 +199,6 @@ class RoFormerForCausalLM(RoFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
         )
-
-
-def _set_decoder(head: RoFormerLMPredictionHead, decoder: nn.Linear, tied: bool) -> None:
-    head.decoder = decoder
-    if decoder.bias is not None:  # two names for one tensor are saved once, and loaded once if tied
-        head.bias = decoder.bias if tied else nn.Parameter(torch.zeros_like(decoder.bias))
-
-
-def _without_bias(tied: dict[str, str]) -> dict[str, str]:
-    return {name: source for name, source in tied.items() if not name.endswith("bias")}
 
 
 def _loss(

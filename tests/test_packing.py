@@ -187,8 +187,10 @@ def test_the_mean_length_is_that_of_an_epoch(tmp_path):
     assert Sequences(tokens, 64, [3.0, 1.0]).mean_length == pytest.approx(2 + 15)
 
 
-def test_almost_nothing_is_padding(sequences):
-    batches = [b for step in range(60) for b in steps_of(sequences, 64, 8)[step]]
+@pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
+def test_almost_nothing_is_padding(sequences, batch, micro):
+    steps = steps_of(sequences, batch, micro)
+    batches = [b for step in range(3840 // batch) for b in steps[step]]
     real = sum(b["attention_mask"].sum().item() for b in batches)
     assert real / sum(b["attention_mask"].numel() for b in batches) > 0.97
 
@@ -222,7 +224,8 @@ class Billion(Sequences):
 def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(processes):
     sequences = Billion()
     for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
-        expected, visits = ordered(sequences, np.arange(step * 2048, (step + 1) * 2048), 0)
+        place = np.arange(step * 2048, (step + 1) * 2048)
+        expected, visits = ordered(sequences, place, 0, 512)
         found = []
         for rank in range(processes):
             shares = Steps(sequences, SPECIAL, 2048, 2, 0.15, 0, processes, rank).shares(step)

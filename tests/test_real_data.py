@@ -25,18 +25,20 @@ def data() -> Path:
     return folder.resolve()
 
 
+@pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path, packed):
+def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path, packed, batch, micro):
     tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
     corpus = CorpusSettings(
         train=str(data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
     )
     sequences = Sequences(tokenise(corpus, "train", tokenizer), 512)
-    steps = Steps(sequences, SpecialTokens.of(tokenizer), 64, 8, 0.15, 0, packed=packed)
-    batches = [batch for step in range(len(sequences) // 64) for batch in steps[step]]
-    real = sum(int(sequence_lengths(batch).sum()) for batch in batches)
-    assert real > 0.9 * 64 * (len(sequences) // 64) * sequences.mean_length
-    assert real / sum(batch["input_ids"].numel() for batch in batches) > 0.98
+    steps = Steps(sequences, SpecialTokens.of(tokenizer), batch, micro, 0.15, 0, packed=packed)
+    number = len(sequences) // batch
+    batches = [rows for step in range(number) for rows in steps[step]]
+    real = sum(int(sequence_lengths(rows).sum()) for rows in batches)
+    assert real > 0.9 * batch * number * sequences.mean_length
+    assert real / sum(rows["input_ids"].numel() for rows in batches) > 0.98
 
 
 def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(data, tmp_path, monkeypatch):

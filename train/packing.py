@@ -25,7 +25,11 @@ WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
 
 GROUP = 8
-"""Sequences of like length that stay neighbours: steps mix groups, so a step sees all lengths."""
+"""Fewest sequences of like length that stay neighbours."""
+
+GROUPS_A_STEP = 4
+"""Groups that a step mixes when it holds enough, so that it sees several lengths; micro-batches of
+at most that share of a step have hardly any padding."""
 
 BLOCK = 16
 """Documents a place in memory stands for; the others are counted from there when asked for."""
@@ -169,13 +173,13 @@ class Sequences:
 
 
 def ordered(
-    sequences: Sequences, place: NDArray[np.int64], seed: int
+    sequences: Sequences, place: NDArray[np.int64], seed: int, group: int = GROUP
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which sequence stands at each place of the endless training order.
 
     Epoch e fills places e*N .. (e+1)*N - 1, N = `per_epoch`; without weights, with every sequence
     once. Inside a window of the epoch's permutation, sequences are sorted by length and groups of
-    neighbours are shuffled.
+    `group` neighbours are shuffled.
 
     Returns:
         The sequences [n], and how often each was seen before, [n].
@@ -184,20 +188,20 @@ def ordered(
     index, visit = np.empty_like(place), np.empty_like(place)
     for key in {(int(e), int(w)) for e, w in zip(epoch, inside // WINDOW)}:
         here = (epoch == key[0]) & (inside // WINDOW == key[1])
-        order = _window(sequences, *key, seed)
+        order = _window(sequences, *key, seed, group)
         index[here], visit[here] = (x[inside[here] % WINDOW] for x in order)
     return index, visit
 
 
 def _window(
-    sequences: Sequences, epoch: int, window: int, seed: int
+    sequences: Sequences, epoch: int, window: int, seed: int, group: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     number = sequences.per_epoch
     places = np.arange(window * WINDOW, min((window + 1) * WINDOW, number))
     entry = counter.permuted(places, number, seed, epoch)
     index, visit = sequences.drawn(entry, epoch, seed)
     by_length = np.argsort(sequences.spans(index)[1], kind="stable")
-    groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
+    groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
     shuffled = np.argsort(counter.bits(seed, epoch, window, np.arange(len(groups))))
     order = np.concatenate([groups[i] for i in shuffled])
     return index[order], visit[order]
@@ -328,7 +332,8 @@ class Steps(Dataset):
     def shares(self, step: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Sequences of each micro-batch of this process, and how often each was seen before."""
         place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        index, visit = ordered(self.sequences, place, self.seed)
+        group = max(GROUP, self.batch_size // GROUPS_A_STEP)
+        index, visit = ordered(self.sequences, place, self.seed, group)
         by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
         # neighbours in length go to different processes at the same time: equal work, no waiting
         mine = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
