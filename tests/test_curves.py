@@ -17,7 +17,7 @@ def write_run(folder, losses, seconds):
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_runs_are_compared_at_the_tokens_that_all_have_seen(tmp_path, capsys):
+def test_runs_are_compared_at_the_tokens_and_the_time_that_all_have_had(tmp_path, capsys):
     write_run(tmp_path / "a", [5.0, 4.0, 3.0], 1)
     write_run(tmp_path / "b", [6.0, 4.5], 2)
     output = tmp_path / "out" / "curves.png"
@@ -25,8 +25,11 @@ def test_runs_are_compared_at_the_tokens_that_all_have_seen(tmp_path, capsys):
     assert output.read_bytes()[:4] == b"\x89PNG"
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert numbers["at_equal_tokens"] == {"tokens": 200, "validation_loss": {"a": 4.0, "b": 4.5}}
+    assert numbers["at_equal_time"] == {"seconds": 3, "validation_loss": {"a": 3.0, "b": 5.25}}
     assert len(numbers["runs"]["a"]["held_out"]) == 3
-    assert "a 4.000, b 4.500" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "at 0.0 M tokens: a 4.000, b 4.500" in said
+    assert "minutes: a 3.000, b 5.250" in said
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

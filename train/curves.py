@@ -47,19 +47,24 @@ def read_log(run: str) -> tuple[Rows, Rows]:
     return training, held_out
 
 
-def at_equal_tokens(runs: dict[str, tuple[Rows, Rows]]) -> dict[str, Any]:
-    """Held-out loss of each run at the largest number of tokens that all have reached.
+def at_equal(key: str, runs: dict[str, tuple[Rows, Rows]]) -> dict[str, Any]:
+    """Held-out loss of each run where all have got to: the same tokens, or the same time.
 
-    Between two evaluations the loss is interpolated over tokens.
+    Args:
+        key: "tokens" or "seconds".
+        runs: Rows by name.
+
+    Returns:
+        The place reached by all, and the losses there; between two evaluations interpolated.
     """
-    reached = min(held_out[-1]["tokens"] for _, held_out in runs.values())
-    losses = {name: _loss_at(held_out, reached) for name, (_, held_out) in runs.items()}
-    return {"tokens": reached, "validation_loss": losses}
+    reached = min(held_out[-1][key] for _, held_out in runs.values())
+    losses = {name: _loss_at(key, held_out, reached) for name, (_, held_out) in runs.items()}
+    return {key: reached, "validation_loss": losses}
 
 
-def _loss_at(held_out: Rows, tokens: int) -> float:
-    places, losses = columns(held_out, "tokens", "validation_loss")
-    return float(np.interp(tokens, places, losses))
+def _loss_at(key: str, held_out: Rows, reached: float) -> float:
+    places, losses = columns(held_out, key, "validation_loss")
+    return float(np.interp(reached, places, losses))
 
 
 def columns(rows: Rows, *keys: str) -> tuple[NDArray[np.float64], ...]:
@@ -101,13 +106,16 @@ def main(settings: CurvesSettings) -> None:
     require(output.suffix in (".png", ".svg"), "output", rule, settings.output, "rename it")
     draw(runs, settings.title, output)
     numbers = {
-        "at_equal_tokens": at_equal_tokens(runs),
+        "at_equal_tokens": at_equal("tokens", runs),
+        "at_equal_time": at_equal("seconds", runs),
         "runs": {name: {"training": t, "held_out": h} for name, (t, h) in runs.items()},
     }
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    equal = numbers["at_equal_tokens"]
-    losses = ", ".join(f"{n} {v:.3f}" for n, v in equal["validation_loss"].items())
-    print(f"held-out loss at {equal['tokens'] / 1e6:.1f} M tokens: {losses}; curves: {output}")
+    for key, unit, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
+        equal = at_equal(key, runs)
+        losses = ", ".join(f"{n} {v:.3f}" for n, v in equal["validation_loss"].items())
+        print(f"held-out loss at {equal[key] / unit:.1f} {name}: {losses}")
+    print(f"curves: {output}")
 
 
 if __name__ == "__main__":
