@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig
 
+from train.journal import memory
 from train.objective import MaskedLanguageModel
 from train.settings import InputError, PretrainSettings
 
@@ -131,8 +132,6 @@ def plan(
         share = stage.optim.batch_size / stage.optim.micro_batch / accelerator.num_processes
         tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
         hours += (number or 0) * share * seconds[-1] / 3600
-    from train.journal import memory
-
     report = {
         "parameters": parameters,
         "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],

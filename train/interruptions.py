@@ -8,6 +8,8 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -71,6 +73,13 @@ class Interruptions:
             limit = max(SHORTEST_STALL, 10 * self.longest)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)  # standard error
         self.last_sign = now
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What may take any time: no sign of life is waited for within."""
+        faulthandler.cancel_dump_traceback_later()
+        yield
+        self.last_sign = time.monotonic()
 
 
 def ignore_signals(worker: int) -> None:

@@ -152,11 +152,13 @@ def train(
                 journal.training(done, rate_now, norm)
             if done % run.validate_every == 0 or ended:
                 limit, micro = run.validation_sequences, optim.micro_batch
-                scores = evaluate(model, held_out, steps.special, accelerator, micro, limit)
+                alive = interruptions.alive
+                scores = evaluate(model, held_out, steps.special, accelerator, micro, limit, alive)
                 journal.validation(done, scores)
             if done % run.save_every == 0 or ended or any(reasons):
                 finite.settle()
-                saver.save(done, journal, last=ended or any(reasons))
+                with interruptions.unwatched():  # a disk may be slow
+                    saver.save(done, journal, last=ended or any(reasons))
             if ended:
                 return None
             if any(reasons):

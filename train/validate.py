@@ -8,6 +8,7 @@ masks in training, so that losses compare.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +60,7 @@ def evaluate(
     accelerator: Accelerator,
     batch: int = 32,
     limit: int | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and accuracy per predicted token, exact over processes.
 
@@ -69,6 +71,7 @@ def evaluate(
         accelerator: Shares the batches out and adds the sums up.
         batch: Sequences a forward pass.
         limit: Most sequences to read, from the start of the text.
+        alive: Called before each batch.
 
     Returns:
         validation_loss in nats, validation_accuracy in [0, 1], validation_tokens predicted.
@@ -83,6 +86,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     for turn in range(0, len(batches), accelerator.num_processes):
+        alive()
         place = turn + accelerator.process_index
         # where weights are sharded every process must take part; what is left over does not count
         rows = batches[min(place, len(batches) - 1)]
