@@ -115,7 +115,9 @@ def newest(folder: Path) -> Path | None:
         if damage is None:
             for bad, why in damaged:
                 # out of the count of those kept, and still there to be looked at
-                bad.rename(bad.with_name(f"damaged-{bad.name}"))
+                aside = bad.with_name(f"damaged-{bad.name}")
+                shutil.rmtree(aside, ignore_errors=True)  # the same step may be damaged again
+                bad.rename(aside)
                 print(f"warning: {bad} is damaged ({why}); going on from {path.name}", flush=True)
             return path
         damaged.append((path, damage))

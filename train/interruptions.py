@@ -5,6 +5,7 @@ added up over processes with the predicted tokens of the step, so agreeing costs
 """
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import time
@@ -19,19 +20,26 @@ REASONS = ("SIGTERM", "SIGUSR1", "the launcher died", "run.max_hours")
 EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGHUP, 0)
 """What the process ends with for each reason, as a shell would have it; a limit is no failure."""
 
-SHORTEST_STALL = 60.0
-"""Seconds without a sign of life, at least, before a process counts as stuck."""
+SHORTEST_STALL = 25.0
+"""Seconds without a sign of life, at least, before a process counts as stuck; torchrun then gives
+the others 30 to end: a minute in all."""
+
+LONGEST_SAVE = 900.0
+"""Seconds a checkpoint may take to write, and the other processes to wait for it."""
 
 
 class Interruptions:
     """Listens while the loop runs.
 
     Args:
+        started: When this launch began, by `time.monotonic`.
         max_hours: Hours after which this launch shall stop, or None.
+        compiled: A step may stop to compile a new shape, which takes minutes.
     """
 
-    def __init__(self, max_hours: float | None) -> None:
-        self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+    def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
+        self.shortest = 600.0 if compiled else SHORTEST_STALL
+        self.deadline = None if max_hours is None else started + 3600 * max_hours
         self.parent = os.getppid()
         self.heard: set[str] = set()
         self.longest = 0.0
@@ -63,23 +71,33 @@ class Interruptions:
         return [reason in self.heard for reason in REASONS]
 
     def alive(self) -> None:
-        """Give a sign of life; without one for ten times the longest pause so far, and a minute at
-        least, the process prints where it is stuck and ends, so that the launcher stops the others.
+        """Give a sign of life; without one for ten times the longest pause so far, and
+        `SHORTEST_STALL` at least, the process prints where it is stuck and ends, so that the
+        launcher stops the others.
         """  # noqa: D205 one sentence
         now = time.monotonic()
         if self.last_sign is not None:
             # the first pause holds compilation and the start of the workers: nothing to go by
             self.longest = max(self.longest, now - self.last_sign)
-            limit = max(SHORTEST_STALL, 10 * self.longest)
+            limit = max(self.shortest, 10 * self.longest)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)  # standard error
         self.last_sign = now
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """What may take any time: no sign of life is waited for within."""
-        faulthandler.cancel_dump_traceback_later()
+    def patient(self) -> Iterator[None]:
+        """For a save: a disk may be slow, but nobody waits for a process that hangs for ever."""
+        faulthandler.dump_traceback_later(LONGEST_SAVE, exit=True, file=2)
         yield
         self.last_sign = time.monotonic()
+
+
+def end_workers() -> None:
+    """At exit, kill what is left of the data workers: multiprocessing would send them a SIGTERM,
+    which they ignore, and wait for ever.
+    """  # noqa: D205 one sentence
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would call their end an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def ignore_signals(worker: int) -> None:

@@ -243,4 +243,6 @@ def forget_after(log: Path, step: int) -> None:
     if log.exists():
         lines = log.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        log.write_text("".join(kept))
+        shorter = log.with_suffix(".tmp")
+        shorter.write_text("".join(kept))
+        shorter.replace(log)  # a kill leaves one or the other

@@ -39,6 +39,10 @@ class MaskedLanguageModel(nn.Module):
                 f"{UNPADDED!r} for {model.config.model_type!r}; use sdpa or train a roformer"
             )
         self.model = model
+        head = getattr(model.cls, "predictions", None)
+        if head is not None and getattr(head, "bias", None) is not None:
+            # without tied weights nothing reads it, in transformers' models neither
+            head.bias.requires_grad_(head.bias is head.decoder.bias)
         self._no_split_modules = model._no_split_modules  # what FSDP keeps in one piece
 
     @property

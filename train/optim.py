@@ -1,6 +1,7 @@
 """AdamW with decay groups, the learning rate as a function of progress, and finite steps."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -85,11 +86,18 @@ class FiniteSteps:
     Args:
         optimizer: As prepared by Accelerate. One with a loss scaler (fp16) does this by itself.
         report: Called with the step that was skipped and how many have been in a row.
+        checkpoints: Folder of the run's checkpoints, for the message.
     """
 
-    def __init__(self, optimizer: AcceleratedOptimizer, report: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        optimizer: AcceleratedOptimizer,
+        report: Callable[[int, int], None],
+        checkpoints: Path,
+    ) -> None:
         self.optimizer = optimizer
         self.report = report
+        self.checkpoints = checkpoints
         self.pending: tuple[int, ReadLater] | None = None
         self.in_a_row = 0
 
@@ -125,6 +133,7 @@ class FiniteSteps:
         if self.in_a_row >= PATIENCE:
             raise InputError(
                 f"optim must keep gradients finite, got {PATIENCE} steps in a row, the last "
-                f"{number + 1}, with infinite ones; go on from the newest checkpoint with a lower "
-                "optim.learning_rate or longer warm-up, under another run.name with model.init"
+                f"{number + 1}, with infinite ones; the same command with a lower "
+                "optim.learning_rate and run.allow_drift true goes on from the newest checkpoint in "
+                f"{self.checkpoints}"
             )

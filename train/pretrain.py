@@ -4,12 +4,14 @@ Without arguments it trains the demo's RoFormer on the documentation installed o
 Read `main`, then `train`: that is the whole run.
 """
 
+import atexit
 import dataclasses
 import errno
 import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +34,14 @@ from train.corpus import TokenStore, tokenise
 from train.documents import EMBEDDED, find_files
 from train.flops import measured_peak
 from train.initialise import build, model_config
-from train.interruptions import EXIT_CODES, REASONS, Interruptions, ReadLater, ignore_signals
+from train.interruptions import (
+    EXIT_CODES,
+    REASONS,
+    Interruptions,
+    ReadLater,
+    end_workers,
+    ignore_signals,
+)
 from train.journal import Journal, environment
 from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
@@ -65,6 +74,7 @@ def main(settings: PretrainSettings) -> Path:
         InputError: The settings do not fit together, the data, or the run that is there.
         SystemExit: A signal ended the run early; a checkpoint is there.
     """
+    started = time.monotonic()
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     folder = Path(settings.run.folder) / settings.run.name
@@ -76,14 +86,14 @@ def main(settings: PretrainSettings) -> Path:
     if settings.run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
-    tokenizer, stores, held_out = prepare_data(stages, accelerator)
-    objective = make_objective(settings, tokenizer)
-    steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
-    if accelerator.is_main_process:
-        write_header(folder, settings, accelerator)
-    accelerator.init_trackers("tracker")
     with no_room(folder):
-        code = train(settings, accelerator, objective, steps, held_out, folder)
+        tokenizer, stores, held_out = prepare_data(stages, accelerator)
+        objective = make_objective(settings, tokenizer)
+        steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
+        if accelerator.is_main_process:
+            write_header(folder, settings, accelerator)
+        accelerator.init_trackers("tracker")
+        code = train(settings, accelerator, objective, steps, held_out, folder, started)
     if code is None:
         weights = checkpoint.weights(objective.model)  # together: each process may hold a part
         if accelerator.is_main_process:
@@ -103,6 +113,7 @@ def train(
     steps: Stages,
     held_out: Sequences,
     folder: Path,
+    started: float,
 ) -> int | None:
     """The loop: from the newest checkpoint, or from nothing, to the last step or the end of time.
 
@@ -120,12 +131,14 @@ def train(
     peak = peak_flops(run, accelerator)
     fit(steps, model, objective, accelerator)
     hours, config = state["seconds"] / 3600, objective.model.config
+    if total is None and hours >= (optim.hours or 0):
+        return None  # its time was over when it was saved
     saver = Saver(folder, objective, optimizer.optimizer, data, run.keep)
     with (
         Journal(accelerator, folder, state, total, config, peak) as journal,
-        Interruptions(run.max_hours) as interruptions,
+        Interruptions(started, run.max_hours, is_compiled(accelerator)) as interruptions,
     ):
-        finite = FiniteSteps(optimizer, skipped(journal, steps))
+        finite = FiniteSteps(optimizer, skipped(journal, steps), folder / "checkpoints")
         batches = journal.clock.timed(make_loader(steps, state["step"], run.workers))
         for step, micro_batches in enumerate(batches, start=state["step"]):
             interruptions.alive()
@@ -157,7 +170,7 @@ def train(
                 journal.validation(done, scores)
             if done % run.save_every == 0 or ended or any(reasons):
                 finite.settle()
-                with interruptions.unwatched():  # a disk may be slow
+                with interruptions.patient():  # a disk may be slow
                     saver.save(done, journal, last=ended or any(reasons))
             if ended:
                 return None
@@ -223,9 +236,7 @@ def make_steps(
     Raises:
         InputError: The warm-up would outlast the run.
     """
-    plugin = accelerator.state.dynamo_plugin
-    compiled = plugin.backend != DynamoBackend.NO
-    parts = []
+    compiled, parts = is_compiled(accelerator), []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = Sequences(store, corpus.length, corpus.weights)
@@ -249,6 +260,11 @@ def make_steps(
     remedy = "shorten it or train longer"
     require(fits, "optim.warmup_steps", f"{rule} of the run", warmup, remedy)
     return whole
+
+
+def is_compiled(accelerator: Accelerator) -> bool:
+    """Whether Accelerate has been asked to compile the model."""
+    return accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
 
 
 def number_of_steps(optim: OptimSettings, mean_length: float) -> int | None:
@@ -281,6 +297,8 @@ def make_loader(steps: Stages, start: int, workers: int) -> DataLoader:
     """The steps from `start` on, made ahead of time by `workers` processes."""
     end = sys.maxsize if steps.total is None else steps.total
     quiet = ignore_signals if workers else None
+    if workers:
+        atexit.register(end_workers)  # before multiprocessing's own, which was registered earlier
     sampler = range(start, end)
     return DataLoader(
         steps, batch_size=None, sampler=sampler, num_workers=workers, worker_init_fn=quiet
@@ -373,7 +391,8 @@ def resume(
     same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
     remedy = "choose another run.name, or set run.allow_drift true"
     free = same or settings.run.allow_drift
-    require(free, "corpus.train and corpus.validation", rule, data, remedy)
+    keys = "corpus.tokenizer, corpus.train and corpus.validation"
+    require(free, keys, rule, data, remedy)
     steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
     found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
