@@ -134,6 +134,6 @@ class FiniteSteps:
             raise InputError(
                 f"optim must keep gradients finite, got {PATIENCE} steps in a row, the last "
                 f"{number + 1}, with infinite ones; the same command with a lower "
-                "optim.learning_rate and run.allow_drift true goes on from the newest checkpoint in "
-                f"{self.checkpoints}"
+                "optim.learning_rate and run.allow_drift true goes on from the newest checkpoint "
+                f"in {self.checkpoints}"
             )
