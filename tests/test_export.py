@@ -370,21 +370,16 @@ def test_a_chinese_vocabulary_file_is_read_into_a_dictionary_first(chinese, tmp_
     assert tokenizer(CHINESE).data == chinese(CHINESE).data
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="transformers looks words up in the path of vocab.txt",
-)
-def test_a_chinese_vocabulary_file_keeps_its_words_when_transformers_reads_it(tmp_path):
-    # when this passes, the README need not say how to read one
+def test_transformers_loses_the_words_of_a_bare_chinese_vocabulary_file(tmp_path):
+    # it looks them up in the path of the file; when this fails, the README need not warn of it
     (tmp_path / "vocab.txt").write_text("\n".join(CHINESE_VOCABULARY) + "\n")
     tokenizer = transformers.RoFormerTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.tokenize(CHINESE) == CHINESE_WORDS
+    pieces = tokenizer.tokenize(CHINESE)
+    assert pieces != CHINESE_WORDS
+    assert not {word for word in CHINESE_WORDS if len(word) > 1} & set(pieces)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="transformers writes the tokenizer down before it takes out the part that cannot be",
-)
-def test_a_chinese_tokenizer_can_be_pickled(chinese):
-    assert pickle.loads(pickle.dumps(chinese)).tokenize(CHINESE) == CHINESE_WORDS
+def test_transformers_chinese_tokenizer_cannot_be_pickled(chinese):
+    # when this fails, the README need not warn of it
+    with pytest.raises(Exception, match="cannot be serialized"):
+        pickle.dumps(chinese)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -88,12 +89,8 @@ def _fits(
     try:
         # AdamW's moments come with the first step: their room is taken here
         moments = [torch.empty_like(p) for p in trained for _ in range(2)]
-        on_device = {
-            k: v.to(accelerator.device) if isinstance(v, torch.Tensor) else v
-            for k, v in batch.items()
-        }
         with accelerator.no_sync(model):
-            loss, _ = model(**on_device)
+            loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["targets"]))
         del moments
     except (MemoryError, RuntimeError) as error:
@@ -157,13 +154,9 @@ def _time(
     for _ in range(2):
         started = time.perf_counter()
         with accelerator.autocast():
-            loss, _ = objective(
-                **{
-                    k: v.to(accelerator.device) if isinstance(v, torch.Tensor) else v
-                    for k, v in batch.items()
-                }
-            )
+            loss, _ = objective(**send_to_device(batch, accelerator.device))
         (loss / len(batch["targets"])).backward()
-        seconds = loss.item() * 0 + time.perf_counter() - started  # reading waits for the device
+        loss.item()  # waits for the device
+        seconds = time.perf_counter() - started
     objective.zero_grad(set_to_none=True)
     return seconds

@@ -48,8 +48,8 @@ class ModelSettings:
     """Attention kernel by transformers' name: eager (fastest on CPU in bf16), sdpa, or this
     project's `unpadded`."""
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass: a quarter slower, for longer sequences or a
-    larger micro-batch in the same memory."""
+    """Compute each layer again in the backward pass: slower, for longer sequences or a larger
+    micro-batch in the same memory."""
 
 
 @dataclass(frozen=True)
