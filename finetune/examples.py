@@ -1,13 +1,18 @@
 """A task's files to batches: read, checked, tokenised once, bucketed by length.
 
 Local files are read with pyarrow, which copies nothing into a cache; the `datasets` library serves
-the hub. The order of examples is a pure function of (seed, epoch), for any number of processes.
+the hub. Tokens are kept on disk under a name made of the texts and the tokenizer, so that all runs
+of a grid, in whatever process, share them. The order of examples is a pure function of (seed,
+epoch), for any number of processes.
 
-Legend: N examples, B batch, L tokens of the batch's longest example.
+Legend: N examples, B batch, L tokens of the batch's longest example, T tokens of a split.
 """
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import pyarrow
 import torch
 from numpy.typing import NDArray
 from pyarrow import csv, json, parquet
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from finetune.tasks import Task
@@ -34,59 +40,126 @@ class Examples:
     """The tokenised rows of one split.
 
     Attributes:
-        inputs: Name of a model input -> one list of integers an example; no attention mask.
-        labels: Class ids, int64, or values, float32; [N].
+        inputs: Name of a model input -> its integers of all examples, one after the other, [T];
+            no attention mask.
         lengths: Tokens an example, [N].
+        labels: Class ids, int64, or values, float32; -1 where the file has none; [N].
         padding: Value that fills each input up.
     """
 
-    inputs: dict[str, list[list[int]]]
-    labels: NDArray
+    inputs: dict[str, NDArray[np.int32]]
     lengths: Rows
+    labels: NDArray
     padding: dict[str, int]
 
+    @cached_property
+    def starts(self) -> Rows:
+        """Where each example begins, [N]."""
+        return np.cumsum(self.lengths) - self.lengths
+
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.lengths)
 
     def batch(self, rows: Rows, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Rows [B] as model inputs [B, L], padded to the longest of them, with `labels` [B]."""
-        real = np.arange(self.lengths[rows].max()) < self.lengths[rows, None]  # [B, L]
+        across = np.arange(self.lengths[rows].max())
+        real = across < self.lengths[rows, None]  # [B, L]
+        places = np.where(real, self.starts[rows, None] + across, 0)
         arrays = {"attention_mask": real.astype(np.int64), "labels": self.labels[rows]}
         for name, values in self.inputs.items():
-            arrays[name] = np.full(real.shape, self.padding[name], np.int64)
-            arrays[name][real] = np.concatenate([values[row] for row in rows])
+            arrays[name] = np.where(real, values[places], self.padding[name]).astype(np.int64)
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
 def load_examples(
-    task: Task, split: str, glue_dir: str | None, tokenizer: Any, length: int
+    task: Task, split: str, glue_dir: str | None, tokenizer: Any, length: int, cache: str
 ) -> Examples:
     """Read, check and tokenise one split.
 
     Args:
         task: What the columns and labels must be.
-        split: One of the task's splits with labels.
+        split: One of the task's splits; labels of a test split may be missing.
         glue_dir: Folder of task folders; None means `nyu-mll/glue` on the hub.
         tokenizer: The model's.
         length: Longest input in tokens.
+        cache: Folder where tokens are kept.
+
+    Raises:
+        InputError: The data are missing or not what the task says.
+    """
+    columns = read_columns(task, split, glue_dir)
+    labels = columns.pop("label")
+    tokens = tokenised(list(columns.values()), tokenizer, length, cache)
+    lengths = tokens.pop("lengths").astype(np.int64)
+    padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
+    return Examples(tokens, lengths, labels, {name: padding.get(name, 0) for name in tokens})
+
+
+def read_columns(task: Task, split: str, glue_dir: str | None) -> dict[str, Any]:
+    """The text columns of a split, lists of N strings, and `label`, an array [N], all checked.
 
     Raises:
         InputError: The data are missing or not what the task says.
     """
     columns = _from_hub(task, split) if glue_dir is None else _from_folder(task, split, glue_dir)
-    where = f"{task.name}/{split}"
-    labels = _checked_labels(columns["label"], task, where)
-    texts = [columns[name] for name in task.columns]
-    for name, text in zip(task.columns, texts):
-        wrong = next((row for row, value in enumerate(text) if not isinstance(value, str)), None)
+    where, known = f"{task.name}/{split}", not split.startswith("test")
+    for name in task.columns:
+        text = columns[name]
+        # blank text is real in the test splits of some tasks, which nobody can mend
+        bad = (r for r, v in enumerate(text) if not isinstance(v, str) or (known and not v.strip()))
+        wrong = next(bad, None)
         if wrong is not None:
             found = f"{text[wrong]!r} in row {wrong}"
             raise InputError(f"column {name} of {where} must hold text, got {found}; mend the file")
-    encoded = tokenizer(*texts, truncation="longest_first", max_length=length)
-    inputs = {name: encoded[name] for name in encoded if name != "attention_mask"}
-    padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
-    lengths = np.array([len(ids) for ids in inputs["input_ids"]], np.int64)
-    return Examples(inputs, labels, lengths, {name: padding.get(name, 0) for name in inputs})
+    index = columns.get("idx", [])
+    first: dict[Any, int] = {}
+    twice = next((row for row, i in enumerate(index) if first.setdefault(i, row) != row), None)
+    if twice is not None:
+        found = f"{index[twice]!r} in rows {first[index[twice]]} and {twice}"
+        raise InputError(f"idx of {where} must be unique, got {found}; leave out the copies")
+    texts = {name: columns[name] for name in task.columns}
+    count = len(columns[task.columns[0]])
+    labels = columns.get("label", [-1] * count)
+    return {**texts, "label": _checked_labels(labels, task, where, known)}
+
+
+def tokenised(
+    texts: list[list[str]], tokenizer: Any, length: int, cache: str
+) -> dict[str, NDArray[np.int32]]:
+    """The tokens of N rows of one or two texts: from the cache, or made and kept there.
+
+    Returns:
+        Each model input, [T], and `lengths`, [N].
+    """
+    name = hashlib.sha256(repr((tokenizer_identity(tokenizer), length)).encode())
+    for column in texts:
+        name.update("\0".join([*column, ""]).encode(errors="surrogatepass"))
+    file = Path(cache) / f"glue-{name.hexdigest()[:20]}.safetensors"
+    if not file.exists():
+        encoded = tokenizer(*texts, truncation="longest_first", max_length=length)
+        arrays = {
+            key: np.concatenate([np.asarray(row, np.int32) for row in encoded[key]])
+            for key in encoded
+            if key != "attention_mask"
+        }
+        arrays["lengths"] = np.array([len(row) for row in encoded["input_ids"]], np.int32)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")  # several processes may make it at once
+        save_file(arrays, unfinished)
+        unfinished.replace(file)
+    return load_file(file)
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """What decides the tokens a tokenizer makes: its class, options and tables."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        tables = repr(sorted(tokenizer.get_vocab().items()))
+    else:
+        backend.no_truncation()  # what the last call set, not the tokenizer's own
+        backend.no_padding()
+        tables = backend.to_str()
+    return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {tables}"
 
 
 def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iterator[Rows]:
@@ -155,12 +228,17 @@ def _from_hub(task: Task, split: str) -> dict[str, list]:
     return table.to_dict()
 
 
+def find_file(task: Task, split: str, glue_dir: str) -> Path | None:
+    """The file of a split, or None."""
+    files = (Path(glue_dir) / task.name / f"{split}{suffix}" for suffix in _READERS)
+    return next((path for path in files if path.is_file()), None)
+
+
 def _from_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:
     folder = Path(glue_dir) / task.name
     if not folder.is_dir():
         raise InputError(f"glue_dir must hold a folder {task.name}, got {glue_dir}; check the path")
-    files = [folder / f"{split}{suffix}" for suffix in _READERS]
-    file = next((path for path in files if path.is_file()), None)
+    file = find_file(task, split, glue_dir)
     if file is None:
         found = ", ".join(sorted(path.name for path in folder.iterdir())) or "an empty folder"
         raise InputError(
@@ -178,7 +256,8 @@ def _from_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:
 
 
 def _checked_columns(table: pyarrow.Table, task: Task, file: Path) -> dict[str, list]:
-    wanted = [*task.columns, "label"]
+    labelled = ["label"] * (not file.stem.startswith("test"))
+    wanted = [*task.columns, *labelled]
     found = table.column_names
     present = all(found.count(name) == 1 for name in wanted)
     require(
@@ -189,11 +268,12 @@ def _checked_columns(table: pyarrow.Table, task: Task, file: Path) -> dict[str, 
         "rename them",
     )
     require(table.num_rows > 0, str(file), "must hold at least one row", "none", "fill the split")
-    return table.select(wanted).to_pydict()
+    kept = [name for name in (*task.columns, "label", "idx") if found.count(name) == 1]
+    return table.select(kept).to_pydict()
 
 
-def _checked_labels(values: list, task: Task, where: str) -> NDArray:
-    """Labels as the loss wants them: int64 class ids or float32 values, [N]."""
+def _checked_labels(values: list, task: Task, where: str, known: bool) -> NDArray:
+    """Labels as the loss wants them: int64 class ids or float32 values, [N]; -1 if not known."""
     top = 5 if task.labels is None else len(task.labels) - 1
     rule = (
         f"must be numbers from 0 to {top}"
@@ -206,7 +286,10 @@ def _checked_labels(values: list, task: Task, where: str) -> NDArray:
         raise InputError(
             f"label of {where} {rule}, got {values[0]!r}; the ids stand in finetune/tasks.py"
         ) from None
-    good = (labels >= 0) & (labels <= top)  # false for a missing label, which is nan
+    if not known:
+        labels = np.where(np.isnan(labels), -1, labels)
+    lowest = 0 if known else -1
+    good = (labels >= lowest) & (labels <= top)  # false for a missing label, which is nan
     if task.labels is not None:
         good &= labels == np.floor(labels)
     wrong = int(good.argmin())

@@ -6,7 +6,10 @@ validation split: nothing is selected by the split that is reported. Each run ap
 
 import dataclasses
 import math
+import shlex
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,10 @@ from transformers import (
 )
 
 import roformer
-from finetune.examples import Examples, epoch_batches, load_examples, require_fit
+from finetune.card import require_free, save_model
+from finetune.examples import Examples, epoch_batches, find_file, load_examples, require_fit
 from finetune.metrics import GlueMetric
-from finetune.results import KEY, append_result
+from finetune.results import KEY, Claims, append_result, prediction_file, write_predictions
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train import counter
@@ -35,69 +39,99 @@ from train.launch import run_command, start_accelerator
 from train.optim import adamw, rate_factor, set_rate
 from train.settings import InputError, require
 
+Data = dict[str, Examples]  # split -> rows; AX is the split "ax" of mnli
+Logits = dict[str, NDArray[np.float32]]  # split -> [N, outputs]
 Scores = dict[str, dict[str, float]]  # split -> metric -> value
+Watch = Callable[[int, int, float], None]  # steps made, steps in all, loss
+LOOK_EVERY = 20
+"""Steps between two looks at the loss: each makes the host wait for the device."""
 
 
-def main(settings: GlueSettings, accelerator: Accelerator | None = None) -> dict[str, Any]:
-    """Fine-tune, score, append the line.
+class DivergedError(ArithmeticError):
+    """The loss, a gradient or a logit is no longer a number."""
+
+
+def main(
+    settings: GlueSettings,
+    accelerator: Accelerator | None = None,
+    claims: Claims | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """Fine-tune, score, keep the predictions, append the line.
 
     Args:
         settings: The run.
         accelerator: One that exists, when a process makes several runs; None starts one.
+        claims: The results file, when a process makes several runs.
+        watch: Told how far the run is; None shows a bar.
 
     Returns:
-        The line.
+        The line; of a run that diverged it has no scores.
 
     Raises:
-        InputError: Settings, model and data do not fit together, or the loss became infinite.
+        InputError: Settings, model and data do not fit together.
     """
     started, task = time.perf_counter(), TASKS[settings.task]
-    prepare_transformers()
     accelerator = accelerator or start_accelerator()
+    if settings.save is not None:
+        require_free(settings.save)
     config, tokenizer = load_description(settings, task)
-    data = {
-        split: load_examples(task, split, settings.glue_dir, tokenizer, settings.length)
-        for split in ("train", *task.validations)
-    }
+    data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
-    scores, history = fine_tune(settings, model, data, accelerator)
-    result = {
-        **describe(settings, config, data),
-        "metrics": scores,
-        "headline": headline(task, scores),
-        "loss": history[-1]["loss"],
-        "history": history,
+    require_run(model, data["train"], task)
+    result = describe(settings, config, data, accelerator)
+    try:
+        losses, logits = fine_tune(settings, model, data, accelerator, watch)
+    except DivergedError as error:
+        result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
+        logits = {}
+    else:
+        scores = {split: score(task, logits[split], data[split]) for split in task.validations}
+        result |= {
+            "status": "done",
+            "collapsed": all(is_collapsed(task, logits[split]) for split in task.validations),
+            "metrics": scores,
+            "headline": headline(task, scores),
+            "loss": losses[-1],
+            "losses": losses,
+        }
+    result |= {
         "parameters": model.num_parameters(),
         "seconds": round(time.perf_counter() - started, 2),
-        "precision": accelerator.mixed_precision,
-        "device": accelerator.device.type,
-        "processes": accelerator.num_processes,
     }
     if accelerator.is_main_process:
-        save(settings, model, tokenizer)
-        append_result(settings.output, result)
+        for split, values in logits.items():
+            file = prediction_file(settings.output, result, split)
+            write_predictions(file, data[split].labels, values)
+        if settings.save is not None and logits:
+            save_model(settings.save, model, tokenizer, result)
+        append_result(claims or Claims(settings.output), result)
     return result
 
 
 def fine_tune(
     settings: GlueSettings,
     model: PreTrainedModel,
-    data: dict[str, Examples],
+    data: Data,
     accelerator: Accelerator,
-) -> tuple[Scores, list[dict[str, float]]]:
-    """The loop: train in place, score after each epoch.
+    watch: Watch | None = None,
+) -> tuple[list[float], Logits]:
+    """The loop: train in place, then predict; nothing is selected by what is predicted.
 
     Returns:
-        The last epoch's scores, and each epoch's mean training loss and headline.
+        Each epoch's mean training loss, and the logits of every split but train.
+
+    Raises:
+        DivergedError: A number is not finite.
     """
-    task, train = TASKS[settings.task], data["train"]
+    train = data["train"]
     rank, processes = accelerator.process_index, accelerator.num_processes
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
     factor = rate_factor(settings.schedule, round(settings.warmup_share * steps), steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
-    step, history = 0, []
-    bar = progress(settings, steps, accelerator)
+    step, losses = 0, []
+    watch = watch or progress(settings, steps, accelerator)
     for epoch in range(settings.epochs):
         model.train()
         total = torch.zeros((), device=accelerator.device)
@@ -111,21 +145,20 @@ def fine_tune(
             # gradients are averaged over processes: this makes it the mean over the global batch
             accelerator.backward(loss * processes / len(rows))
             norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
-            require_finite(norm, settings.learning_rate)
             optimizer.step()
             optimizer.zero_grad()
             total += loss.detach()
-            bar.set_postfix(loss=f"{loss.item() / max(1, len(mine)):.3f}", refresh=False)
-            bar.update()
             step += 1
-        scores = {
-            split: score(task, predict(model, data[split], settings, accelerator), data[split])
-            for split in task.validations
-        }
-        mean_loss = accelerator.reduce(total).item() / len(train)
-        history.append({"loss": mean_loss, "headline": headline(task, scores)})
-    bar.close()
-    return scores, history
+            if step % LOOK_EVERY == 0 or step == steps:
+                require_finite(norm, "gradient", step)  # the same in every process
+                watch(step, steps, loss.item() / max(1, len(mine)))
+        losses.append(accelerator.reduce(total).item() / len(train))
+    logits = {
+        split: predict(model, data[split], settings, accelerator)
+        for split in data
+        if split != "train"
+    }
+    return losses, logits
 
 
 def prepare_transformers() -> None:
@@ -135,12 +168,38 @@ def prepare_transformers() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
+def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
+    """Every split the run needs: train, the validation splits, and the test ones if asked for.
+
+    Raises:
+        InputError: The data are missing or not what the task says.
+    """
+    tests = unlabelled(settings) if settings.test else {}
+    places = {s: (task, s) for s in ("train", *task.validations)} | tests
+    return {
+        name: load_examples(*place, settings.glue_dir, tokenizer, settings.length, settings.cache)
+        for name, place in places.items()
+    }
+
+
+def unlabelled(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
+    """The test splits of a task and, with MNLI, AX, as far as the folder has them: reduced data may
+    have none. Each by its name among the predictions.
+    """  # noqa: D205 one sentence
+    task, folder = TASKS[settings.task], settings.glue_dir
+    places = {split: (task, split) for split in task.splits if split.startswith("test")}
+    if task.name == "mnli":
+        places["ax"] = TASKS["ax"], "test"
+    return {k: v for k, v in places.items() if folder is None or find_file(*v, folder) is not None}
+
+
 def load_description(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
     """Configuration, with the task's head, and tokenizer, checked to fit each other and the length.
 
     Raises:
         InputError: One of them cannot be read, or they do not fit.
     """
+    prepare_transformers()
     names = task.labels or ("value",)
     try:
         config = AutoConfig.from_pretrained(
@@ -163,32 +222,55 @@ def load_description(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
 def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
     """The model in float32 with a head drawn from the seed; with all weights so for the control.
 
+    After MNLI the layers of the head that fit are kept: what BERT calls its pooler is one of them.
+
     Raises:
         InputError: The folder has no weights, they are not this architecture's, or it has no such
             head or attention kernel.
     """
     torch.manual_seed(settings.seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
+    folder = settings.mnli or settings.model
     try:
         if settings.random_weights:
             return AutoModelForSequenceClassification.from_config(config, **options)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            settings.model,
+            folder,
             config=config,
             ignore_mismatched_sizes=True,  # the head of another task is replaced
             output_loading_info=True,
             **options,
         )
     except (OSError, ValueError, ImportError) as error:
-        found = "weights with a sequence-classification head"
-        raise unreadable("model", settings.model, found, error) from error
+        key = "model" if settings.mnli is None else "mnli"
+        needed = "weights with a sequence-classification head"
+        raise unreadable(key, folder, needed, error) from error
     fresh = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     share = sum(sizes.get(name, 0) for name in fresh) / sum(sizes.values())
     rule = "must hold the weights of its config.json"
-    found = f"{settings.model} without {share:.0%} of them"
+    found = f"{folder} without {share:.0%} of them"
     require(share < 0.5, "model", rule, found, "use --random_weights true for a control")
     return model
+
+
+@torch.no_grad()
+def require_run(model: PreTrainedModel, examples: Examples, task: Task) -> None:
+    """Send the longest and the shortest example through the model, before any work is done.
+
+    Raises:
+        InputError: The model cannot take what its tokenizer makes, or its head is not the task's.
+    """
+    order = np.argsort(examples.lengths, kind="stable")
+    batch = examples.batch(order[[-1, 0]])
+    batch.pop("labels")
+    rule = f"must take the tokenizer's {', '.join(batch)} and give {task.outputs} logits a row"
+    remedy = "check that model and tokenizer belong together, or shorten length"
+    try:
+        found = str(tuple(model.eval()(**batch).logits.shape))
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        found = next(iter(str(error).splitlines()), type(error).__name__)
+    require(found == str((2, task.outputs)), "model", rule, found, remedy)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -208,7 +290,7 @@ def predict(
     counts once, however many rows and processes there are.
 
     Raises:
-        InputError: A logit is not finite.
+        DivergedError: A logit is not finite.
     """
     model.eval()
     table = torch.zeros(len(examples), TASKS[settings.task].outputs, device=accelerator.device)
@@ -221,7 +303,7 @@ def predict(
         places = torch.from_numpy(mine).to(table.device)
         table[places] = model(**batch).logits.float()[: len(mine)]
     logits = accelerator.reduce(table).cpu().numpy()
-    require_finite(logits, settings.learning_rate)
+    require_finite(logits, "logits", len(logits))
     return logits
 
 
@@ -244,10 +326,19 @@ def headline(task: Task, scores: Scores) -> float:
     return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
 
 
-def describe(settings: GlueSettings, config: Any, data: dict[str, Examples]) -> dict[str, Any]:
-    """What a line says of a run beside its outcome: the key, data, baseline, versions, settings."""
+def is_collapsed(task: Task, logits: NDArray) -> bool:
+    """Whether every row gets the same answer: the class most often, or one value."""
+    if task.labels is None:
+        return float(np.ptp(logits)) < 1e-2  # of values from 0 to 5
+    return len(np.unique(logits.argmax(axis=1))) == 1
+
+
+def describe(
+    settings: GlueSettings, config: Any, data: Data, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What a line says of a run beside its outcome: the key, data, baseline, machine, settings."""
     task, values = TASKS[settings.task], dataclasses.asdict(settings)
-    rows = {split: len(examples) for split, examples in data.items()}
+    rows = {split: len(data[split]) for split in ("train", *task.validations)}
     guess = {split: majority(task, data["train"], data[split]) for split in task.validations}
     return {
         **{name: values[name] for name in KEY},
@@ -258,34 +349,56 @@ def describe(settings: GlueSettings, config: Any, data: dict[str, Examples]) -> 
         "headline_metric": task.headline,
         "majority_metrics": guess,
         "majority": headline(task, guess),
+        "precision": accelerator.mixed_precision,
+        "device": accelerator.device.type,
+        "processes": accelerator.num_processes,
+        "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "settings": values,
+        "command": command_of(settings, accelerator),
     }
 
 
-def save(settings: GlueSettings, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Write the fine-tuned model and its tokenizer where the settings ask for it."""
-    if settings.save is not None:
-        model.save_pretrained(settings.save)
-        tokenizer.save_pretrained(settings.save)
+def command_of(settings: GlueSettings, accelerator: Accelerator) -> str:
+    """The command that makes a run again; where it writes is left out."""
+    launch = ["accelerate", "launch", "--mixed_precision", accelerator.mixed_precision]
+    launch += ["--cpu"] * (accelerator.device.type == "cpu")
+    if accelerator.num_processes > 1:
+        precision, cpu = accelerator.mixed_precision, accelerator.device.type == "cpu"
+        launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
+        launch += ["torchrun", "--nproc_per_node", str(accelerator.num_processes)]
+    flags: list[str] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default and field.name not in ("output", "cache", "save"):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            flags += [f"--{field.name}", text]
+    return shlex.join([*launch, "finetune/glue.py", *flags])
 
 
-def progress(settings: GlueSettings, steps: int, accelerator: Accelerator) -> tqdm:
+def progress(settings: GlueSettings, steps: int, accelerator: Accelerator) -> Watch:
     """The run's bar, shown by one process and only on a terminal."""
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    return tqdm(total=steps, desc=title, disable=None if accelerator.is_main_process else True)
+    bar = tqdm(total=steps, desc=title, disable=None if accelerator.is_main_process else True)
+
+    def watch(step: int, steps: int, loss: float) -> None:
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        bar.update(step - bar.n)
+        if step == steps:
+            bar.close()
+
+    return watch
 
 
-def require_finite(values: Tensor | NDArray, learning_rate: float) -> None:
-    """Stop a run whose numbers are no longer numbers, before the optimiser spreads them.
+def require_finite(values: Tensor | NDArray, name: str, count: int) -> None:
+    """Stop a run whose numbers are no longer numbers.
 
     Raises:
-        InputError: A value is infinite or not a number.
+        DivergedError: A value is infinite or not a number.
     """
-    finite = bool(torch.isfinite(torch.as_tensor(values)).all())
-    found = f"{learning_rate} and a run that diverged"
-    require(finite, "learning_rate", "must keep gradients and logits finite", found, "lower it")
+    if not bool(torch.isfinite(torch.as_tensor(values)).all()):
+        raise DivergedError(f"{name} not finite ({count})")
 
 
 def unreadable(key: str, name: str, needed: str, error: Exception) -> InputError:
@@ -299,18 +412,28 @@ def unreadable(key: str, name: str, needed: str, error: Exception) -> InputError
 def summary(result: dict[str, Any]) -> str:
     """A results line in words."""
     control = ", random weights," if result["random_weights"] else ""
+    control += " from MNLI" if result["mnli"] else ""
+    name = (
+        f"{result['task']} {result['model']}{control} rate {result['learning_rate']:g} "
+        f"seed {result['seed']}"
+    )
+    if result["status"] != "done":
+        return f"{name}: {result['status']}: {result['error']}"
+    collapsed = ", one answer for every row" if result["collapsed"] else ""
     return (
-        f"{result['label']} {result['model']}{control} rate {result['learning_rate']:g} "
-        f"seed {result['seed']}: {result['headline_metric']} {100 * result['headline']:.1f} "
-        f"(majority {100 * result['majority']:.1f}), {result['seconds']:.0f} s"
+        f"{name}: {result['headline_metric']} {100 * result['headline']:.1f} "
+        f"(majority {100 * result['majority']:.1f}{collapsed}), {result['seconds']:.0f} s"
     )
 
 
 def command(settings: GlueSettings) -> None:
-    """One run and its outcome in one line."""
+    """One run and its outcome in one line; exit code 1 when it diverged."""
     accelerator = start_accelerator()
-    accelerator.print(summary(main(settings, accelerator)))
+    result = main(settings, accelerator)
+    accelerator.print(summary(result))
     accelerator.end_training()
+    if result["status"] != "done":
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,66 @@
-"""Many runs in one process: `python -m finetune.grid --models '[a, b]' --tasks '[cola]'`.
+"""Many runs: `accelerate launch -m finetune.grid --models '[a, b]' --tasks '[cola]'`.
 
-Runs that have a line in the results are left out, so that the same command goes on after a stop.
+This process reads and checks everything, hands out the runs and watches; its workers make them. A
+run that has a line in the results is left out, so the same command goes on after a stop, whatever
+stopped it. The launcher decides the precision; let it start one process and give `--workers`: a run
+is too small to be worth spreading over processes.
 """
 
-import sys
-from dataclasses import asdict, fields
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, fields, replace
 from itertools import product
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-from accelerate import Accelerator
+import torch
 
 from finetune import glue
-from finetune.results import read_results, result_key
+from finetune.board import Board
+from finetune.results import (
+    Claims,
+    append_result,
+    prediction_file,
+    read_results,
+    repair,
+    result_key,
+    run_name,
+)
 from finetune.settings import GlueSettings, GridSettings, Recipe
+from finetune.tasks import TASKS
 from train.launch import run_command, start_accelerator
-from train.settings import InputError
+from train.settings import InputError, require
+
+FROM_MNLI = ("rte", "mrpc", "stsb")
+SECONDS = 0.5
+"""Between two signs of life of a worker."""
 
 
 def main(settings: GridSettings) -> None:
-    """Make every run that has no line in the results yet, and print a line for each.
+    """Make every run that has no line in the results yet.
 
     Raises:
         InputError: A run cannot be made (said before any is), or some failed (after the rest).
     """
-    runs = {result_key(asdict(run)): run for run in all_runs(settings)}
-    done = set()
-    if Path(settings.output).is_file():
-        done = {result_key(line) for line in read_results(settings.output)}
-    missing = [run for key, run in runs.items() if key not in done]
-    accelerator = start_accelerator()
-    accelerator.print(f"{len(missing)} runs to make, {len(runs) - len(missing)} done already")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    remedy = "launch one and give --workers"
+    require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
+    runs = all_runs(settings)
+    done = finished(settings.output)
+    missing = [run for run in runs if not is_done(run, done)]
+    check(missing)
     failures = 0
-    for number, run in enumerate(missing, 1):
-        failures += not _make(run, f"{number}/{len(missing)}", accelerator)
+    if missing:
+        claims = Claims(settings.output)
+        with Board(runs, missing, settings.workers) as board:
+            failures = hand_out(missing, settings.workers, claims, board)
+    else:
+        print(f"0 runs to make, {len(runs)} done already")
     if failures:
         raise InputError(
             f"grid must finish every run, got {failures} of {len(missing)} that failed (above); "
@@ -49,31 +77,191 @@ def all_runs(settings: GridSettings) -> list[GlueSettings]:
     recipe = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
     rates = settings.learning_rates or [settings.learning_rate]
     controls = (False, True) if settings.random_control else (False,)
-    return [
-        GlueSettings(
-            **{**recipe, "learning_rate": rate},
-            model=model,
-            task=task,
-            seed=seed,
-            random_weights=control,
-        )
-        for seed, task, rate, model, control in product(
-            settings.seeds, settings.tasks, rates, settings.models, controls
-        )
-    ]
+    runs = []
+    for seed, task, rate, model, control in product(
+        settings.seeds, settings.tasks, rates, settings.models, controls
+    ):
+        values = {**recipe, "learning_rate": rate, "model": model, "seed": seed}
+        run = GlueSettings(**values, task=task, random_weights=control)
+        if settings.from_mnli and not control:
+            if task == "mnli":
+                run = replace(run, save=mnli_folder(run))
+            elif task in FROM_MNLI:
+                runs.append(replace(run, mnli=mnli_folder(run)))
+        runs.append(run)
+    unique = {result_key(asdict(run)): run for run in runs}
+    return sorted(unique.values(), key=lambda run: run.mnli is not None)
 
 
-def _make(run: GlueSettings, count: str, accelerator: Accelerator) -> bool:
-    """Make one run; one that cannot be made is said and does not stop the others."""
+def mnli_folder(run: GlueSettings) -> str:
+    """Where the model that MNLI's run of the same recipe and seed makes is kept."""
+    name = run_name(asdict(replace(run, task="mnli", mnli=None)))
+    return str(Path(run.output).parent / "mnli" / name)
+
+
+def finished(output: str) -> dict[tuple, dict[str, Any]]:
+    """The lines that need not be made again, by their key; the file is repaired first."""
+    if not Path(output).is_file():
+        return {}
+    repair(output)
+    return {result_key(x): x for x in read_results(output) if x["status"] != "failed"}
+
+
+def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
+    """Whether a run has its line, and what others need of it is there."""
+    line = done.get(result_key(asdict(run)))
+    if line is None or line["status"] == "diverged":
+        return line is not None
+    wanted = glue.unlabelled(run) if run.test else ()
+    files = [prediction_file(run.output, line, split) for split in wanted]
+    return all(f.exists() for f in files) and (run.save is None or Path(run.save).exists())
+
+
+def check(runs: list[GlueSettings]) -> None:
+    """Read every model's description and every task's data, and send a batch through each model.
+
+    Raises:
+        InputError: One of them cannot be used, before any run is made.
+    """
+    first = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
+    for run in first.values():
+        task = TASKS[run.task]
+        config, tokenizer = glue.load_description(run, task)
+        data = glue.load_data(run, task, tokenizer)
+        glue.require_run(glue.load_model(run, config), data["train"], task)
+
+
+def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board) -> int:
+    """Give every run to a worker; one that dies fails its run alone and is replaced.
+
+    Returns:
+        How many runs failed.
+    """
+    pending, failures = deque(runs), 0
+    workers = [Worker(number, count) for number in range(min(count, len(runs)))]
     try:
-        accelerator.print(f"[{count}] {glue.summary(glue.main(run, accelerator))}")
-    except InputError as error:
-        if accelerator.is_main_process:
-            print(f"[{count}] {run.task} {run.model}: error: {error}", file=sys.stderr)
-        return False
+        while pending or any(worker.run for worker in workers):
+            making = [worker.run for worker in workers if worker.run]
+            for worker in (worker for worker in workers if not worker.run):
+                run = next_run(pending, making)
+                if run is not None:
+                    worker.start(run)
+                    making.append(run)
+            for worker in [w for w in workers if w.connection in wait_for(workers)]:
+                run, (what, value) = worker.run, worker.hear()
+                assert run is not None
+                if what == "dead":
+                    workers[worker.number] = Worker(worker.number, count)
+                if what in ("dead", "failed"):
+                    failures += 1
+                    value = failed_line(run, value)
+                    append_result(claims, value)
+                board.show(worker.number, run, what, value)
+    except KeyboardInterrupt:
+        raise InputError(
+            "grid must be left alone, got an interrupt; the same command goes on"
+        ) from None
     finally:
-        accelerator.free_memory()
-    return True
+        for worker in workers:
+            worker.process.kill()
+    return failures
+
+
+def next_run(pending: deque[GlueSettings], making: list[GlueSettings]) -> GlueSettings | None:
+    """Take the first run that can begin: one that starts from MNLI waits for that run."""
+    others = {run.save for run in (*pending, *making) if run.save}
+    for run in pending:
+        if run.mnli is None or run.mnli not in others:
+            pending.remove(run)
+            return run
+    return None
+
+
+def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
+    """The line of a run that has no outcome; a grid makes it again."""
+    values = asdict(run)
+    return {**values, "status": "failed", "error": error, "settings": values}
+
+
+def wait_for(workers: list["Worker"]) -> list[Any]:
+    """Connections on which a worker has something to say; those without a run say nothing."""
+    return wait([worker.connection for worker in workers if worker.run], timeout=SECONDS)
+
+
+class Worker:
+    """A process that makes runs one after the other.
+
+    Args:
+        number: Counts from 0; chooses the GPU.
+        count: Workers in all, which share the processor's threads.
+    """
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number = number
+        self.run: GlueSettings | None = None
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+        self.connection, theirs = context.Pipe()
+        threads = max(1, torch.get_num_threads() // count)
+        self.process = context.Process(target=work, args=(number, threads, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # or its end would not be noticed
+
+    def start(self, run: GlueSettings) -> None:
+        """Give it a run."""
+        self.run = run
+        self.connection.send(run)
+
+    def hear(self) -> tuple[str, Any]:
+        """What it says: step, done, failed or elsewhere; dead when it is gone."""
+        try:
+            what, value = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            what, value = "dead", f"its process ended with {self.process.exitcode}"
+        if what != "step":
+            self.run = None
+        return what, value
+
+
+def work(number: int, threads: int, connection: Connection) -> None:
+    """A worker's life: make the run it is given, say how far it is and how it ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the watching process to obey
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    accelerator, said = start_accelerator(), 0.0
+    claims: Claims | None = None
+
+    def watch(*progress: float) -> None:
+        nonlocal said
+        if time.monotonic() > said + SECONDS:
+            said = time.monotonic()
+            connection.send(("step", progress))
+
+    while True:
+        run = connection.recv()
+        claims = claims or Claims(run.output)
+        if not claims.take(asdict(run)):
+            connection.send(("elsewhere", None))
+            continue
+        try:
+            if is_done(run, finished(run.output)):  # by another grid, meanwhile
+                connection.send(("elsewhere", None))
+            else:
+                connection.send(("done", glue.main(run, accelerator, claims, watch)))
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            connection.send(("failed", f"{type(error).__name__}: {reason}"))
+        finally:
+            claims.free(asdict(run))
+            accelerator.free_memory()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(SECONDS)
+    os._exit(1)
 
 
 if __name__ == "__main__":

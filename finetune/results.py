@@ -1,58 +1,174 @@
-"""results.jsonl: one line a run, appended in one write, and what makes two lines the same run.
+"""What a run leaves: its line in results.jsonl, and its predictions beside it.
 
-A line that a crash tore is skipped with a warning; the next append starts on a line of its own.
+    results.jsonl                               one line a run
+    predictions/TASK-MODEL-DIGEST/SPLIT.parquet  columns row, label (-1 on test splits), logits
+
+A line is there whole or not at all, and its predictions are there before it. Several processes may
+append to one file: a run is claimed before it is made, so that none is made twice.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+from pyarrow import parquet
+
 from train.settings import InputError
 
-KEY = ("model", "random_weights", "task", "learning_rate", "seed", "epochs", "batch_size", "length")
+RECIPE = (
+    "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
+    "clip_norm",
+)  # fmt: skip
+"""What a protocol fixes for all its models, tasks and seeds."""
+
+KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "seed", *RECIPE)
+"""What tells runs apart; two runs with the same key are the same run."""
 
 
 def result_key(values: Mapping[str, Any]) -> tuple:
-    """What tells runs apart, from a results line or from the settings of a run."""
+    """The key of a run, from its line or from its settings."""
     return tuple(values[name] for name in KEY)
 
 
-def append_result(path: str, result: Mapping[str, Any]) -> None:
-    """Add one line in a single write, on disk when this returns; several processes may append."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(result, allow_nan=False) + "\n"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        os.write(file, ("\n" * torn + line).encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+def run_name(values: Mapping[str, Any]) -> str:
+    """The name of a run's folder under predictions/: readable, and different for different keys."""
+    parts = [part for part in Path(values["model"]).parts if part not in ("/", "model")]
+    digest = hashlib.sha256(json.dumps(result_key(values)).encode()).hexdigest()[:10]
+    return f"{values['task']}-{parts[-1] if parts else 'model'}-{digest}"
 
 
-def read_results(path: str) -> list[dict[str, Any]]:
-    """The lines of a results file; one warning for each that a crash tore.
+def prediction_file(results: str, line: Mapping[str, Any], split: str) -> Path:
+    """Where the predictions of a run on a split are."""
+    return Path(results).parent / "predictions" / run_name(line) / f"{split}.parquet"
+
+
+def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
+    """Write labels [N] and logits [N, outputs]; rows as in the split's file."""
+    columns = {"row": np.arange(len(labels)), "label": labels, "logits": list(logits)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
+    unfinished.replace(file)
+
+
+def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
+    """Labels [N] and logits [N, outputs].
 
     Raises:
         InputError: There is no such file.
     """
+    try:
+        table = parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"predictions must be in {file}, got {reason}; make the run again"
+        ) from error
+    logits = np.stack(table["logits"].to_numpy()).astype(np.float32)
+    return table["label"].to_numpy(), logits
+
+
+class Claims:
+    """Which runs of a results file this process has taken: no other process makes them meanwhile.
+
+    A claim is a lock on one byte of FILE.lock, named by the run; the kernel gives it back when the
+    process ends, however it ends. Byte 0 is held while a line is appended.
+
+    Args:
+        results: The results file; its folder is made.
+    """
+
+    def __init__(self, results: str) -> None:
+        self.results = results
+        Path(results).parent.mkdir(parents=True, exist_ok=True)
+        # one descriptor for as long as the process lives: closing any would free all its locks
+        self.file = os.open(f"{results}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+
+    def take(self, values: Mapping[str, Any]) -> bool:
+        """Claim a run; false when another process has it."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(values))
+        except OSError:
+            return False
+        return True
+
+    def free(self, values: Mapping[str, Any]) -> None:
+        """Give a run back."""
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self._place(values))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody else appends."""
+        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, 0)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, 0)
+
+    def close(self) -> None:
+        """Give everything back."""
+        os.close(self.file)
+
+    @staticmethod
+    def _place(values: Mapping[str, Any]) -> int:
+        return 1 + int(hashlib.sha256(run_name(values).encode()).hexdigest()[:15], 16)
+
+
+def append_result(claims: Claims, result: Mapping[str, Any]) -> None:
+    """Add one line in a single write, on disk when this returns; a torn last line is cut off."""
+    line = json.dumps(result, allow_nan=False) + "\n"
+    with claims.alone():
+        repair(claims.results)
+        file = os.open(claims.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line.encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def repair(results: str) -> None:
+    """Cut off what a crash left of a line, which has no end; its run will be made again."""
+    path = Path(results)
+    if not path.exists():
+        return
+    with path.open("rb+") as stream:
+        stream.seek(0)
+        content = stream.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            stream.truncate(whole)
+            torn = content[whole:][:40].decode(errors="replace")
+            print(f"warning: {results} ended in a torn line, cut off: {torn}...", file=sys.stderr)
+
+
+def read_results(path: str) -> list[dict[str, Any]]:
+    """The lines of a results file, of a run that was made twice the last; one warning for each that
+    cannot be read.
+
+    Raises:
+        InputError: There is no such file.
+    """  # noqa: D205 one sentence
     if not Path(path).is_file():
         raise InputError(
             f"results must be a file written by finetune/glue.py, got {path}; check the path"
         )
-    results = []
-    for number, line in enumerate(
-        Path(path).read_text(encoding="utf-8", errors="replace").split("\n"), 1
-    ):
+    results = {}
+    content = Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 result = json.loads(line)
-                result_key(result)
-                results.append(result)
+                results[result_key(result)] = result
             except (ValueError, KeyError, TypeError):
                 print(f"warning: {path} line {number} is torn and was ignored", file=sys.stderr)
-    return results
+    return list(results.values())

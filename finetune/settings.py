@@ -18,7 +18,11 @@ class Recipe:
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
     output: str = "results.jsonl"
-    """File to which each run appends its line."""
+    """File to which each run appends its line; predictions go to a folder beside it."""
+    cache: str = "runs/tokens"
+    """Folder where tokens are kept, for all runs."""
+    test: bool = False
+    """Also predict the test splits that are there, and AX after MNLI, for `finetune.submission`."""
     length: int = 128
     """Longest input in tokens, special ones included; of a longer pair the longer text is cut."""
     batch_size: int = 32
@@ -83,8 +87,11 @@ class GlueSettings(Recipe):
     """Decides the new head, the order of examples and dropout, each as a pure function."""
     random_weights: bool = False
     """Control: the same architecture and tokenizer with weights that were never pretrained."""
+    mnli: str | None = None
+    """Folder of this model fine-tuned on MNLI, which the run begins from instead; RoBERTa and
+    ModernBERT do so for RTE, MRPC and STS-B. Tables label it."""
     save: str | None = None
-    """Folder for the fine-tuned model and its tokenizer; null keeps only the results line."""
+    """Folder for the fine-tuned model, its tokenizer and a model card."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,8 +115,9 @@ class GlueSettings(Recipe):
             "null",
             "the hub has GLUE only",
         )
-        used = self.save is not None and Path(self.save).is_file()
-        require(not used, "save", "must name a folder", f"the file {self.save}", "choose another")
+        twice = self.mnli is not None and self.random_weights
+        remedy = "leave one of them out"
+        require(not twice, "mnli", "needs pretrained weights", "random_weights true", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +134,16 @@ class GridSettings(Recipe):
     """Peak learning rates; null means `learning_rate` alone."""
     random_control: bool = False
     """Run each model a second time from random weights."""
+    from_mnli: bool = False
+    """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same rate
+    and seed, which must be among the tasks."""
+    workers: int = 1
+    """Processes that make runs side by side; each has a GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("models", "tasks", "seeds"):
+            require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
+        require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
+        there = not self.from_mnli or "mnli" in self.tasks
+        require(there, "tasks", "must hold mnli for from_mnli", self.tasks, "add mnli")

@@ -1,18 +1,31 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
+from sklearn.metrics import accuracy_score
 from transformers import pipeline
 
-from finetune import glue, grid
-from finetune.results import KEY, append_result, read_results
-from finetune.settings import GlueSettings, GridSettings
-from tiny_glue import tiny_model, tiny_tokenizer, write_split, write_sst2, write_stsb
+from finetune import glue
+from finetune.results import KEY, prediction_file, read_predictions, read_results
+from finetune.settings import GlueSettings
+from finetune.tasks import TASKS
+from tiny_glue import (
+    other_model,
+    sentences,
+    tiny_model,
+    tiny_tokenizer,
+    write_split,
+    write_sst2,
+    write_stsb,
+)
 from train import counter
 from train.settings import InputError
 
@@ -31,6 +44,7 @@ def one_thread():
 
 def settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
     given = {**RECIPE, "glue_dir": str(folder / "glue"), "output": str(folder / "results.jsonl")}
+    given["cache"] = str(folder / "tokens")
     return GlueSettings(**{**given, "model": str(folder / "model"), "task": task, **changes})
 
 
@@ -41,7 +55,7 @@ def test_a_tiny_model_learns_a_separable_task(tmp_path, kind):
     write_sst2(tmp_path / "glue")
     result = glue.main(settings(tmp_path, save=str(tmp_path / "tuned")))
     assert result["headline"] > result["majority"] + 0.3
-    assert result["history"][-1]["loss"] < 0.8 * result["history"][0]["loss"]
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
     classify = pipeline("text-classification", str(tmp_path / "tuned"))
     assert [answer["label"] for answer in classify(["a good day", "a bad day"])] == [
         "positive",
@@ -53,7 +67,7 @@ def test_the_same_settings_give_the_same_numbers(tmp_path):
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue")
     first, again, other = (glue.main(settings(tmp_path, epochs=2, seed=seed)) for seed in (3, 3, 4))
-    assert first["history"] == again["history"]
+    assert first["losses"] == again["losses"]
     assert first["metrics"] == again["metrics"]
     assert first["loss"] != other["loss"]
 
@@ -88,16 +102,14 @@ def test_a_line_says_all_that_made_it(tmp_path):
     assert rest <= set(line)
 
 
-def test_the_control_never_sees_the_weights(tmp_path):
-    """Broken weights stop a run; the control with the same folder goes through."""
+def test_the_control_never_sees_the_weights_and_a_diverged_run_is_kept(tmp_path):
+    """Broken weights make a run diverge; the control with the same folder goes through."""
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue", train=16)
     file = tmp_path / "model" / "model.safetensors"
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(InputError, match=r"^learning_rate must keep .* finite"):
-        glue.main(settings(tmp_path, epochs=1))
-    assert not (tmp_path / "results.jsonl").exists()
-    assert glue.main(settings(tmp_path, epochs=1, random_weights=True))["random_weights"]
+    assert glue.main(settings(tmp_path, epochs=1))["status"] == "diverged"
+    assert glue.main(settings(tmp_path, epochs=1, random_weights=True))["status"] == "done"
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path):
@@ -129,34 +141,6 @@ def test_what_cannot_be_run_is_said_in_one_line_and_leaves_nothing(tmp_path, cha
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_a_grid_makes_what_is_missing_and_goes_on_after_a_failure(tmp_path, capsys):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=32)
-    recipe = {**RECIPE, "epochs": 1, "glue_dir": str(tmp_path / "glue")}
-    recipe["output"] = str(tmp_path / "out" / "results.jsonl")
-    models = [str(tmp_path / "gone"), str(tmp_path / "model")]
-    ask = GridSettings(**recipe, models=models[1:], tasks=["sst2"], seeds=[0], random_control=True)
-    grid.main(ask)
-    assert [line["random_weights"] for line in read_results(ask.output)] == [False, True]
-    more = GridSettings(**recipe, models=models, tasks=["sst2"], seeds=[0, 1], random_control=True)
-    with pytest.raises(InputError, match="4 of 6 that failed"):
-        grid.main(more)
-    assert [line["seed"] for line in read_results(ask.output)] == [0, 0, 1, 1]
-    assert "6 runs to make, 2 done already" in capsys.readouterr().out
-
-
-def test_a_torn_line_is_warned_of_and_the_next_line_stands_alone(tmp_path, capsys):
-    file = tmp_path / "results.jsonl"
-    line = dict.fromkeys(KEY, 1)
-    append_result(str(file), line)
-    with file.open("a") as stream:
-        stream.write('{"model": "x", "ta')
-    assert read_results(str(file)) == [line]
-    assert capsys.readouterr().err.count("line 2 is torn") == 1
-    append_result(str(file), line)
-    assert read_results(str(file)) == [line, line]
-
-
 def test_two_processes_score_each_example_once_and_match_one(tmp_path):
     """41 training and 19 validation rows: the last batches leave one process without a row."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -172,7 +156,7 @@ def test_two_processes_score_each_example_once_and_match_one(tmp_path):
     assert done.returncode == 0, done.stderr
     two = read_results(asked.output)[-1]
     assert (one["processes"], two["processes"]) == (1, 2)
-    assert len(read_results(asked.output)) == 2
+    assert Path(asked.output).read_text().count("\n") == 2
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert two["metrics"]["validation"] == pytest.approx(one["metrics"]["validation"], abs=1e-3)
 
@@ -195,5 +179,146 @@ def test_a_tiny_model_runs_on_real_rte(tmp_path):
     assert result["rows"] == {"train": 2490, "validation": 277}
 
 
+def test_scores_are_those_of_the_saved_predictions(tmp_path):
+    """Read back from disk and scored by scikit-learn, beside the labels of the data's file."""
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    asked = settings(tmp_path, test=False)
+    result = glue.main(asked)
+    labels, logits = read_predictions(prediction_file(asked.output, result, "validation"))
+    table = parquet.read_table(tmp_path / "glue/sst2/validation.parquet")
+    assert labels.tolist() == table["label"].to_pylist()
+    assert result["metrics"]["validation"] == {
+        "accuracy": accuracy_score(labels, logits.argmax(axis=1))
+    }
+
+
+def test_a_run_is_made_again_bit_for_bit_by_its_command(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_stsb(tmp_path / "glue")
+    asked = settings(tmp_path, "stsb", epochs=2, learning_rate=1e-3, seed=3)
+    first = glue.main(asked)
+    command = shlex.split(first["command"])
+    command[0] = str(Path(sys.executable).parent / command[0])
+    command[command.index("finetune/glue.py")] = str(ROOT / "finetune" / "glue.py")
+    again = tmp_path / "again" / "results.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output", str(again)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (second,) = read_results(str(again))
+    made = ("losses", "metrics", "headline", "command")
+    assert {name: second[name] for name in made} == {name: first[name] for name in made}
+    files = (prediction_file(str(path), first, "validation") for path in (asked.output, again))
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_run_that_learned_one_answer_is_marked(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    result = glue.main(settings(tmp_path, epochs=1, learning_rate=1e-9))
+    assert result["collapsed"] == (len(set(predicted(tmp_path, result))) == 1)
+    texts, _ = sentences(32, 0)
+    alike = {"sentence": texts, "label": [1] * 32}
+    write_split(tmp_path / "glue", "sst2", "train", alike)
+    result = glue.main(settings(tmp_path, seed=1))
+    assert set(predicted(tmp_path, result)) == {1}
+    assert result["collapsed"]
+    assert "one answer for every row" in glue.summary(result)
+
+
+def predicted(folder: Path, result: dict) -> list[int]:
+    file = prediction_file(str(folder / "results.jsonl"), result, "validation")
+    return read_predictions(file)[1].argmax(axis=1).tolist()
+
+
+def test_a_rate_that_blows_up_ends_with_code_1_and_a_line(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    asked = settings(tmp_path, learning_rate=1e30, clip_norm=1e30)
+    with pytest.raises(SystemExit) as ended:
+        glue.command(asked)
+    assert ended.value.code == 1
+    (line,) = read_results(asked.output)
+    assert (line["status"], line["headline"]) == ("diverged", None)
+
+
+def test_test_splits_and_ax_are_predicted_when_asked_for(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+    splits = ("train", "validation_matched", "validation_mismatched")
+    for split in (*splits, "test_matched", "test_mismatched"):
+        labels = [0, 1, 1] * 3 if split in splits else [-1] * 9
+        write_split(tmp_path / "glue", "mnli", split, {**pair, "label": labels})
+    write_split(tmp_path / "glue", "ax", "test", pair)
+    asked = settings(tmp_path, "mnli", epochs=1, test=True)
+    result = glue.main(asked)
+    for split in ("validation_matched", "test_matched", "test_mismatched", "ax"):
+        labels, logits = read_predictions(prediction_file(asked.output, result, split))
+        assert logits.shape == (9, 3)
+        assert (labels[0] == -1) == (split not in splits)
+
+
+def test_rte_begins_from_the_model_fine_tuned_on_mnli(tmp_path):
+    """Its encoder and the layers of its head that fit; the last layer is new."""
+    tiny_model(tmp_path / "model", "roformer")
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9, "label": [0, 1, 1] * 3}
+        write_split(tmp_path / "glue", "mnli", split, pair)
+    asked = settings(tmp_path, "mnli", epochs=2, save=str(tmp_path / "tuned"))
+    glue.main(asked)
+    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    run = settings(tmp_path, "rte", mnli=str(tmp_path / "tuned"))
+    config, _ = glue.load_description(run, TASKS["rte"])
+    begun = glue.load_model(run, config).state_dict()
+    same = {name for name in tuned if tuned[name].shape == begun[name].shape}
+    assert set(tuned) - same == {"classifier.out_proj.weight", "classifier.out_proj.bias"}
+    assert all(begun[name].equal(tuned[name]) for name in same)
+    plain = glue.load_model(replace(run, mnli=None), config).state_dict()
+    word = "roformer.embeddings.word_embeddings.weight"
+    assert not plain[word].equal(begun[word])
+
+
+@pytest.mark.parametrize("kind", ["roberta", "modernbert", "distilbert", "electra"])
+def test_other_encoders_need_no_branch(tmp_path, kind):
+    other_model(tmp_path / "model", kind)
+    write_stsb(tmp_path / "glue")
+    result = glue.main(settings(tmp_path, "stsb", epochs=1, learning_rate=1e-3))
+    assert (result["status"], result["model_type"]) == ("done", kind)
+
+
+def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(tmp_path):
+    """A RoBERTa of 32 rows has positions for 30 tokens: its configuration does not say so."""
+    other_model(tmp_path / "model", "roberta", max_position_embeddings=32)
+    texts = {"sentence": ["good " * 40, "bad"], "label": [1, 0]}
+    for split in ("train", "validation"):
+        write_split(tmp_path / "glue", "sst2", split, texts)
+    with pytest.raises(InputError, match="model must take the tokenizer's .*; check that model"):
+        glue.main(settings(tmp_path, length=32))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
 def test_the_tiny_tokenizer_marks_segments():
     assert tiny_tokenizer()("good", "bad")["token_type_ids"] == [0, 0, 0, 1, 1]
+
+
+def test_a_save_folder_that_holds_something_else_is_refused_before_the_run(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    with pytest.raises(InputError, match="save "):
+        glue.main(settings(tmp_path, save=str(tmp_path / "model")))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_reduced_data_without_test_splits_still_predict_ax(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        write_split(tmp_path / "glue", "mnli", split, {**pair, "label": [0, 1, 1] * 3})
+    write_split(tmp_path / "glue", "ax", "test", pair)
+    asked = settings(tmp_path, "mnli", epochs=1, test=True)
+    result = glue.main(asked)
+    folder = prediction_file(asked.output, result, "ax").parent
+    names = {"ax", "validation_matched", "validation_mismatched"}
+    assert {file.stem for file in folder.iterdir()} == names

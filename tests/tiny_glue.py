@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 from pyarrow import parquet
-from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizerFast,
+)
 
 import roformer
 
@@ -35,6 +41,20 @@ def tiny_model(folder: Path, kind: str, **changes) -> str:
     config, model = classes[kind]
     model(config(**{**SHAPE, **changes})).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def other_model(folder: Path, kind: str, **changes) -> str:
+    """An untrained encoder of any type of transformers', by the names most of them share."""
+    shape = {**SHAPE, "pad_token_id": 0, "hidden_size": 16, "dim": 16, "hidden_dim": 32}
+    shape |= {"n_heads": 2, "n_layers": 1, "embedding_size": 16, "global_attn_every_n_layers": 1}
+    shape |= {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, **changes}
+    config = AutoConfig.for_model(kind, **shape)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    if kind != "electra":
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

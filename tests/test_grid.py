@@ -1,0 +1,260 @@
+"""Grids with real processes, real kills: no result lost, none doubled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune import grid
+from finetune.results import (
+    Claims,
+    append_result,
+    prediction_file,
+    read_results,
+    result_key,
+)
+from finetune.settings import GlueSettings, GridSettings
+from tiny_glue import tiny_model, write_split, write_sst2, write_stsb
+from train.settings import InputError
+
+RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
+
+
+def ask(folder: Path, **changes) -> GridSettings:
+    given = {"models": [str(folder / "model")], "tasks": ["sst2"], **RECIPE}
+    given |= {"glue_dir": str(folder / "glue"), "output": str(folder / "out" / "results.jsonl")}
+    return GridSettings(**{**given, "cache": str(folder / "tokens"), **changes})
+
+
+@pytest.fixture
+def start():
+    """The README's command, in a process of its own, which does not outlive the test."""
+    started = []
+
+    def start(settings: GridSettings) -> subprocess.Popen:
+        started.append(command(settings))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def command(settings: GridSettings) -> subprocess.Popen:
+    flags = [
+        f"--{k}={json.dumps(v) if isinstance(v, list | bool) else v}"
+        for k, v in vars(settings).items()
+        if v is not None
+    ]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch, "--num_processes=1", "-m", "finetune.grid", *flags]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **piped)
+
+
+def lines_of(settings: GridSettings) -> list[dict]:
+    """Every line as it stands in the file, doubled ones twice."""
+    path = Path(settings.output)
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(holds, seconds=120) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in found if marker in " ".join(child.cmdline())]
+
+
+def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_path, start):
+    """Killed three times, the last time with a torn line behind; then beside an unbroken grid."""
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=400)
+    settings = ask(tmp_path, seeds=list(range(12)), workers=2, epochs=3)
+    for kill in range(2):
+        running = start(settings)
+        before = len(lines_of(settings))
+        wait_until(lambda before=before: len(lines_of(settings)) > before)
+        workers = descendants(running, "spawn_main")
+        assert len(workers) == 2
+        for process in psutil.Process(running.pid).children(recursive=True):
+            if process not in workers and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()  # the grid itself; its workers end by themselves
+        running.kill()
+        running.communicate()
+        psutil.wait_procs(workers, timeout=10)
+        assert not [worker for worker in workers if worker.is_running()]
+        if kill == 1:
+            with open(settings.output, "a") as stream:
+                stream.write('{"model": "x", "ta')
+    assert 2 <= len(read_results(settings.output)) < 12
+    last = start(settings)
+    output, errors = last.communicate(timeout=200)
+    assert last.returncode == 0, errors
+    assert "ended in a torn line, cut off" in errors
+    lines = lines_of(settings)
+    assert sorted(line["seed"] for line in lines) == list(range(12))
+    assert f"{12 - len(lines) + output.count('sst2 ')} runs to make" in output
+    whole = ask(tmp_path, seeds=[0, 11], output=str(tmp_path / "whole" / "results.jsonl"), epochs=3)
+    grid.main(whole)
+    for line in lines_of(whole):
+        (same,) = (x for x in lines if x["seed"] == line["seed"])
+        assert (same["metrics"], same["losses"]) == (line["metrics"], line["losses"])
+        files = (prediction_file(s.output, line, "validation") for s in (settings, whole))
+        assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_killed_worker_fails_its_run_alone(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=300)
+    settings = ask(tmp_path, seeds=list(range(6)), epochs=4)
+    running = start(settings)
+    wait_until(lambda: len(lines_of(settings)) > 0)
+    descendants(running, "spawn_main")[0].send_signal(signal.SIGKILL)
+    output, errors = running.communicate(timeout=200)
+    assert running.returncode == 1  # of accelerate launch, whatever its process ended with
+    assert "error: grid must finish every run, got 1 of 6 that failed" in errors
+    status = [line["status"] for line in lines_of(settings)]
+    assert (status.count("failed"), status.count("done")) == (1, 5)
+    assert "its process ended with -9" in output
+    grid.main(settings)  # which makes the failed one
+    assert [line["status"] for line in read_results(settings.output)] == ["done"] * 6
+
+
+def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp_path, capsys):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    grid.main(ask(tmp_path, random_control=True))
+    more = ask(tmp_path, seeds=[0, 1], random_control=True)
+    Path(more.output).parent.joinpath("predictions").chmod(0o755)
+    broken = prediction_file(more.output, seed_of(more, 1), "validation")
+    broken.mkdir(parents=True)  # where the run of seed 1 will want to write a file
+    with pytest.raises(InputError, match="got 1 of 2 that failed"):
+        grid.main(more)
+    assert "2 runs to make, 2 done already" in capsys.readouterr().out
+    found = {(x["seed"], x["random_weights"]): x["status"] for x in read_results(more.output)}
+    assert found == {
+        (0, False): "done", (0, True): "done", (1, False): "failed", (1, True): "done",
+    }  # fmt: skip
+
+
+def seed_of(settings: GridSettings, seed: int) -> dict:
+    (run,) = (
+        asdict(run)
+        for run in grid.all_runs(settings)
+        if run.seed == seed and not run.random_weights
+    )
+    return run
+
+
+def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9, "label": [0, 1, 1] * 3}
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        write_split(tmp_path / "glue", "mnli", split, pair)
+    write_stsb(tmp_path / "glue")
+    settings = ask(tmp_path, tasks=["stsb", "mnli"], seeds=[0, 1], from_mnli=True, workers=2)
+    grid.main(settings)
+    lines = read_results(settings.output)
+    kinds = (("mnli", False), ("stsb", False), ("stsb", True))
+    expected = [(task, begun, seed) for task, begun in kinds for seed in (0, 1)]
+    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in lines) == expected
+    losses = {(bool(x["mnli"]), x["seed"]): x["losses"] for x in lines if x["task"] == "stsb"}
+    assert losses[False, 0] != losses[True, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"models": ["gone"]}, ["model must be a folder or hub id with a config.json"]),
+        ({"tasks": ["sst2", "rte"]}, ["glue_dir must hold a folder rte"]),
+        ({"attention": "imagined"}, ["model must be a folder or hub id with weights"]),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_any_run(tmp_path, changes, words):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, **changes)
+    with pytest.raises(InputError) as caught:
+        grid.main(settings)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert not Path(settings.output).exists()
+
+
+def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="launch must start one process for a grid, got 2; .*work"):
+        grid.main(ask(tmp_path))
+
+
+def test_a_run_that_begins_from_mnli_waits_for_it():
+    settings = GridSettings(
+        models=["m"], tasks=["rte", "mnli"], seeds=[0], from_mnli=True, glue_dir="d"
+    )
+    pending, making = deque(grid.all_runs(settings)), []
+    order = []
+    while (run := grid.next_run(pending, making)) is not None:
+        making.append(run)
+        order.append((run.task, run.mnli is not None))
+    assert order == [("rte", False), ("mnli", False)]
+    del making[:]  # mnli is done
+    assert grid.next_run(pending, making).mnli == next(
+        r.save for r in grid.all_runs(settings) if r.save
+    )
+
+
+def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
+    run = GlueSettings(model="m", task="rte", glue_dir="d", output=str(tmp_path / "results.jsonl"))
+    code = (
+        "import sys, time, json; from finetune.results import Claims; c = Claims(sys.argv[1]);"
+        "print(c.take(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, run.output, json.dumps(asdict(run))]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "True\n"
+    claims = Claims(run.output)
+    assert not claims.take(asdict(run))
+    assert claims.take({**asdict(run), "seed": 1})
+    other.kill()
+    other.communicate()
+    wait_until(lambda: claims.take(asdict(run)), 10)
+
+
+def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    claims = Claims(str(file))
+    append_result(claims, run)
+    with file.open("a") as stream:
+        stream.write('{"model": "x", "ta')
+    assert read_results(str(file)) == [run]
+    assert capsys.readouterr().err.count("line 2 is torn") == 1
+    append_result(claims, {**run, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+    assert capsys.readouterr().err.count("ended in a torn line") == 1
+
+
+def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    for name in ("glue_dir", "output", "cache", "test", "attention", "save"):
+        assert result_key({**run, name: "other"}) == result_key(run)
+    for name in run.keys() - {"glue_dir", "output", "cache", "test", "attention", "save"}:
+        assert result_key({**run, name: "other"}) != result_key(run)
