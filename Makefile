@@ -29,8 +29,8 @@ demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune bot
 	$(BIN)/python -m train.curves --runs '[runs/demo-roformer, runs/demo-bert]' \
 	  --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
 	$(BIN)/python -m finetune.report runs/demo/results.jsonl
-	@echo 'tables: runs/demo/report.md and .json; pictures: runs/demo/report.png, runs/demo/curves.png;' \
-	  'models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, see "Pretrain" in README.md'
+	@echo 'report: runs/demo/report.html (also .md .tex .json .csv); pictures: runs/demo/report-demo-*.png,' \
+	  'runs/demo/curves.png; models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, see "Pretrain" in README.md'
 
 test: setup ## lint, types and the fast tests
 	$(BIN)/ruff check .

@@ -338,6 +338,8 @@ def describe(
 ) -> dict[str, Any]:
     """What a line says of a run beside its outcome: the key, data, baseline, machine, settings."""
     task, values = TASKS[settings.task], dataclasses.asdict(settings)
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    processes = accelerator.num_processes
     rows = {split: len(data[split]) for split in ("train", *task.validations)}
     guess = {split: majority(task, data["train"], data[split]) for split in task.validations}
     return {
@@ -349,24 +351,22 @@ def describe(
         "headline_metric": task.headline,
         "majority_metrics": guess,
         "majority": headline(task, guess),
-        "precision": accelerator.mixed_precision,
-        "device": accelerator.device.type,
-        "processes": accelerator.num_processes,
+        "precision": precision,
+        "device": device,
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "settings": values,
-        "command": command_of(settings, accelerator),
+        "command": command_of(settings, precision, device == "cpu", processes),
     }
 
 
-def command_of(settings: GlueSettings, accelerator: Accelerator) -> str:
+def command_of(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
     """The command that makes a run again; where it writes is left out."""
-    launch = ["accelerate", "launch", "--mixed_precision", accelerator.mixed_precision]
-    launch += ["--cpu"] * (accelerator.device.type == "cpu")
-    if accelerator.num_processes > 1:
-        precision, cpu = accelerator.mixed_precision, accelerator.device.type == "cpu"
+    launch = ["accelerate", "launch", "--mixed_precision", precision, *["--cpu"] * cpu]
+    if processes > 1:
         launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
-        launch += ["torchrun", "--nproc_per_node", str(accelerator.num_processes)]
+        launch += ["torchrun", "--nproc_per_node", str(processes)]
     flags: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -179,8 +179,15 @@ def next_run(pending: deque[GlueSettings], making: list[GlueSettings]) -> GlueSe
 
 def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
     """The line of a run that has no outcome; a grid makes it again."""
-    values = asdict(run)
-    return {**values, "status": "failed", "error": error, "settings": values}
+    values, precision = asdict(run), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    command = glue.command_of(run, precision, cpu=not torch.cuda.is_available())
+    return {
+        **values,
+        "status": "failed",
+        "error": error,
+        "settings": values,
+        "command": command,
+    }
 
 
 def wait_for(workers: list["Worker"]) -> list[Any]:

@@ -97,7 +97,7 @@ def main(settings: MistakesSettings) -> str:
     ]
     if line["collapsed"]:
         parts.append("**The run collapsed: it gives one answer for all rows of a split.**")
-    glue_dir = settings.glue_dir or line["settings"]["glue_dir"]
+    glue_dir = settings.glue_dir or line["glue_dir"]
     for split in task.validations:
         labels, logits = read_predictions(prediction_file(settings.results, line, split))
         columns = read_columns(task, split, glue_dir)

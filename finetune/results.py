@@ -30,7 +30,7 @@ RECIPE = (
 )  # fmt: skip
 """What a protocol fixes for all its models, tasks and seeds."""
 
-KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "seed", *RECIPE)
+KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE)
 """What tells runs apart; two runs with the same key are the same run."""
 
 
@@ -152,8 +152,8 @@ def repair(results: str) -> None:
 
 
 def read_results(path: str) -> list[dict[str, Any]]:
-    """The lines of a results file, of a run that was made twice the last; one warning for each that
-    cannot be read.
+    """The lines of a results file, of a run that was made twice the last that did not fail; one
+    warning for each that cannot be read.
 
     Raises:
         InputError: There is no such file.
@@ -168,7 +168,9 @@ def read_results(path: str) -> list[dict[str, Any]]:
         if line.strip():
             try:
                 result = json.loads(line)
-                results[result_key(result)] = result
+                key = result_key(result)
+                if result["status"] != "failed" or key not in results:
+                    results[key] = result
             except (ValueError, KeyError, TypeError):
                 print(f"warning: {path} line {number} is torn and was ignored", file=sys.stderr)
     return list(results.values())

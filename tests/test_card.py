@@ -36,7 +36,14 @@ def a_line(task: str = "rte", **changes) -> dict:
         for j, split in enumerate(known.validations)
     }
     line = {"model": "google-bert/bert-base-uncased", "tokenizer": None, "random_weights": False}
-    line |= {"mnli": None, "task": task, "seed": 3, "learning_rate": 3e-5, "epochs": 4}
+    line |= {
+        "mnli": None,
+        "glue_dir": None,
+        "task": task,
+        "seed": 3,
+        "learning_rate": 3e-5,
+        "epochs": 4,
+    }
     line |= {"batch_size": 16, "length": 24, "schedule": "cosine", "warmup_share": 0.06}
     line |= {"weight_decay": 0.02, "clip_norm": 0.9, "status": "done", "collapsed": False}
     line |= {"model_type": "bert", "label": task, "official": known.official, "rows": rows}

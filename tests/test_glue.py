@@ -170,13 +170,34 @@ def test_the_command_ends_with_one_line_and_code_2(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_model_runs_on_real_rte(tmp_path):
+@pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli"])
+def test_a_tiny_model_runs_on_every_official_task(tmp_path, task):
     tiny_model(tmp_path / "model", "roformer")
     folder = str(Path(os.environ["ROFORMER_DATA"]) / "glue")
-    result = glue.main(settings(tmp_path, "rte", glue_dir=folder, epochs=1))
-    assert result["official"]
-    assert result["label"] == "rte"
-    assert result["rows"] == {"train": 2490, "validation": 277}
+    asked = settings(tmp_path, task, glue_dir=folder, epochs=1, batch_size=64, test=True)
+    result = glue.main(asked)
+    assert (result["status"], result["official"], result["label"]) == ("done", True, task)
+    expected = TASKS[task].splits
+    assert result["rows"] == {split: expected[split] for split in ("train", "validation")}
+    labels, logits = read_predictions(prediction_file(asked.output, result, "test"))
+    assert len(logits) == expected["test"]
+    assert set(labels) == {-1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
+def test_a_tiny_model_runs_on_every_reduced_task_under_its_own_label(tmp_path, task):
+    tiny_model(tmp_path / "model", "roformer")
+    real = Path(os.environ["ROFORMER_DATA"])
+    (tmp_path / "glue").mkdir()
+    (tmp_path / "glue" / task).symlink_to(real / "glue_reduced" / task)
+    (tmp_path / "glue" / "ax").symlink_to(real / "glue" / "ax")
+    asked = settings(tmp_path, task, epochs=1, batch_size=64, test=True)
+    result = glue.main(asked)
+    assert (result["official"], result["label"]) == (False, f"{task} (9k)")
+    if task == "mnli":
+        _, logits = read_predictions(prediction_file(asked.output, result, "ax"))
+        assert logits.shape == (1104, 3)
 
 
 def test_scores_are_those_of_the_saved_predictions(tmp_path):

@@ -83,6 +83,7 @@ def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
     return [child for child in found if marker in " ".join(child.cmdline())]
 
 
+@pytest.mark.slow
 def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_path, start):
     """Killed three times, the last time with a torn line behind; then beside an unbroken grid."""
     tiny_model(tmp_path / "model", "roformer")
@@ -240,6 +241,7 @@ def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
 def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
     file = tmp_path / "results.jsonl"
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    run["status"] = "done"
     claims = Claims(str(file))
     append_result(claims, run)
     with file.open("a") as stream:
@@ -252,9 +254,17 @@ def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys)
     assert capsys.readouterr().err.count("ended in a torn line") == 1
 
 
+def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    file = tmp_path / "results.jsonl"
+    for status in ("failed", "done", "failed"):
+        append_result(Claims(str(file)), {**run, "status": status})
+    assert [line["status"] for line in read_results(str(file))] == ["done"]
+
+
 def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    for name in ("glue_dir", "output", "cache", "test", "attention", "save"):
+    for name in ("output", "cache", "test", "attention", "save"):
         assert result_key({**run, name: "other"}) == result_key(run)
-    for name in run.keys() - {"glue_dir", "output", "cache", "test", "attention", "save"}:
+    for name in run.keys() - {"output", "cache", "test", "attention", "save"}:
         assert result_key({**run, name: "other"}) != result_key(run)

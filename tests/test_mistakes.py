@@ -40,7 +40,7 @@ def a_line(task: str, **changes) -> dict:
 def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
     """A line, its data and its predictions; returns what each split holds."""
     known, data = TASKS[task], {}
-    line = a_line(task, settings={"glue_dir": str(folder / "glue")}, **changes)
+    line = a_line(task, glue_dir=str(folder / "glue"), **changes)
     with (folder / "results.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
     places = {split: (task, split) for split in known.validations}

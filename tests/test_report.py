@@ -1,140 +1,359 @@
-import json
+import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from finetune.report import ReportSettings, main
-from finetune.results import append_result
-from finetune.tasks import TASKS
+from finetune import results
+from finetune.comparison import bootstrap
+from finetune.report import (
+    ReportSettings,
+    control_grid,
+    latex,
+    main,
+    pair_grid,
+    paper_grid,
+    pipe_table,
+    score_grid,
+    trouble_grid,
+    untested,
+)
+from finetune.rows import NINE, build_tables
+from tiny_results import BERT, RECIPE, ROFORMER, SKILL, diverged, failed, line, write
 from train.settings import InputError
 
-BERT, ROFORMER = "runs/b/model", "runs/r/model"
+MINUS, DASH = "−", "–"  # noqa: RUF001
 
 
-def line(model: str, task: str, score: float, **changes) -> dict:
-    row = TASKS[task]
-    splits = row.validations
-    scores = {split: {row.headline: score - 0.01 * n} for n, split in enumerate(splits)}
-    return {
-        "model": model,
-        "model_type": "bert" if model == BERT else "roformer",
-        "random_weights": False,
-        "task": task,
-        "label": task,
-        "official": row.official,
-        "seed": 0,
-        "learning_rate": 1e-4,
-        "epochs": 3,
-        "batch_size": 32,
-        "length": 128,
-        "headline_metric": row.headline,
-        "metrics": scores,
-        "majority_metrics": {split: {row.headline: 0.5} for split in splits},
-        **changes,
+def table(lines, group: str = "official", pair=None):
+    (found,) = (x for x in build_tables(lines, pair) if x.group == group)
+    return found
+
+
+def texts(grid) -> dict[str, dict[str, str]]:
+    """Row's name -> column -> text."""
+    rows = {row[0].text: [entry.text for entry in row[1:]] for row in grid.rows}
+    assert len(rows) == len(grid.rows)
+    return {name: dict(zip(grid.heads[1:], cells)) for name, cells in rows.items()}
+
+
+def scores(lines, **options) -> dict[str, dict[str, str]]:
+    return texts(score_grid(table(lines, **options)))
+
+
+def seeds(model: str, task: str, values, **changes) -> list[dict]:
+    return [line(model, task, value, seed=seed, **changes) for seed, value in enumerate(values)]
+
+
+def test_cells_are_means_with_spread_and_count():
+    rows = scores(seeds(BERT, "rte", (0.5, 0.6, 0.7)))
+    assert rows["small-bert (bert)"] == {"RTE, accuracy": "60.0 ± 10.0 (3)"}
+    assert rows["majority baseline"] == {"RTE, accuracy": "50.0"}
+
+
+def test_the_average_is_glues_the_metrics_of_a_task_first():
+    lines = [*seeds(BERT, "mrpc", (0.9, 0.8)), *seeds(BERT, "mnli", (0.6, 0.5))]
+    found = table([*lines, *seeds(BERT, "stsb", (0.4, 0.2))]).rows[0]
+    # beside the headline metric the other one is 0.02 less, and MNLI's second split 0.01
+    tasks = np.array([[89.0, 79.0], [39.0, 19.0], [59.5, 49.5]])
+    mean, by_seed = found.average(["mrpc", "stsb", "mnli"])
+    assert mean == pytest.approx(tasks.mean())
+    assert list(by_seed.values()) == pytest.approx(tasks.mean(axis=0))
+
+
+def test_only_all_nine_official_tasks_make_the_glue_average():
+    lines = [line(BERT, task, 0.6) for task in SKILL]
+    assert set(SKILL) == NINE
+    assert list(scores(lines)["small-bert (bert)"])[-1] == "GLUE average"
+    missing = list(scores(lines[1:])["small-bert (bert)"])
+    assert missing[-1] == "mean of these 8 tasks, not the GLUE average"
+    reduced = {"official": False, "label": "cola (9k)"}
+    both = [*lines[1:], line(BERT, "cola", 0.9, **reduced)]
+    assert list(scores(both)["small-bert (bert)"])[-1] == missing[-1]
+
+
+def test_the_remark_names_the_tasks_of_the_average():
+    grid = score_grid(table([line(BERT, "rte", 0.6), line(BERT, "cola", 0.1)]))
+    assert "the mean over cola, rte" in grid.remarks[0]
+
+
+def test_a_row_with_a_task_missing_has_no_average():
+    rows = scores([line(BERT, "rte", 0.6), line(BERT, "cola", 0.1), line(ROFORMER, "rte", 0.7)])
+    assert list(rows["small-roformer (roformer)"].values()) == [DASH, "70.0 (1)", DASH]
+
+
+def test_the_average_has_a_spread_only_where_all_tasks_have_the_same_seeds():
+    lines = [*seeds(BERT, "rte", (0.6, 0.8)), *seeds(BERT, "wnli", (0.2, 0.4))]
+    assert scores(lines)["small-bert (bert)"].popitem()[1] == "50.0 ± 14.1 (2)"
+    assert scores(lines[:-1])["small-bert (bert)"].popitem()[1] == "45.0"
+
+
+def test_mnli_shows_both_splits():
+    row = scores([line(BERT, "mnli", 0.8)])["small-bert (bert)"]
+    assert row == {"MNLI m/mm, accuracy": "80.0/79.0 (1)"}
+
+
+def test_reduced_and_demo_tasks_are_never_in_the_official_table():
+    lines = [line(BERT, "rte", 0.6), line(BERT, "demo-next", 0.8)]
+    lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
+    lines.append(line(ROFORMER, "qnli", 0.7))
+    groups = {x.group: list(x.labels.values()) for x in build_tables(lines)}
+    assert groups == {
+        "official": ["QNLI, accuracy", "RTE, accuracy"],
+        "reduced": ["qnli (9k), accuracy"],
+        "demo": ["demo-next, accuracy"],
     }
+    assert scores(lines)["small-bert (bert)"]["QNLI, accuracy"] == DASH
 
 
-def report(folder, lines) -> str:
-    for values in lines:
-        append_result(str(folder / "results.jsonl"), values)
-    return main(ReportSettings(str(folder / "results.jsonl")))
+def test_pretrained_models_come_first_then_controls_then_the_baseline():
+    models = [line(model, "rte", 0.6) for model in (ROFORMER, BERT)]
+    controls = [x | {"random_weights": True} for x in models]
+    assert list(scores([*controls, *models])) == [
+        "small-bert (bert)",
+        "small-roformer (roformer)",
+        "small-bert (bert), random weights",
+        "small-roformer (roformer), random weights",
+        "majority baseline",
+    ]
 
 
-def row_of(text: str, name: str, heading: str = "GLUE, development set") -> list[str]:
-    """The cells of a row, by its name, in the table under a heading."""
-    section = text.split(f"### {heading}")[1].split("###")[0]
-    (found,) = (x for x in section.splitlines() if x.startswith(f"| {name} |"))
-    return [cell.strip() for cell in found.split("|")[2:-1]]
-
-
-def test_cells_are_means_with_spread_and_count(tmp_path):
-    lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(3)]
-    text = report(tmp_path, lines)
-    assert row_of(text, "b (bert)") == ["60.0 ± 10.0 (3)", "60.0"]
-    assert row_of(text, "majority baseline") == ["50.0", "50.0"]
-
-
-def test_mnli_shows_both_splits_and_counts_once_in_the_average(tmp_path):
-    text = report(tmp_path, [line(BERT, "mnli", 0.8), line(BERT, "cola", 0.1)])
-    assert row_of(text, "b (bert)") == ["10.0 (1)", "80.0/79.0 (1)", f"{(10 + 79.5) / 2:.1f}"]
-
-
-def test_a_row_with_a_task_missing_has_no_average(tmp_path):
-    lines = [line(BERT, "rte", 0.6), line(BERT, "cola", 0.1), line(ROFORMER, "rte", 0.7)]
-    text = report(tmp_path, lines)
-    assert row_of(text, "r (roformer)") == ["–", "70.0 (1)", "–"]  # noqa: RUF001
-
-
-def test_the_difference_is_taken_seed_by_seed(tmp_path):
-    lines = [line(BERT, "rte", value, seed=seed) for seed, value in enumerate((0.5, 0.6, 0.9))]
-    lines += [line(ROFORMER, "rte", value, seed=seed) for seed, value in enumerate((0.52, 0.62))]
-    text = report(tmp_path, lines)
-    assert row_of(text, "RoFormer − BERT") == ["+2.0 ± 0.0 (2)", "+2.0"]  # noqa: RUF001
-
-
-def test_there_is_no_difference_between_more_than_one_pair(tmp_path):
-    lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7)]
-    text = report(tmp_path, [*lines, line("other", "rte", 0.7)])
-    assert "BERT |" not in text
-
-
-def test_controls_have_their_own_row_and_do_not_enter_the_difference(tmp_path):
-    lines = [line(model, "rte", 0.6) for model in (BERT, ROFORMER)]
-    lines += [line(model, "rte", 0.4, random_weights=True) for model in (BERT, ROFORMER)]
-    text = report(tmp_path, lines)
-    assert row_of(text, "r (roformer), random weights") == ["40.0 (1)", "40.0"]
-    assert row_of(text, "RoFormer − BERT") == ["+0.0 (1)", "+0.0"]  # noqa: RUF001
-
-
-def test_reduced_and_demo_tasks_never_enter_the_official_table(tmp_path):
-    reduced = line(BERT, "qnli", 0.9, label="qnli (9k)", official=False)
-    text = report(tmp_path, [line(BERT, "rte", 0.6), reduced, line(BERT, "demo-next", 0.8)])
-    assert row_of(text, "b (bert)") == ["60.0 (1)", "60.0"]
-    missing = "GLUE tasks with rows missing (not the official splits, not a GLUE score)"
-    assert "qnli (9k)" in text.split(missing)[1]
-    assert row_of(text, "b (bert)", missing) == ["90.0 (1)", "90.0"]
-    assert row_of(text, "b (bert)", "demo tasks (not GLUE)") == ["80.0 (1)", "80.0"]
-
-
-def test_recipes_are_not_mixed(tmp_path):
+def test_a_row_names_what_differs_between_recipes_and_no_more():
     lines = [line(BERT, "rte", rate * 1e4, learning_rate=rate) for rate in (2e-5, 3e-5)]
-    text = report(tmp_path, lines)
-    name = "b (bert), rate 2e-05, 3 epochs, batch 32, length 128"
-    assert row_of(text, name) == ["20.0 (1)", "20.0"]
+    lines.append(line(BERT, "rte", 0.6, weight_decay=0.0, tokenizer="words"))
+    names = list(scores(lines))
+    assert "small-bert (bert), rate 2e-5, decay 0.01" in names
+    assert "small-bert (bert), tokenizer words, rate 2e-4, decay 0" in names
 
 
-def test_a_run_made_twice_counts_once_and_as_made_last(tmp_path):
-    text = report(tmp_path, [line(BERT, "rte", 0.6), line(BERT, "rte", 0.7)])
-    assert row_of(text, "b (bert)") == ["70.0 (1)", "70.0"]
+def test_models_of_one_name_keep_their_paths():
+    rows = scores([line(BERT, "rte", 0.6), line("old/small-bert", "rte", 0.7)])
+    assert list(rows)[:2] == ["old/small-bert (roformer)", "runs/small-bert/model (bert)"]
 
 
-def test_models_of_one_name_keep_their_paths(tmp_path):
-    text = report(tmp_path, [line(BERT, "rte", 0.6), line("old/b", "rte", 0.7)])
-    assert row_of(text, "old/b (roformer)") == ["70.0 (1)", "70.0"]
-    assert row_of(text, "runs/b/model (bert)") == ["60.0 (1)", "60.0"]
+def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
+    lines = seeds(BERT, "rte", (0.6, 0.6))
+    lines += [line(BERT, "rte", 0.7 + s / 10, seed=s, mnli=f"mnli/{s}") for s in (0, 1)]
+    rows = scores(lines)
+    assert rows["small-bert (bert)"]["RTE, accuracy"] == "60.0 ± 0.0 (2)"
+    assert rows["small-bert (bert), started from MNLI"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
+    twice = scores([*lines, line(BERT, "rte", 0.1, seed=0, mnli="other")])
+    assert twice["small-bert (bert), started from other"]["RTE, accuracy"] == "10.0 (1)"
 
 
-def test_all_files_are_written_and_say_the_same(tmp_path, capsys):
-    lines = [line(BERT, task, 0.6, seed=seed) for task in ("rte", "mnli") for seed in (0, 1)]
-    text = report(tmp_path, [*lines, line(BERT, "demo-order", 0.6)])
-    assert capsys.readouterr().out.strip() == text.strip()
-    assert (tmp_path / "report.md").read_text() == text
-    tables = json.loads((tmp_path / "report.json").read_text())["tables"]
-    assert tables[0]["rows"][0]["cells"]["rte"]["seeds"] == {"0": [60.0], "1": [60.0]}
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+def test_what_collapsed_diverged_or_failed_is_counted_and_listed():
+    lines = seeds(BERT, "rte", (0.5, 0.6, 0.7))
+    lines[1]["collapsed"] = True
+    lines += [diverged(BERT, "rte", seed=3), failed(BERT, "rte", seed=4)]
+    found = table(lines)
+    text = "60.0 ± 10.0 (3 of 5; 1 collapsed, 1 diverged, 1 failed)"
+    assert texts(score_grid(found))["small-bert (bert)"]["RTE, accuracy"] == text
+    (grid,) = trouble_grid(found)
+    assert [[entry.text for entry in row[2:]] for row in grid.rows] == [
+        ["1", "collapsed", "one answer for every example"],
+        ["3", "diverged", "gradient not finite (41)"],
+        ["4", "failed", "worker died: SIGKILL"],
+    ]
 
 
-def test_a_torn_last_line_is_one_warning(tmp_path, capsys):
-    report(tmp_path, [line(BERT, "rte", 0.6)])
-    with (tmp_path / "results.jsonl").open("a") as stream:
-        stream.write('{"model": "b')
-    text = main(ReportSettings(str(tmp_path / "results.jsonl"), output=str(tmp_path / "out")))
-    assert row_of(text, "b (bert)") == ["60.0 (1)", "60.0"]
+def test_a_task_of_which_every_run_failed_still_stands_somewhere():
+    lines = [line(BERT, "rte", 0.6), failed(BERT, "cola"), diverged(BERT, "mrpc")]
+    assert scores(lines, group="unplaced") == {
+        "small-bert (bert)": {"CoLA, Matthews": f"{DASH} (0 of 1; 1 failed)"}
+    }
+    assert scores(lines)["small-bert (bert)"]["MRPC, F1"] == f"{DASH} (0 of 1; 1 diverged)"
+
+
+def test_a_failed_run_goes_to_the_data_it_was_meant_for():
+    nine = {"label": "qnli (9k)", "official": False, "glue_dir": "nine"}
+    lines = [line(ROFORMER, "qnli", 0.6, **nine), line(BERT, "qnli", 0.6)]
+    lines += [failed(ROFORMER, "qnli", seed=1, glue_dir="nine")]
+    rows = scores(lines, group="reduced")
+    assert rows["small-roformer (roformer)"]["qnli (9k), accuracy"] == "60.0 (1 of 2; 1 failed)"
+
+
+RATES = (2e-5, 3e-5, 4e-5)
+
+
+def sweep(model: str, task: str, means) -> list[dict]:
+    return [
+        line(model, task, mean + 0.01 * seed, seed=seed, learning_rate=rate)
+        for rate, mean in zip(RATES, means)
+        for seed in (0, 1)
+    ]
+
+
+BEST = "best of 3 rates by the reported split (the paper's selection)"
+
+
+def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(BERT, "mrpc", (0.9, 0.7, 0.8))]
+    rows = scores(lines)
+    row = rows[f"small-bert (bert), {BEST}"]
+    assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-5"
+    assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-5"
+    assert rows["small-bert (bert), rate 4e-5"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
+    assert table(lines).rows[3].key.rates == "3"
+
+
+def test_a_rate_with_fewer_scored_seeds_cannot_win():
+    lines = sweep(BERT, "rte", (0.5, 0.7, 0.6))
+    lines[3] = diverged(BERT, "rte", seed=1, learning_rate=3e-5)
+    assert scores(lines)[f"small-bert (bert), {BEST}"]["RTE, accuracy"] == "60.5 ± 0.7 (2) at 4e-5"
+
+
+def test_a_task_with_one_rate_has_no_selection():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), line(BERT, "cola", 0.1, learning_rate=2e-5)]
+    row = scores(lines)[f"small-bert (bert), {BEST}"]
+    assert (row["CoLA, Matthews"], row.popitem()[1]) == (DASH, DASH)
+
+
+def test_selected_scores_are_only_subtracted_from_selected_ones():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(ROFORMER, "rte", (0.62, 0.6, 0.6))]
+    found = {pair.first.way: pair.tasks["rte"].mean for pair in table(lines).pairs}
+    expected = {"rate 2e-5": 12.0, "rate 3e-5": -10.0, "rate 4e-5": 0.0, BEST: -8.0}
+    assert found == pytest.approx(expected)
+    # three rates against two would favour the three
+    fewer = [x for x in lines if x["model"] == BERT or x["learning_rate"] < 4e-5]
+    assert [pair.first.way for pair in table(fewer).pairs] == ["rate 2e-5", "rate 3e-5"]
+
+
+def test_differences_are_scipys_on_the_scores_of_shared_seeds():
+    draw = np.random.default_rng(0)
+    ours, theirs = draw.normal(0.7, 0.02, (2, 5)), draw.normal(0.68, 0.02, (2, 5))
+    lines = [x for i, task in enumerate(("cola", "mnli")) for x in seeds(ROFORMER, task, ours[i])]
+    lines += [x for i, task in enumerate(("cola", "mnli")) for x in seeds(BERT, task, theirs[i])]
+    lines += [line(BERT, "cola", 0.1, seed=9)]
+    (found,) = table(lines).pairs
+    for i, task in enumerate(("cola", "mnli")):
+        test = stats.ttest_rel(100 * ours[i], 100 * theirs[i])
+        assert found.tasks[task].p == pytest.approx(test.pvalue)
+        assert found.tasks[task].mean == pytest.approx(100 * (ours[i] - theirs[i]).mean())
+        assert found.tasks[task].cohen_dz == pytest.approx(test.statistic / np.sqrt(5))
+    assert found.tasks["cola"].tried == 6
+    test = stats.ttest_rel(ours.mean(axis=0), theirs.mean(axis=0))
+    assert found.average.p == pytest.approx(test.pvalue)
+    smaller, larger = sorted(found.tasks.values(), key=lambda comparison: comparison.p)
+    assert smaller.p_holm == pytest.approx(2 * smaller.p)
+    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
+
+
+def test_a_task_without_a_shared_seed_is_said_and_not_subtracted():
+    lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7, seed=1)]
+    lines += [line(BERT, "cola", 0.1), line(ROFORMER, "cola", 0.2)]
+    (grid,) = pair_grid(table(lines))
+    assert [row[1].text for row in grid.rows] == ["CoLA, Matthews"]
+    assert any("rte: no seed with a score on both sides" in remark for remark in grid.remarks)
+
+
+def test_one_seed_has_a_difference_but_no_empty_columns_and_says_why():
+    (grid,) = pair_grid(table([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7)]))
+    assert grid.heads == ["difference", "task", "seeds", "mean"]
+    assert [entry.text for entry in grid.rows[0]][1:] == ["RTE, accuracy", "1", "+10.00"]
+    assert grid.remarks == ["No interval and no test where there is one pair."]
+
+
+def test_where_there_is_no_test_is_said_by_name_among_others_that_have_one():
+    lines = [*seeds(BERT, "rte", (0.5, 0.6)), *seeds(ROFORMER, "rte", (0.6, 0.8))]
+    lines += [*seeds(BERT, "wnli", (0.5, 0.6)), *seeds(ROFORMER, "wnli", (0.5, 0.6))]
+    title = f"RoFormer {MINUS} BERT, wnli"
+    why = "No interval and no test where all pairs differ by the same"
+    assert untested(table(lines).pairs) == [f"{why}: {title}."]
+
+
+def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
+    lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7), line("new", "rte", 0.9)]
+    found = table(lines)
+    assert found.pairs == []
+    (grid,) = pair_grid(found)
+    assert "2 RoFormer and 1 BERT; name two models with --pair" in grid.remarks[0]
+    (named,) = table(lines, pair=["new", "small-roformer"]).pairs
+    assert (named.title, named.tasks["rte"].mean) == (f"new {MINUS} small-roformer", 20.0)
+
+
+def test_models_without_a_recipe_in_common_are_not_compared():
+    lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7, epochs=5)]
+    assert "nothing was run with the same recipe" in table(lines).remark
+
+
+def test_a_model_is_compared_with_its_random_control():
+    lines = [*seeds(BERT, "rte", (0.7, 0.8)), *seeds(BERT, "rte", (0.5, 0.5), random_weights=True)]
+    lines += seeds(ROFORMER, "rte", (0.7, 0.8))
+    (grid,) = control_grid(table(lines))
+    test = stats.ttest_rel((70, 80), (50, 50))
+    low, high = bootstrap([20, 30])
+    text = f"+25.0 [{low:+.1f}, {high:+.1f}] p {test.pvalue:.3f}"
+    assert texts(grid) == {f"small-bert (bert) {MINUS} random weights": {"RTE, accuracy": text}}
+    pair = table(lines).pairs[0]
+    assert pair.tasks["rte"].mean == 0.0  # the control has no part in it
+
+
+def test_the_printed_table_names_the_split_of_every_row():
+    rows = texts(paper_grid(table([line(BERT, "mrpc", 0.8), line(BERT, "qnli", 0.7)])))
+    assert rows["BERT, as printed"]["split of its numbers"] == "test server"
+    assert rows["RoFormer, as printed"]["split of its numbers"] == "validation"
+    assert rows["RoFormer, as printed"]["MNLI m/mm, accuracy"] == "80.2/79.8"
+    ours = rows["small-bert (bert), ours"]
+    assert ours["MRPC, F1"] == "80.0 (1)"
+    assert ours["split of its numbers"] == "validation (development set)"
+
+
+def test_markdown_and_latex_survive_any_name_of_a_model():
+    name = "a|b_c%d$e#f{g}~h^i\\j&k<l>[m]*n`o"
+    grid = score_grid(table([line(name, "rte", 0.6)]))
+    columns = [re.findall(r"(?<!\\)\|", row) for row in pipe_table(grid).splitlines()]
+    assert {len(bars) for bars in columns} == {3}
+    text = latex(grid)
+    plain = re.sub(r"\\[\\&%$#_{}]", "", text)
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith(r" \\") for row in body)
+    assert not set("_#^~%") & set(re.sub(r"\\[_#%]|\\text\w+{}", "", "".join(body)))
+
+
+def test_latex_prints_signs_and_exponents_as_they_are_meant():
+    lines = [line(BERT, "rte", 0.6, learning_rate=x) for x in (2e-5, 3e-5)]
+    lines += [line(ROFORMER, "rte", 0.5, learning_rate=2e-5)]
+    text = latex(pair_grid(table(lines))[0])
+    assert r"RoFormer $-$ BERT, rate 2e-5 & RTE, accuracy & 1 & $-$10.00 \\" in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"metrics": {}}, "scores missing"),
+        ({"task": "unheard"}, "no such task"),
+        ({"status": "new"}, "no such status"),
+        ({"label": None, "metrics": None}, "no metrics"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_line_that_lacks_something_is_one_warning(broken, why, capsys):
+    found = scores([line(BERT, "rte", 0.6), {**line(BERT, "rte", 0.7, seed=1), **broken}])
+    assert found["small-bert (bert)"]["RTE, accuracy"] == "60.0 (1)"
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_no_results_are_refused(tmp_path):
+def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
     with pytest.raises(InputError, match="results must be a file"):
-        main(ReportSettings(str(tmp_path / "results.jsonl")))
-    (tmp_path / "results.jsonl").write_text("")
+        main(ReportSettings(str(file)))
+    file.write_text('{"model": "b", "task": "rte", "seed": 0}\n')  # of an earlier format
     with pytest.raises(InputError, match="results must hold a complete line"):
-        main(ReportSettings(str(tmp_path / "results.jsonl")))
+        main(ReportSettings(str(file)))
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(InputError, match="pair must be two models"):
+        ReportSettings(str(file), pair=[BERT, BERT])
+    with pytest.raises(InputError, match="output must name a folder"):
+        ReportSettings(str(file), output=str(file))
+    write(tmp_path, [line(BERT, "rte", 0.6)])
+    with pytest.raises(InputError, match="pair must name models of the results, got x; they have"):
+        main(ReportSettings(str(file), pair=["small-bert", "x"]))
+    with pytest.raises(InputError, match="pair must be two models"):
+        main(ReportSettings(str(file), pair=["small-bert", BERT]))
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_the_recipe_of_the_tests_is_the_whole_recipe():
+    assert tuple(RECIPE) == results.RECIPE
