@@ -41,7 +41,7 @@ class BenchSettings:
     """Folder of TASK/SPLIT.parquet."""
     tasks: list[str] = field(default_factory=lambda: ["mrpc", "sst2"])
     """Tasks by name."""
-    train_rows: int = 1024
+    train_rows: int = 512
     """First rows of the training split that make an epoch; 0 means all."""
     batch_size: int = 32
     """Examples a step."""

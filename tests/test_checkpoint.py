@@ -1,7 +1,10 @@
 """Checkpoints: exact, atomic, and distrustful of what lies on the disk."""
 
+import errno
+import fcntl
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -98,6 +101,50 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
     assert names == ["step-00000002", "step-00000004"]
 
 
+HOLDER = """
+import os, pathlib, sys, time
+from train import checkpoint
+with checkpoint.alone(pathlib.Path(sys.argv[1])):
+    if os.fork():  # what is left, like a data worker, must not keep the run from going on
+        print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "LONGEST_WAIT", 1.0)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, start_new_session=True
+    )
+    with holder:
+        try:
+            holder.stdout.readline()
+            found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()}"
+            with (
+                pytest.raises(InputError, match=f"run.folder must be free, {found}; end it"),
+                checkpoint.alone(tmp_path),
+            ):
+                pass
+            assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
+            holder.kill()
+            holder.wait()
+            with checkpoint.alone(tmp_path):
+                assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
+            assert not capsys.readouterr().out
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with checkpoint.alone(tmp_path):
+        pass
+    assert "lock: No locks available; start a run only once" in capsys.readouterr().out
+
+
 def test_tied_weights_are_saved_once(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
@@ -143,6 +190,7 @@ SHARDED = f"""
 import copy, os, pathlib, sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from conftest import enlarge
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train import checkpoint
@@ -156,18 +204,20 @@ mesh = torch.distributed.init_device_mesh("cpu", (2,))
 torch.manual_seed(1)
 batches = [torch.randint(5, 60, (4, 24)) for _ in range(6)]
 
-def fresh(sharded):
+def fresh(sharded, copied=False):
     model = enlarge(RoFormerForMaskedLM(config)).train()
     if sharded:
         for part in (*model.roformer.encoder.layer, model):
             fully_shard(part, mesh=mesh)
+    if copied:
+        model = DistributedDataParallel(model)
     return model, adamw(model, 1e-3, 0.01)
 
 def go(model, optimizer, batches, broken=()):
     norms = []
-    sharded = hasattr(next(model.parameters()), "full_tensor")
+    alone = isinstance(model, RoFormerForMaskedLM) and not hasattr(model, "reshard")
     for number, ids in enumerate(batches):
-        part = ids[dist.get_rank()::2].contiguous() if sharded else ids
+        part = ids if alone else ids[dist.get_rank()::2].contiguous()
         (model(part, labels=part).loss * (torch.nan if number in broken else 1)).backward()
         norm = checkpoint.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.found_inf = norm.isfinite().logical_not().float()
@@ -195,6 +245,11 @@ for sharded in (True, False):
         assert torch.equal(norms, unbroken)
     torch.testing.assert_close(norms, unbroken, rtol=1e-5, atol=0)
 torch.testing.assert_close(go(*fresh(False), batches)[3:], unbroken, rtol=1e-5, atol=0)
+copied = fresh(False, copied=True)
+torch.testing.assert_close(go(*copied, batches)[3:], unbroken, rtol=1e-6, atol=0)
+whole = checkpoint.weights(copied[0].module)
+for name, weight in checkpoint.weights(first[0]).items():
+    torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-6)
 print("equal", flush=True)
 dist.barrier()
 os._exit(0)  # now and then a thread of torch's own aborts an orderly end

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import transformers
+from tqdm import tqdm
 
 import train.corpus
 from train import docstrings, vocabulary
@@ -260,6 +262,14 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
         assert line.startswith("train: 9 documents, ")
         assert f"; {made} of 3 shards made from " in line
         assert "MB/s a core on" in line
+
+
+def test_a_bar_says_how_many_documents_a_second(written, tmp_path, tokenizer, capsys, monkeypatch):
+    at_once = {"delay": 0, "mininterval": 0}  # otherwise it shows itself after a second
+    monkeypatch.setattr("train.corpus.tqdm", lambda **given: tqdm(**(given | at_once)))
+    number = len(tokenise(corpus(str(written), tmp_path), "train", tokenizer).ends)
+    said = capsys.readouterr().err
+    assert re.search(rf"tokenising train: {number} documents \[.* documents/s\]", said)
 
 
 def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path, tokenizer):

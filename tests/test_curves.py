@@ -17,12 +17,15 @@ def write_run(folder, losses, seconds):
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_runs_are_compared_at_the_tokens_and_the_time_that_all_have_had(tmp_path, capsys):
+@pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_runs_are_compared_at_the_tokens_and_the_time_that_all_have_had(
+    ending, start, tmp_path, capsys
+):
     write_run(tmp_path / "a", [5.0, 4.0, 3.0], 1)
     write_run(tmp_path / "b", [6.0, 4.5], 2)
-    output = tmp_path / "out" / "curves.png"
+    output = tmp_path / "out" / f"curves{ending}"
     main(CurvesSettings([str(tmp_path / "a"), str(tmp_path / "b")], str(output)))
-    assert output.read_bytes()[:4] == b"\x89PNG"
+    assert output.read_bytes().startswith(start)
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert numbers["at_equal_tokens"] == {"tokens": 200, "validation_loss": {"a": 4.0, "b": 4.5}}
     assert numbers["at_equal_time"] == {"seconds": 3, "validation_loss": {"a": 3.0, "b": 5.25}}

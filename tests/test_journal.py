@@ -1,13 +1,16 @@
 """The log of a run: what a killed run wrote past its checkpoint goes, the rest stays."""
 
 import json
+from pathlib import Path
 
+import pytest
 import torch
 from accelerate import Accelerator
 
 from conftest import TINY_MODEL
 from roformer import RoFormerConfig
-from train.journal import Journal, environment, forget_after
+from train.journal import Journal, changed_settings, environment, forget_after, write_header
+from train.settings import InputError, OptimSettings, PretrainSettings
 
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
@@ -55,6 +58,48 @@ def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
         "seconds": second["seconds"],
         "validation_loss": 1.0,
     }
+
+
+def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):
+    with Journal(Accelerator(cpu=True), tmp_path, START, 4, CONFIG, 1e12) as journal:
+        for step, loss in enumerate((9.0, 3.0, 3.9, 5.0), start=1):
+            add(journal, 10 * loss, 10, 7)
+            journal.training(step, 0.5, torch.tensor(3.0))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert [line.strip() for line in lines] == ["warning: the loss rose from 3.90 to 5.00 at 4"]
+
+
+def started(tmp_path, **optim):
+    folder, settings = tmp_path / "run", PretrainSettings(OptimSettings(steps=9, **optim))
+    folder.mkdir(exist_ok=True)
+    return folder, settings, Accelerator(cpu=True)
+
+
+def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch):
+    folder, settings, accelerator = started(tmp_path)
+    write_header(folder, settings, accelerator, 0, {})
+    before = (folder / "settings.yaml").read_text()
+    _, other, _ = started(tmp_path, learning_rate=0.5)
+    assert changed_settings(folder, other) == {"optim.learning_rate": (1e-3, 0.5)}
+
+    def killed(path, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_header(folder, other, accelerator, 7, changed_settings(folder, other))
+    assert (folder / "settings.yaml").read_text() == before
+    write_header(folder, other, accelerator, 7, changed_settings(folder, other))
+    assert not changed_settings(folder, other)
+
+
+@pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
+def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
+    folder, settings, _ = started(tmp_path)
+    (folder / "settings.yaml").write_text(torn)
+    with pytest.raises(InputError, match="settings.yaml must hold the settings of the run, got"):
+        changed_settings(folder, settings)
 
 
 def test_the_environment_says_what_a_number_needs_beside_it():

@@ -1,13 +1,14 @@
-"""Decay groups and learning-rate schedules."""
+"""Decay groups, learning-rate schedules, and steps that must not move."""
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import get_scheduler
 
 import roformer
 from conftest import TINY_MODEL
-from train.optim import adamw, decay_groups, rate_factor
-from train.settings import SCHEDULES
+from train.optim import FiniteSteps, adamw, decay_groups, rate_factor
+from train.settings import SCHEDULES, InputError
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -43,3 +44,59 @@ def test_one_step_moves_as_torch_says():
         model(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+def finite_steps(folder):
+    """A small model with its optimizer, and what the steps of it report."""
+    torch.manual_seed(0)
+    accelerator, reports = Accelerator(cpu=True), []
+    model = torch.nn.Linear(3, 3)
+    optimizer = accelerator.prepare(adamw(model, 0.1, 0.01))
+    steps = FiniteSteps(optimizer, lambda *told: reports.append(told), folder)
+
+    def move(number, factor):
+        for part in (1.0, factor):  # two micro-batches
+            loss = model(torch.ones(2, 3)).square().sum() * part
+            loss.backward()
+            steps.saw(loss)
+        steps.step(number, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+    def held():
+        moments = optimizer.optimizer.state_dict()["state"].values()
+        tensors = [*model.parameters(), *(value for state in moments for value in state.values())]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    return steps, move, held, reports
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(bad, tmp_path):
+    steps, move, held, reports = finite_steps(tmp_path)
+    move(0, 1.0)
+    before = held()
+    assert len(before) == 2 + 2 * 3  # weight and bias, each with its step and two moments
+    move(1, bad)
+    assert all(map(torch.equal, held(), before))
+    assert not reports  # the host has not looked yet
+    move(2, 1.0)
+    assert not any(map(torch.equal, held(), before))
+    ((number, in_a_row, lost),) = reports
+    assert (number, in_a_row, lost.tolist()) == (1, 1, [False, True])
+    steps.settle()
+    assert len(reports) == 1
+
+
+def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path):
+    for name in ("step-00000003", "step-00000004", "step-00000005.tmp", "damaged-step-00000009"):
+        (tmp_path / name).mkdir()
+    steps, move, held, reports = finite_steps(tmp_path)
+    before = held()
+    for number, factor in enumerate([torch.nan, torch.nan, 1.0, torch.inf, torch.nan, torch.nan]):
+        move(number, factor)  # a good one between them: the count begins again
+        before = held() if factor == 1.0 else before
+    with pytest.raises(
+        InputError, match=f"3 steps in a row, the last 6, .* {tmp_path}/step-00000004$"
+    ):
+        steps.settle()
+    assert [told[:2] for told in reports] == [(0, 1), (1, 2), (3, 1), (4, 2), (5, 3)]
+    assert all(map(torch.equal, held(), before))

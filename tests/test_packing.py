@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import TINY_MODEL, log_rows
-from train import counter
+from train import counter, packing
 from train.corpus import TokenStore
 from train.packing import (
     IGNORED,
@@ -171,6 +171,18 @@ def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
     assert (documents > 0).all()  # the half is spread over the part
     index, visit = ordered(sequences, np.arange(3 * sequences.per_epoch), 0)
     assert len(set(zip(index.tolist(), visit.tolist()))) == len(index)  # so each is masked anew
+
+
+def test_lengths_are_sorted_inside_windows_of_the_permutation(sequences, monkeypatch):
+    assert packing.WINDOW >= 256  # fewer would show the model one length for long
+    monkeypatch.setattr(packing, "WINDOW", 256)
+    number = len(sequences)
+    assert number > 3 * 256
+    for first in range(0, number, 256):
+        places = np.arange(first, min(first + 256, number))
+        index, _ = ordered(sequences, places + number, 5)  # of the second epoch
+        assert sorted(index) == sorted(counter.permuted(places, number, 5, 1))
+        assert not np.array_equal(index, counter.permuted(places, number, 5, 1))
 
 
 def test_weights_of_one_change_nothing(sequences):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,47 @@ def test_two_processes_give_the_losses_of_one(kind, pretrain_flags, tmp_path):
         "processes"
     ]
     assert processes == 2
+
+
+def test_bert_gets_the_batches_of_roformer(pretrain_flags, monkeypatch):
+    from train import pretrain
+
+    batches: list[dict] = []
+    to_device = pretrain.to_device
+    monkeypatch.setattr(
+        pretrain, "to_device", lambda *given: batches.append(given[0]) or to_device(*given)
+    )
+    for kind in ("roformer", "bert"):
+        run(pretrain_flags, f"--model.type={kind}", f"--run.name={kind}", "--optim.micro_batch=4")
+    half = len(batches) // 2
+    assert half == 12 * 4
+    for one, other in zip(batches[:half], batches[half:]):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_machines_give_the_losses_of_one(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", "--optim.micro_batch=8"]
+    run(flags, "--run.name=one")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launch = (*TORCHRUN[:2], "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
+    machines = [
+        subprocess.Popen(
+            [sys.executable, *launch, f"--master_port={port}", f"--node_rank={n}", SCRIPT, *flags],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    assert [machine.wait(300) for machine in machines] == [0, 0]
+    for key in ("loss", "tokens", "validation_loss"):
+        one, two = (
+            list(log_rows(tmp_path / "runs" / name, key).values()) for name in ("one", "tiny")
+        )
+        np.testing.assert_allclose(two, one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
@@ -291,13 +333,34 @@ def test_sharding_that_is_asked_for_and_not_given_stops(pretrain_flags, tmp_path
 
 
 def test_no_socket_is_opened(pretrain_flags, monkeypatch):
-    import socket
-
     def refuse(*arguments, **keywords):
         raise AssertionError("the network was touched")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     run(pretrain_flags)
+
+
+def test_no_pickle_is_read_and_no_foreign_code_is_run(pretrain_flags, tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a pickle was read")
+
+    flags = [*pretrain_flags, "--model.type=bert"]  # for which transformers would take other code
+    run(flags, "--run.max_hours=1e-9")
+    for module, names in ((pickle, ("load", "loads", "Unpickler")), (torch, ("load",))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    run(flags)
+    files = {p.suffix for p in (tmp_path / "runs").rglob("*") if p.is_file() and p.name != "lock"}
+    assert files == {".yaml", ".json", ".jsonl", ".safetensors"}
+    folder = tmp_path / "runs" / "tiny" / "model"
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {name: f"evil.{name}" for name in ("AutoConfig", "AutoModelForMaskedLM")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    run(flags, f"--model.init={folder}", "--run.name=more", "--model.config={}")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_slow_tokenizers_are_refused(monkeypatch):

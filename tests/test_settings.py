@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from finetune.settings import GlueSettings
+from finetune.settings import GridSettings
 from train.settings import InputError, PretrainSettings, parse
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -33,6 +33,15 @@ def test_every_pretraining_config_parses(path):
     assert parse(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
 
 
+def test_a_config_without_padding_has_what_its_kernel_needs():
+    found = [parse(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
+    unpadded = [model for model in found if model.attention == "unpadded"]
+    assert unpadded  # the option has a config that uses it
+    for model in unpadded:
+        assert model.type == "roformer"
+        assert model.config["attention_probs_dropout_prob"] == 0.0
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=name)
 def test_every_model_config_joins_every_pretraining_config(path):
     for other in PRETRAIN:
@@ -43,8 +52,8 @@ def test_every_model_config_joins_every_pretraining_config(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name)
 def test_every_glue_config_parses(path):
-    flags = ["--config", str(path), "--model", "m", "--task", "rte"]
-    assert parse(GlueSettings, flags).model == "m"
+    flags = ["--config", str(path), "--models", "[m]", "--tasks", "[rte]"]
+    assert parse(GridSettings, flags).models == ["m"]
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])

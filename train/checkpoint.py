@@ -1,7 +1,8 @@
 """What a run folder holds, and how it survives a kill at any moment.
 
-    runs/<name>/settings.yaml        the settings the run was started with
+    runs/<name>/settings.yaml        the settings the run goes by
                 environment.json     versions, machine, commit
+                lock                 which process uses the folder, see `alone`
                 log.jsonl            one line an interval, one an evaluation
                 checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json,
                                      manifest.json (a hash of each)
@@ -11,12 +12,17 @@ A checkpoint is written beside its place, flushed, and renamed: it is there whol
 holds no random state, because order, masks and dropout are functions of (seed, step).
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -24,10 +30,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from train.settings import InputError
+from train.settings import InputError, require
 
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
+
+LONGEST_WAIT = 60.0
+"""Seconds a launch waits for another of the same run, which may be about to save and end."""
 
 
 Content = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -101,6 +110,44 @@ def save(folder: Path, step: int, held: Content, state: dict[str, Any]) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise OSError(f"{final}: {' '.join(str(error).split())}") from error
     return final
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other launches out of a run's folder; however the process dies, the kernel lets them in.
+
+    The lock is fcntl's: forked data workers would hold on to one of flock's after a kill.
+
+    Raises:
+        InputError: Another process uses the folder, and still does after `LONGEST_WAIT`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as stream:
+        started, waits = time.monotonic(), False
+        while not _locked(stream):
+            stream.seek(0)
+            holder = stream.read() or "another process"
+            found, remedy = f"{folder} in use by {holder}", "end it, or choose another run.name"
+            over = time.monotonic() - started > LONGEST_WAIT
+            require(not over, "run.folder", "must be free", found, remedy)
+            if not waits:
+                print(f"waiting up to {LONGEST_WAIT:.0f} s: {found}", flush=True)
+            waits = True
+            time.sleep(0.2)
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {platform.node()}")
+        stream.flush()
+        yield
+
+
+def _locked(stream: TextIO) -> bool:
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:  # Lustre as it is often mounted
+        print(f"warning: no lock on {stream.name}: {error.strerror}; start a run only once")
+    return True
 
 
 def newest(folder: Path) -> Path | None:

@@ -1,23 +1,30 @@
-"""What ends a run before its time: signals, a launcher that died, a time limit, a stall.
+"""What ends a run before its time: signals, a launcher or reader that died, a limit, a stall.
 
 Whichever process is told, all of them save and leave after the same step: what each has heard is
 added up over processes with the predicted tokens of the step, so agreeing costs nothing extra.
 """
 
+import errno
 import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor
 
-REASONS = ("SIGTERM", "SIGUSR1", "the launcher died", "run.max_hours")
-EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGHUP, 0)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LAUNCHER = "the launcher died"
+LIMIT = "run.max_hours"
+
+REASONS = (*(number.name for number in SIGNALS), LAUNCHER, LIMIT)
+EXIT_CODES = (*(128 + number for number in SIGNALS), 128 + signal.SIGHUP, 0)
 """What the process ends with for each reason, as a shell would have it; a limit is no failure."""
 
 SHORTEST_STALL = 25.0
@@ -28,8 +35,49 @@ LONGEST_SAVE = 900.0
 """Seconds a checkpoint may take to write, and the other processes to wait for it."""
 
 
+class Outlet:
+    """Standard output or error, which leads nowhere from the moment that nobody reads it.
+
+    Otherwise the next line of a process whose `| tee log` is gone would end it before it saves.
+
+    Args:
+        stream: Where it leads.
+        unread: Called when nobody reads it any more.
+    """
+
+    def __init__(self, stream: TextIO, unread: Callable[[], None]) -> None:
+        self.stream, self.unread = stream, unread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write at once: a line that waits in a buffer would fail when the process ends."""
+        with self._outlived():
+            self.stream.write(text)
+            self.stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._outlived():
+            self.stream.flush()
+
+    @contextmanager
+    def _outlived(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe's reader, a terminal
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            self.unread()
+
+
 class Interruptions:
-    """Listens while the loop runs.
+    """Listens while the loop runs; a launcher that dies from the moment this is made is noticed.
 
     Args:
         started: When this launch began, by `time.monotonic`.
@@ -46,18 +94,27 @@ class Interruptions:
         self.last_sign: float | None = None
 
     def __enter__(self) -> "Interruptions":
-        self.before = {
-            number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        if self.before[signal.SIGHUP] == signal.SIG_IGN:  # as `nohup` wants it
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.streams = sys.stdout, sys.stderr
+        outlets = [s and cast(TextIO, Outlet(s, self._unread)) for s in self.streams]
+        sys.stdout, sys.stderr = outlets
         return self
 
     def __exit__(self, *error: object) -> None:
         faulthandler.cancel_dump_traceback_later()
+        if sys.stdout:  # there is none after `>&-`
+            sys.stdout.flush()  # while that cannot fail: at the end of the process it would
+        sys.stdout, sys.stderr = self.streams
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard.add(signal.Signals(number).name)
+
+    def _unread(self) -> None:
+        self.heard.add(LAUNCHER)
 
     def told(self) -> list[bool]:
         """Whether this process has heard each of `REASONS`.
@@ -65,9 +122,9 @@ class Interruptions:
         A limit is heard one step early, and a save, so that the checkpoint is there before it.
         """
         if os.getppid() != self.parent:
-            self.heard.add(REASONS[2])
+            self.heard.add(LAUNCHER)
         if self.deadline is not None and time.monotonic() + 3 * self.longest > self.deadline:
-            self.heard.add(REASONS[3])
+            self.heard.add(LIMIT)
         return [reason in self.heard for reason in REASONS]
 
     def alive(self) -> None:
@@ -102,7 +159,7 @@ def end_workers() -> None:
 
 def ignore_signals(worker: int) -> None:
     """For data workers: a signal to the whole group is for the loop to obey, not for them."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -1,5 +1,6 @@
-"""What a run says of itself: progress bar, log.jsonl, tracker, environment.json."""
+"""What a run says of itself: settings.yaml, environment.json, progress bar, log.jsonl, tracker."""
 
+import dataclasses
 import json
 import platform
 import resource
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 import accelerate
 import torch
 import transformers
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import Tensor
@@ -21,11 +23,23 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from train.flops import step_flops
+from train.settings import PretrainSettings, require
 
 Batch = dict[str, Tensor]
 
 SPIKE = 1.0
 """Rise of the loss in nats, from one report to the next, that is worth a warning."""
+
+
+FREE = {
+    "corpus": {"cache", "train", "validation", "tokenizer"},  # what they hold is compared instead
+    "optim": {"micro_batch"},
+    "run": {
+        "folder", "log_every", "validate_every", "validation_sequences", "save_every", "keep",
+        "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
+    },
+}  # fmt: skip
+"""Keys that may change when a run goes on: they do not decide what is learned."""
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
@@ -73,6 +87,80 @@ def _commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def as_dict(settings: PretrainSettings) -> dict[str, Any]:
+    """Settings as plain values, as settings.yaml holds them."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def changed_settings(folder: Path, settings: PretrainSettings) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide what is learned and differ from the run that is there: (there, here).
+
+    Raises:
+        InputError: Its settings cannot be read.
+    """
+    file = folder / "settings.yaml"
+    if not file.exists():
+        return {}
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        before = None
+    rule, remedy = "must hold the settings of the run", "delete it to go on"
+    require(isinstance(before, dict), str(file), rule, "none", remedy)
+    changed: dict[str, tuple[Any, Any]] = {}
+    for section, values in as_dict(settings).items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            begun = before.get(section, {})
+            begun = begun.get(key) if key else begun or []
+            if begun != value and key not in FREE.get(section, ()):
+                changed[f"{section}.{key}".removesuffix(".")] = begun, value
+    return changed
+
+
+def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
+    """Stop a run from going on under other settings than it began with.
+
+    Raises:
+        InputError: A key that decides what is learned has changed.
+    """
+    for key, (begun, value) in changed_settings(folder, settings).items():
+        rule = f"must stay {begun!r} for the run in {folder}"
+        remedy = "choose another run.name, or set run.allow_drift true"
+        require(settings.run.allow_drift, key, rule, repr(value), remedy)
+
+
+def write_header(
+    folder: Path,
+    settings: PretrainSettings,
+    accelerator: Accelerator,
+    step: int,
+    changed: dict[str, tuple[Any, Any]],
+) -> None:
+    """Write environment.json and settings.yaml, when a run begins or goes on under other settings.
+
+    What changed is said, and stays in the comments that settings.yaml opens with: a result of the
+    run belongs to neither settings alone.
+    """
+    file, notes = folder / "settings.yaml", ""
+    if not file.exists():
+        text = json.dumps(environment(accelerator), indent=2)
+        (folder / "environment.json").write_text(text + "\n")
+    elif not changed:
+        return
+    else:
+        keys = "; ".join(
+            f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
+        )
+        note = f"run.allow_drift changed after step {step}: {keys}"
+        print(f"warning: {note}", flush=True)
+        lines = file.read_text(encoding="utf-8").splitlines()
+        notes = "".join(f"{line}\n" for line in [*lines, f"# {note}"] if line.startswith("#"))
+    unfinished = file.with_name("settings.yaml.tmp")
+    dumped = yaml.safe_dump(as_dict(settings), sort_keys=False)
+    unfinished.write_text(notes + dumped, encoding="utf-8")
+    unfinished.replace(file)
 
 
 @dataclass

@@ -85,21 +85,28 @@ class FiniteSteps:
 
     Args:
         optimizer: As prepared by Accelerate. One with a loss scaler (fp16) does this by itself.
-        report: Called with the step that was skipped and how many have been in a row.
+        report: Called in every process with the step that was skipped, how many have been in a row,
+            and for each micro-batch of this process whether its own loss was not finite, [n], on
+            the device.
         checkpoints: Folder of the run's checkpoints, for the message.
     """
 
     def __init__(
         self,
         optimizer: AcceleratedOptimizer,
-        report: Callable[[int, int], None],
+        report: Callable[[int, int, Tensor], None],
         checkpoints: Path,
     ) -> None:
         self.optimizer = optimizer
         self.report = report
         self.checkpoints = checkpoints
-        self.pending: tuple[int, ReadLater] | None = None
+        self.lost: list[Tensor] = []
+        self.pending: tuple[int, ReadLater, Tensor] | None = None
         self.in_a_row = 0
+
+    def saw(self, loss: Tensor) -> None:
+        """Remember whether the loss of a micro-batch is finite."""
+        self.lost.append(loss.detach().isfinite().logical_not())
 
     def step(self, number: int, norm: Tensor) -> None:
         """Move the weights unless the norm of the gradient is not finite.
@@ -111,7 +118,8 @@ class FiniteSteps:
         if self.optimizer.scaler is None:
             skipped = norm.isfinite().logical_not().float()
             self.optimizer.optimizer.found_inf = skipped
-            self.pending = number, ReadLater(skipped[None])
+            self.pending = number, ReadLater(skipped[None]), torch.stack(self.lost)
+        self.lost = []
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -123,17 +131,18 @@ class FiniteSteps:
         """
         if self.pending is None:
             return
-        number, told = self.pending
+        number, told, lost = self.pending
         self.pending = None
         if not told.read()[0]:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        self.report(number, self.in_a_row)
+        self.report(number, self.in_a_row, lost)
         if self.in_a_row >= PATIENCE:
+            good = max(self.checkpoints.glob("step-*[0-9]"), default=None)
+            where = f"goes on from {good}" if good else "begins again"
             raise InputError(
                 f"optim must keep gradients finite, got {PATIENCE} steps in a row, the last "
                 f"{number + 1}, with infinite ones; the same command with a lower "
-                "optim.learning_rate and run.allow_drift true goes on from the newest checkpoint "
-                f"in {self.checkpoints}"
+                f"optim.learning_rate and run.allow_drift true {where}"
             )

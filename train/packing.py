@@ -329,15 +329,20 @@ class Steps(Dataset):
         self.processes, self.rank = processes, rank
         self.packed, self.capacity = packed, capacity
 
-    def shares(self, step: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Sequences of each micro-batch of this process, and how often each was seen before."""
+    def shares(
+        self, step: int, rank: int | None = None
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Sequences of each micro-batch of a process, this one or another, and how often each was
+        seen before.
+        """  # noqa: D205 one sentence
         place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_A_STEP)
         index, visit = ordered(self.sequences, place, self.seed, group)
         by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
         # neighbours in length go to different processes at the same time: equal work, no waiting
-        mine = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
-        return [(index[rows], visit[rows]) for rows in mine]
+        first = self.rank if rank is None else rank
+        own = by_length.reshape(-1, self.micro_batch)[first :: self.processes]
+        return [(index[rows], visit[rows]) for rows in own]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """All micro-batches this process computes in that step."""

@@ -7,20 +7,18 @@ Read `main`, then `train`: that is the whole run.
 import atexit
 import dataclasses
 import errno
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
@@ -42,7 +40,7 @@ from train.interruptions import (
     end_workers,
     ignore_signals,
 )
-from train.journal import Journal, environment
+from train.journal import Journal, changed_settings, refuse_other_settings, write_header
 from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
@@ -52,16 +50,6 @@ from train.stages import Stages, seed_of, stages_of
 from train.validate import evaluate
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
-
-FREE = {
-    "corpus": {"cache", "train", "validation", "tokenizer"},  # what they hold is compared instead
-    "optim": {"micro_batch"},
-    "run": {
-        "folder", "log_every", "validate_every", "validation_sequences", "save_every", "keep",
-        "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
-    },
-}  # fmt: skip
-"""Keys that may change when a run goes on: they do not decide what is learned."""
 
 
 def main(settings: PretrainSettings) -> Path:
@@ -80,6 +68,7 @@ def main(settings: PretrainSettings) -> Path:
     folder = Path(settings.run.folder) / settings.run.name
     refuse_other_settings(folder, settings)
     accelerator = start_accelerator(settings.run.tracker, str(folder))
+    interruptions = Interruptions(started, settings.run.max_hours, is_compiled(accelerator))
     stages = stages_of(settings)
     for stage in stages:
         refuse_misfits(stage, accelerator)
@@ -90,16 +79,12 @@ def main(settings: PretrainSettings) -> Path:
         tokenizer, stores, held_out = prepare_data(stages, accelerator)
         objective = make_objective(settings, tokenizer)
         steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
-        if accelerator.is_main_process:
-            write_header(folder, settings, accelerator)
-        accelerator.init_trackers("tracker")
-        code = train(settings, accelerator, objective, steps, held_out, folder, started)
-    if code is None:
-        weights = checkpoint.weights(objective.model)  # together: each process may hold a part
-        if accelerator.is_main_process:
-            objective.model.save_pretrained(folder / "model", state_dict=weights)
-            tokenizer.save_pretrained(folder / "model")
-            print(f"model and tokenizer: {folder / 'model'}")
+        with alone(folder, accelerator):
+            refuse_other_settings(folder, settings)  # it may have begun while this one waited
+            accelerator.init_trackers("tracker")
+            code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
+            if code is None:
+                save_model(objective, tokenizer, folder / "model", accelerator)
     accelerator.end_training()
     if code:
         raise SystemExit(code)
@@ -113,7 +98,7 @@ def train(
     steps: Stages,
     held_out: Sequences,
     folder: Path,
-    started: float,
+    interruptions: Interruptions,
 ) -> int | None:
     """The loop: from the newest checkpoint, or from nothing, to the last step or the end of time.
 
@@ -135,8 +120,8 @@ def train(
         return None  # its time was over when it was saved
     saver = Saver(folder, objective, optimizer.optimizer, data, run.keep)
     with (
+        interruptions,
         Journal(accelerator, folder, state, total, config, peak) as journal,
-        Interruptions(started, run.max_hours, is_compiled(accelerator)) as interruptions,
     ):
         finite = FiniteSteps(optimizer, skipped(journal, steps), folder / "checkpoints")
         batches = journal.clock.timed(make_loader(steps, state["step"], run.workers))
@@ -153,6 +138,7 @@ def train(
                     # data-parallel gradients are averages: undo it, for a sum over all processes
                     accelerator.backward(loss * accelerator.num_processes / agreed[0].clamp(min=1))
                 journal.add(loss, right, batch)
+                finite.saw(loss)
             norm = checkpoint.whole(
                 accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
             )
@@ -323,17 +309,39 @@ def agree(
     return accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device))
 
 
-def skipped(journal: Journal, steps: Stages) -> Callable[[int, int], None]:
+def skipped(journal: Journal, steps: Stages) -> Callable[[int, int, Tensor], None]:
     """What to do about a step whose gradient was not finite: name it and its sequences."""
 
-    def report(step: int, in_a_row: int) -> None:
-        shown = steps.sequences(step)[:8]
+    def report(step: int, in_a_row: int, lost: Tensor) -> None:
+        # all processes are here, for they saw the same norm; a step without one tells nothing
+        found = journal.accelerator.gather(lost.long()[None])  # [processes, micro-batches]
         journal.warn(
             f"step {step + 1} changed no weight, its gradient is not finite ({in_a_row} in a row); "
-            f"sequences {shown}, ... of process 0"
+            + blame(steps, step, found)
         )
 
     return report
+
+
+def blame(steps: Stages, step: int, lost: Tensor) -> str:
+    """Where the loss of a step was not finite, in at most eight numbers of sequences.
+
+    Args:
+        steps: Of the run.
+        step: From 0.
+        lost: [processes, micro-batches], not 0 where the loss was not finite.
+    """
+    found = lost.nonzero().tolist()
+    places = found or [[rank, 0] for rank in range(len(lost))]
+    shown, words = places[:4], []
+    for rank, micro_batch in shown:
+        numbers = steps.sequences(step, rank, micro_batch)
+        some = numbers[: 8 // len(shown)]
+        more = ", ..." if some != numbers else ""
+        words.append(f"sequences {', '.join(map(str, some))}{more} of process {rank}")
+    words += ["others"] * (len(places) > len(shown))
+    start = "its loss is not finite in" if found else "its loss is finite everywhere, with"
+    return f"{start} {' and '.join(words)}"
 
 
 def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
@@ -341,6 +349,30 @@ def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
     number = next(i for i, heard in enumerate(reasons) if heard)
     accelerator.print(f"{REASONS[number]}: saved after step {step}; the same command goes on")
     return EXIT_CODES[number]
+
+
+@contextmanager
+def alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Keep the run's folder to this launch; the main process has it, the others wait for it.
+
+    Raises:
+        InputError: Another launch does not let go of it.
+    """
+    with ExitStack() as held:
+        refused = ""
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(checkpoint.alone(folder))
+            except InputError as error:
+                refused = str(error)
+        if any_process(bool(refused), accelerator):
+            raise InputError(refused or "run.folder must be free, got one in use; see process 0")
+        yield
+
+
+def any_process(said: bool, accelerator: Accelerator) -> bool:
+    """Whether any process says so; they wait for each other."""
+    return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device)).item())
 
 
 @contextmanager
@@ -378,13 +410,16 @@ def resume(
 ) -> dict[str, Any]:
     """Load the newest complete checkpoint, if there is one; says where the run goes on.
 
+    Only after that is the run's header written, so that settings which cannot go on change nothing.
+
     Raises:
         InputError: The text or vocabulary is not what the run began with, the checkpoint is another
             model's, or machines hold different ones.
     """
     with accelerator.main_process_first():  # which sets damaged ones aside
         path = checkpoint.newest(folder)
-    state = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 5, "data": data}
+    fresh: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 5}
+    state = fresh | {"data": data}
     if path is not None:
         state = checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
@@ -396,6 +431,11 @@ def resume(
     steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
     found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
+    if accelerator.is_main_process:
+        changed = changed_settings(folder, settings)
+        if not same:
+            changed[f"the tokens of {keys}"] = state["data"], data
+        write_header(folder, settings, accelerator, state["step"], changed)
     return state
 
 
@@ -426,12 +466,25 @@ class Saver:
             except OSError as error:
                 failed = str(error)
                 journal.warn(f"no checkpoint after step {step}, the one before stays: {failed}")
-        flag = torch.tensor(float(bool(failed)), device=accelerator.device)
-        if accelerator.reduce(flag).item() and last:
+        if any_process(bool(failed), accelerator) and last:
             raise InputError(
                 f"run.folder must have room for a checkpoint, got {failed or 'none'}; make some, "
                 "the same command goes on"
             )
+
+
+def save_model(
+    objective: MaskedLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    accelerator: Accelerator,
+) -> None:
+    """Write the finished model and its tokenizer; every process must call it."""
+    weights = checkpoint.weights(objective.model)  # together: each process may hold a part
+    if accelerator.is_main_process:
+        objective.model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        print(f"model and tokenizer: {folder}")
 
 
 def peak_flops(run: RunSettings, accelerator: Accelerator) -> float:
@@ -440,50 +493,6 @@ def peak_flops(run: RunSettings, accelerator: Accelerator) -> float:
         return run.peak_tflops * 1e12
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return measured_peak(accelerator.device, half.get(accelerator.mixed_precision, torch.float32))
-
-
-def as_dict(settings: PretrainSettings) -> dict[str, Any]:
-    """Settings as plain values, as settings.yaml holds them."""
-    return json.loads(json.dumps(dataclasses.asdict(settings)))
-
-
-def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
-    """Stop a run from going on under other settings than it began with.
-
-    Raises:
-        InputError: A key that decides what is learned has changed.
-    """
-    file = folder / "settings.yaml"
-    if settings.run.allow_drift or not file.exists():
-        return
-    try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except ValueError:
-        before = None
-    readable = isinstance(before, dict)
-    require(
-        readable, str(file), "must hold the settings of the run", "none", "choose another run.name"
-    )
-    for section, values in as_dict(settings).items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            begun = before.get(section, {})
-            begun = begun.get(key) if key else begun or []
-            rule = f"must stay {begun!r} for the run in {folder}"
-            same = begun == value or key in FREE.get(section, ())
-            name = f"{section}.{key}".removesuffix(".")
-            remedy = "choose another run.name, or set run.allow_drift true"
-            require(same, name, rule, repr(value), remedy)
-
-
-def write_header(folder: Path, settings: PretrainSettings, accelerator: Accelerator) -> None:
-    """Write environment.json and settings.yaml, when a run begins."""
-    if (folder / "settings.yaml").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps(environment(accelerator), indent=2) + "\n")
-    unfinished = folder / "settings.yaml.tmp"
-    unfinished.write_text(yaml.safe_dump(as_dict(settings), sort_keys=False), encoding="utf-8")
-    unfinished.replace(folder / "settings.yaml")
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ class RunSettings:
     """What the accelerator can do in 10^12 operations a second, for the log's share of it (mfu);
     null measures a large matrix product."""
     allow_drift: bool = False
-    """Go on although settings or data are not those the run began with."""
+    """Go on although settings or data are not those the run began with; settings.yaml then holds
+    the new ones, and says what has changed."""
     dry: bool = False
     """Say what the run would take (parameters, steps, time, memory, disk) and start nothing."""
     tracker: str | None = "tensorboard"

@@ -50,7 +50,7 @@ class Stages(Dataset):
         steps, inside = self.find(step)
         return steps[inside]
 
-    def sequences(self, step: int) -> list[int]:
-        """Numbers of the sequences this process sees in that step, to name a batch in a warning."""
+    def sequences(self, step: int, rank: int, micro_batch: int) -> list[int]:
+        """Numbers of the sequences in a micro-batch of any process, to name it in a warning."""
         steps, inside = self.find(step)
-        return [int(i) for index, _ in steps.shares(inside) for i in index]
+        return steps.shares(inside, rank)[micro_batch][0].tolist()

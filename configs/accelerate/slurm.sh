@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run: sbatch configs/accelerate/slurm.sh --config configs/pretrain/NAME.yaml ...   (from the clone, after `make setup`)
 # Cost: two machines of eight GPUs
-# Expect: not run: no such machines so far; the signals and the requeue are tested on one
+# Expect: not run: no such machines so far; tested with two CPU processes and a stand-in for SLURM
 #SBATCH --job-name=roformer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,16 +12,19 @@
 #SBATCH --signal=USR1@120
 # Two minutes before its time is up the job gets USR1: all ranks save the same step and leave, and the job queues again.
 # The same command goes on from there; without a checkpoint of its own to write, it would have lost the hours since the last.
+# SLURM sends the signal to the step and not to this shell, so the step says by its exit code, 75, that it goes on later.
 set -uo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --signal=USR1@120 bash -c '
-  trap "pkill -USR1 -f train/pretrain.py" USR1  # torchrun does not pass it on
+srun bash -c '
+  told=0
+  trap "told=1; pkill -USR1 -P \$pid -f train/pretrain.py" USR1  # torchrun does not pass it on
   .venv/bin/torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" --nproc_per_node 8 \
     --master_addr '"$first"' --master_port 29500 train/pretrain.py "$@" &
   pid=$!
   wait $pid; code=$?
   while kill -0 $pid 2> /dev/null; do wait $pid; code=$?; done
-  exit $code' bash "$@" &
-step=$!
-trap 'wait $step; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
-wait $step
+  [ $told = 1 ] && [ $code != 0 ] && exit 75
+  exit $code' bash "$@"
+code=$?
+[ $code = 75 ] && exec scontrol requeue "$SLURM_JOB_ID"
+exit $code
