@@ -87,7 +87,7 @@ smoke: setup ## the demo's road in a minute: two tiny models, one task
 pretrain: setup
 	$(CPU) train/pretrain.py $(ARGS)
 
-# make glue ARGS='--config configs/glue/small.yaml --model runs/NAME/model --task rte --glue_dir FOLDER'
+# make glue ARGS='--model runs/NAME/model --task rte --glue_dir FOLDER'
 glue: setup
 	$(CPU) finetune/glue.py $(ARGS)
 

@@ -89,9 +89,9 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     losses = log_rows(tmp_path / "tiny")
     assert losses[60] < losses[20] - 0.5
     done = command(
-        *launch, "finetune/glue.py", "--config", "configs/glue/small.yaml",
-        "--model", tmp_path / "tiny" / "model", "--task", "rte", "--seed", "0", "--epochs", "1",
-        "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl",
+        *launch, "finetune/glue.py", "--model", tmp_path / "tiny" / "model", "--task", "rte",
+        "--epochs", "1", "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl",
+        "--cache", tmp_path / "tokens",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
@@ -99,4 +99,5 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     assert np.isfinite(line["headline"])
     done = command("-m", "finetune.report", tmp_path / "results.jsonl")
     assert "RTE" in done.stdout
-    assert (tmp_path / "report.png").exists()
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report-official-scores.png").exists()
