@@ -99,12 +99,40 @@ GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
         ({**GOOD, "label": ["yes", "no"]}, ["label", "'yes'"]),
         ({**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
         ({**GOOD, "sentence": ["good", None]}, ["column sentence", "None in row 1"]),
+        ({**GOOD, "sentence": ["good", " "]}, ["column sentence", "' ' in row 1"]),
+        ({**GOOD, "idx": [3, 3]}, ["idx of sst2/train", "unique", "3 in rows 0 and 1"]),
         ({"sentence": [], "label": []}, ["at least one row"]),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path, columns, words):
     write_split(tmp_path, "sst2", "train", columns)
     refused(words, lambda: load(tmp_path))
+
+
+def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
+    write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""]})
+    examples = load(tmp_path, split="test")
+    assert examples.labels.tolist() == [-1, -1]
+    assert examples.lengths.tolist() == [3, 2]
+    write_split(tmp_path, "sst2", "test", {"sentence": ["good", "bad"], "label": [-1, 1]})
+    assert load(tmp_path, split="test").labels.tolist() == [-1, 1]
+
+
+def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):
+    write_stsb(tmp_path)
+    made = load(tmp_path, "stsb")
+    (file,) = (tmp_path / "tokens").iterdir()
+    file.write_bytes(file.read_bytes())  # a later time stamp
+    before = file.stat().st_mtime_ns
+    again = load(tmp_path, "stsb")
+    assert file.stat().st_mtime_ns == before
+    assert all((again.inputs[name] == made.inputs[name]).all() for name in made.inputs)
+    load(tmp_path, "stsb", length=9)
+    load(tmp_path, "stsb", split="validation")
+    other = tiny_tokenizer()
+    other.add_tokens(["sofa"])
+    load_examples(TASKS["stsb"], "train", str(tmp_path), other, 32, str(tmp_path / "tokens"))
+    assert len(list((tmp_path / "tokens").iterdir())) == 4
 
 
 def test_values_outside_the_scale_are_refused(tmp_path):
