@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,14 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real texts and GLUE, absolute: runs change folder and link to it."""
+    folder = Path(os.environ.get("ROFORMER_DATA", ""))
+    assert (folder / "corpus").is_dir(), "ROFORMER_DATA must name the folder of the real data"
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = sorted({w for s in sentences(400, 3) for w in s.split()})
     folder = tmp_path_factory.mktemp("tokenizer") / "tiny"
@@ -158,3 +167,12 @@ def log_rows(run: Path, key: str = "loss") -> dict[int, float]:
     """step -> value of the rows of log.jsonl that hold the key."""
     rows = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     return {row["step"]: row[key] for row in rows if key in row}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable]:
+    """Starts a command; whatever is started is gone when the test ends."""
+    from real_runs import starting  # which needs this file
+
+    with starting(tmp_path) as begin:
+        yield begin

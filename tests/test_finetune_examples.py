@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,8 +182,8 @@ def refused(words, call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli", "ax"])
-def test_real_glue_has_the_official_rows(task):
-    folder = Path(os.environ["ROFORMER_DATA"]) / "glue" / task
+def test_real_glue_has_the_official_rows(real_data, task):
+    folder = real_data / "glue" / task
     splits = TASKS[task].splits
     found = {split: parquet.read_metadata(folder / f"{split}.parquet").num_rows for split in splits}
     assert found == splits
@@ -192,8 +191,8 @@ def test_real_glue_has_the_official_rows(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
-def test_real_reduced_tasks_are_labelled_so(task):
-    folder = Path(os.environ["ROFORMER_DATA"]) / "glue_reduced"
+def test_real_reduced_tasks_are_labelled_so(real_data, task):
+    folder = real_data / "glue_reduced"
     row = TASKS[task]
     rows = {s: len(load(folder, task, s)) for s in ("train", *row.validations)}
     assert row.label(rows) == f"{task} (9k)"

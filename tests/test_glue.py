@@ -156,6 +156,7 @@ def test_two_processes_score_each_example_once_and_match_one(tmp_path):
     assert done.returncode == 0, done.stderr
     two = read_results(asked.output)[-1]
     assert (one["processes"], two["processes"]) == (1, 2)
+    assert " torchrun --nproc_per_node 2 finetune/glue.py " in two["command"]
     assert Path(asked.output).read_text().count("\n") == 2
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert two["metrics"]["validation"] == pytest.approx(one["metrics"]["validation"], abs=1e-3)
@@ -171,10 +172,10 @@ def test_the_command_ends_with_one_line_and_code_2(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli"])
-def test_a_tiny_model_runs_on_every_official_task(tmp_path, task):
+def test_a_tiny_model_runs_on_every_official_task(real_data, tmp_path, task):
     tiny_model(tmp_path / "model", "roformer")
-    folder = str(Path(os.environ["ROFORMER_DATA"]) / "glue")
-    asked = settings(tmp_path, task, glue_dir=folder, epochs=1, batch_size=64, test=True)
+    folder = real_data / "glue"
+    asked = settings(tmp_path, task, glue_dir=str(folder), epochs=1, batch_size=64, test=True)
     result = glue.main(asked)
     assert (result["status"], result["official"], result["label"]) == ("done", True, task)
     expected = TASKS[task].splits
@@ -186,12 +187,11 @@ def test_a_tiny_model_runs_on_every_official_task(tmp_path, task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
-def test_a_tiny_model_runs_on_every_reduced_task_under_its_own_label(tmp_path, task):
+def test_a_tiny_model_runs_on_every_reduced_task_under_its_own_label(real_data, tmp_path, task):
     tiny_model(tmp_path / "model", "roformer")
-    real = Path(os.environ["ROFORMER_DATA"])
     (tmp_path / "glue").mkdir()
-    (tmp_path / "glue" / task).symlink_to(real / "glue_reduced" / task)
-    (tmp_path / "glue" / "ax").symlink_to(real / "glue" / "ax")
+    (tmp_path / "glue" / task).symlink_to(real_data / "glue_reduced" / task)
+    (tmp_path / "glue" / "ax").symlink_to(real_data / "glue" / "ax")
     asked = settings(tmp_path, task, epochs=1, batch_size=64, test=True)
     result = glue.main(asked)
     assert (result["official"], result["label"]) == (False, f"{task} (9k)")

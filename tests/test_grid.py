@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from finetune import grid
+from finetune.board import Board
 from finetune.results import (
     Claims,
     append_result,
@@ -22,6 +22,7 @@ from finetune.results import (
     result_key,
 )
 from finetune.settings import GlueSettings, GridSettings
+from real_runs import wait_for
 from tiny_glue import tiny_model, write_split, write_sst2, write_stsb
 from train.settings import InputError
 
@@ -71,13 +72,6 @@ def lines_of(settings: GridSettings) -> list[dict]:
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_until(holds, seconds=120) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
-
-
 def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
     return [child for child in found if marker in " ".join(child.cmdline())]
@@ -92,7 +86,7 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_
     for kill in range(2):
         running = start(settings)
         before = len(lines_of(settings))
-        wait_until(lambda before=before: len(lines_of(settings)) > before)
+        wait_for(lambda before=before: len(lines_of(settings)) > before)
         workers = descendants(running, "spawn_main")
         assert len(workers) == 2
         for process in psutil.Process(running.pid).children(recursive=True):
@@ -122,12 +116,46 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_
         assert len({file.read_bytes() for file in files}) == 1
 
 
+@pytest.mark.slow
+def test_two_grids_on_one_file_make_each_run_once(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=400)
+    settings = ask(tmp_path, seeds=list(range(10)), epochs=3)
+    both = [start(settings), start(settings)]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sorted(line["seed"] for line in lines_of(settings)) == list(range(10))
+    shared = [text.count("made by another grid") for text, _ in outputs]
+    done = [text.count("accuracy") for text, _ in outputs]
+    assert sum(done) == 10
+    assert sum(shared) > 0  # or they did not overlap
+
+
+def test_the_table_says_what_is_done_what_runs_and_how_long_it_will_take():
+    settings = GridSettings(models=["a", "b"], tasks=["rte"], seeds=[0, 1], glue_dir="d", workers=2)
+    runs = grid.all_runs(settings)
+    board = Board(runs, runs[1:], workers=2)
+    assert board.time_left() == "time left unknown"
+    board.show(0, runs[1], "step", (30, 120, 0.5))
+    shown = {"task": runs[2].task, "model": "a", "random_weights": False, "mnli": None}
+    shown |= {"learning_rate": 2e-5, "seed": 1, "status": "done", "collapsed": False}
+    shown |= {"headline_metric": "accuracy", "headline": 0.6, "majority": 0.5, "seconds": 240.0}
+    board.show(1, runs[2], "done", shown)
+    assert board.time_left() == "4 min left"  # two runs of four minutes, two workers
+    table = board.table()
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert "1/3 runs, 0 failed, 4 min left" in str(table.title)
+    assert columns["left"] == ["0", "2"]
+    assert columns["score × 100"] == ["60.0 (1)", ""]  # noqa: RUF001
+    assert columns["running"] == ["", "25% loss 0.500"]
+
+
 def test_a_killed_worker_fails_its_run_alone(tmp_path, start):
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue", train=300)
     settings = ask(tmp_path, seeds=list(range(6)), epochs=4)
     running = start(settings)
-    wait_until(lambda: len(lines_of(settings)) > 0)
+    wait_for(lambda: len(lines_of(settings)) > 0)
     descendants(running, "spawn_main")[0].send_signal(signal.SIGKILL)
     output, errors = running.communicate(timeout=200)
     assert running.returncode == 1  # of accelerate launch, whatever its process ended with
@@ -235,7 +263,7 @@ def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
     assert claims.take({**asdict(run), "seed": 1})
     other.kill()
     other.communicate()
-    wait_until(lambda: claims.take(asdict(run)), 10)
+    wait_for(lambda: claims.take(asdict(run)), 10)
 
 
 def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):

@@ -1,8 +1,6 @@
 """The commands on real text and real GLUE, from the folder named by ROFORMER_DATA."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,19 +16,12 @@ from train.settings import CorpusSettings
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def data() -> Path:
-    folder = Path(os.environ.get("ROFORMER_DATA", ""))
-    assert (folder / "corpus").is_dir(), "ROFORMER_DATA must name the folder of the real data"
-    return folder.resolve()
-
-
 @pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path, packed, batch, micro):
-    tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
+def test_wikipedia_batches_are_at_least_98_percent_text(real_data, tmp_path, packed, batch, micro):
+    tokenizer = vocabulary.load(str(real_data / "vocab" / "bert-base-uncased.txt"))
     corpus = CorpusSettings(
-        train=str(data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
+        train=str(real_data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
     )
     sequences = Sequences(tokenise(corpus, "train", tokenizer), 512)
     steps = Steps(sequences, SpecialTokens.of(tokenizer), batch, micro, 0.15, 0, packed=packed)
@@ -41,11 +32,11 @@ def test_wikipedia_batches_are_at_least_98_percent_text(data, tmp_path, packed, 
     assert real / sum(rows["input_ids"].numel() for rows in batches) > 0.98
 
 
-def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(data, tmp_path, monkeypatch):
+def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(real_data, tmp_path, monkeypatch):
     monkeypatch.setattr("train.corpus.BATCHES_A_SHARD", 4)
-    tokenizer = vocabulary.load(str(data / "vocab" / "bert-base-uncased.txt"))
+    tokenizer = vocabulary.load(str(real_data / "vocab" / "bert-base-uncased.txt"))
     source = CorpusSettings(
-        train=str(data / "corpus" / "wikipedia" / "train-00000-of-00004.parquet")
+        train=str(real_data / "corpus" / "wikipedia" / "train-00000-of-00004.parquet")
     )
     texts = documents(source, "train")
     with (tmp_path / "slice.jsonl").open("w") as stream:
@@ -68,8 +59,8 @@ def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(data, tmp_path, monk
     assert sorted(names[0]) == sorted(names[1])
 
 
-def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
-    wikipedia = data / "corpus" / "wikipedia" / "validation.parquet"
+def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
+    wikipedia = real_data / "corpus" / "wikipedia" / "validation.parquet"
     launch = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
     tiny = (
         "--config",
@@ -80,7 +71,7 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     done = command(
         *launch, "train/pretrain.py", *tiny, "--corpus.train", wikipedia,
         "--corpus.validation", wikipedia, "--corpus.cache", tmp_path / "tokens",
-        "--corpus.tokenizer", data / "vocab" / "bert-base-uncased.txt",
+        "--corpus.tokenizer", real_data / "vocab" / "bert-base-uncased.txt",
         "--corpus.vocabulary_size", "null", "--optim.tokens", "null", "--optim.warmup_steps", "10",
         "--optim.steps", "60", "--run.folder", tmp_path, "--run.name", "tiny",
         "--run.validation_sequences", "64", "--run.log_every", "20",
@@ -90,7 +81,7 @@ def test_wikipedia_to_rte_by_the_readmes_commands(data, tmp_path):
     assert losses[60] < losses[20] - 0.5
     done = command(
         *launch, "finetune/glue.py", "--model", tmp_path / "tiny" / "model", "--task", "rte",
-        "--epochs", "1", "--glue_dir", data / "glue", "--output", tmp_path / "results.jsonl",
+        "--epochs", "1", "--glue_dir", real_data / "glue", "--output", tmp_path / "results.jsonl",
         "--cache", tmp_path / "tokens",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,14 +6,11 @@ Read `main`, then `train`: that is the whole run.
 
 import atexit
 import dataclasses
-import errno
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +37,13 @@ from train.interruptions import (
     end_workers,
     ignore_signals,
 )
-from train.journal import Journal, changed_settings, refuse_other_settings, write_header
+from train.journal import Journal, refuse_other_settings
 from train.launch import run_command, start_accelerator
 from train.objective import MaskedLanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
 from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, require_shares
-from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings, require
+from train.run_folder import Saver, alone, no_room, resume, save_model
+from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 from train.stages import Stages, seed_of, stages_of
 from train.validate import evaluate
 
@@ -351,44 +349,6 @@ def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
     return EXIT_CODES[number]
 
 
-@contextmanager
-def alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep the run's folder to this launch; the main process has it, the others wait for it.
-
-    Raises:
-        InputError: Another launch does not let go of it.
-    """
-    with ExitStack() as held:
-        refused = ""
-        if accelerator.is_main_process:
-            try:
-                held.enter_context(checkpoint.alone(folder))
-            except InputError as error:
-                refused = str(error)
-        if any_process(bool(refused), accelerator):
-            raise InputError(refused or "run.folder must be free, got one in use; see process 0")
-        yield
-
-
-def any_process(said: bool, accelerator: Accelerator) -> bool:
-    """Whether any process says so; they wait for each other."""
-    return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device)).item())
-
-
-@contextmanager
-def no_room(folder: Path) -> Iterator[None]:
-    """Turn a disk that is full, or a quota, into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise InputError(
-            f"run.folder must have room, got {os.strerror(error.errno)} in {folder}; make some, "
-            "the same command goes on"
-        ) from error
-
-
 def with_last(batches: list[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Each micro-batch, and whether it closes the step: only then are gradients exchanged."""
     for number, batch in enumerate(batches, start=1):
@@ -398,93 +358,6 @@ def with_last(batches: list[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tens
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The batch on the device, copied without waiting; plain numbers stay."""
     return send_to_device(batch, device, non_blocking=True)
-
-
-def resume(
-    settings: PretrainSettings,
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    data: list[str],
-) -> dict[str, Any]:
-    """Load the newest complete checkpoint, if there is one; says where the run goes on.
-
-    Only after that is the run's header written, so that settings which cannot go on change nothing.
-
-    Raises:
-        InputError: The text or vocabulary is not what the run began with, the checkpoint is another
-            model's, or machines hold different ones.
-    """
-    with accelerator.main_process_first():  # which sets damaged ones aside
-        path = checkpoint.newest(folder)
-    fresh: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 5}
-    state = fresh | {"data": data}
-    if path is not None:
-        state = checkpoint.load(path, model, optimizer)
-        accelerator.print(f"going on after step {state['step']}")
-    same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
-    remedy = "choose another run.name, or set run.allow_drift true"
-    free = same or settings.run.allow_drift
-    keys = "corpus.tokenizer, corpus.train and corpus.validation"
-    require(free, keys, rule, data, remedy)
-    steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
-    found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
-    require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
-    if accelerator.is_main_process:
-        changed = changed_settings(folder, settings)
-        if not same:
-            changed[f"the tokens of {keys}"] = state["data"], data
-        write_header(folder, settings, accelerator, state["step"], changed)
-    return state
-
-
-@dataclass
-class Saver:
-    """Writes checkpoints of a run on the main process, and deletes old ones."""
-
-    folder: Path
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    data: list[str]
-    keep: int
-
-    def save(self, step: int, journal: Journal, last: bool) -> None:
-        """Save, and go on without if the disk is full, unless it is the last.
-
-        Raises:
-            InputError: The last checkpoint could not be written.
-        """
-        accelerator = journal.accelerator
-        state = journal.state() | {"data": self.data}
-        held = checkpoint.content(self.model, self.optimizer)
-        failed = ""
-        if accelerator.is_main_process:
-            try:
-                checkpoint.save(self.folder, step, held, state)
-                checkpoint.retain(self.folder, self.keep)
-            except OSError as error:
-                failed = str(error)
-                journal.warn(f"no checkpoint after step {step}, the one before stays: {failed}")
-        if any_process(bool(failed), accelerator) and last:
-            raise InputError(
-                f"run.folder must have room for a checkpoint, got {failed or 'none'}; make some, "
-                "the same command goes on"
-            )
-
-
-def save_model(
-    objective: MaskedLanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    accelerator: Accelerator,
-) -> None:
-    """Write the finished model and its tokenizer; every process must call it."""
-    weights = checkpoint.weights(objective.model)  # together: each process may hold a part
-    if accelerator.is_main_process:
-        objective.model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        print(f"model and tokenizer: {folder}")
 
 
 def peak_flops(run: RunSettings, accelerator: Accelerator) -> float:
