@@ -1,7 +1,5 @@
 """How far a grid is: one live table on a terminal, a line a run elsewhere."""
 
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +34,8 @@ class Board:
         self.scores: dict[Cell, list[float]] = defaultdict(list)
         self.seconds: dict[Cell, list[float]] = defaultdict(list)
         self.now: dict[int, tuple[GlueSettings, tuple[float, ...]]] = {}
-        self.made, self.lost, self.started = 0, 0, time.monotonic()
-        self.console = Console(stderr=sys.stderr.isatty())
+        self.made, self.lost = 0, 0
+        self.console = Console()
         self.live = Live(self.table(), console=self.console, refresh_per_second=2)
 
     def __enter__(self) -> "Board":

@@ -114,10 +114,6 @@ class Claims:
         finally:
             fcntl.lockf(self.file, fcntl.LOCK_UN, 1, 0)
 
-    def close(self) -> None:
-        """Give everything back."""
-        os.close(self.file)
-
     @staticmethod
     def _place(values: Mapping[str, Any]) -> int:
         return 1 + int(hashlib.sha256(run_name(values).encode()).hexdigest()[:15], 16)

@@ -320,6 +320,8 @@ def test_a_wordpiece_tokenizer_is_found_beside_either_type(kind, tokenizer, tmp_
     assert pair["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1]]
     with_types, without = model(**pair)[0], model(pair["input_ids"], pair["attention_mask"])[0]
     assert (with_types - without).abs().max() > 0.1
+    # stock's tokenizer cannot be pickled, and so not handed to data workers: nothing is loaded here
+    # but what this line has just made
     for clone in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert clone(TEXTS, padding=True).data == tokenizer(TEXTS, padding=True).data
 

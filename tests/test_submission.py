@@ -21,6 +21,7 @@ from finetune import submission
 from finetune.results import prediction_file, write_predictions
 from finetune.settings import GridSettings
 from finetune.submission import SubmissionSettings, main
+from tiny_results import RECIPE
 from train.settings import InputError, parse
 
 MODEL = "runs/a/model"
@@ -43,16 +44,7 @@ SMALL = ("STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "WNLI.tsv", "AX.tsv")
 
 
 def line(task: str, headline: float = 0.5, **changes) -> dict:
-    recipe = {
-        "learning_rate": 2e-5,
-        "epochs": 3,
-        "batch_size": 32,
-        "length": 128,
-        "schedule": "linear",
-        "warmup_share": 0.1,
-        "weight_decay": 0.01,
-        "clip_norm": 1.0,
-    }
+    recipe = RECIPE | {"learning_rate": 2e-5}
     key = {"model": MODEL, "tokenizer": None, "random_weights": False, "mnli": None, "seed": 0}
     key["glue_dir"] = None
     outcome = {"status": "done", "official": True, "headline_metric": "accuracy", "settings": {}}
