@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import product
 from multiprocessing.connection import Connection, wait
@@ -152,6 +153,9 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
                 assert run is not None
                 if what == "dead":
                     workers[worker.number] = Worker(worker.number, count)
+                    lines = finished(run.output)  # it may have written its line before
+                    if is_done(run, lines):
+                        what, value = "done", lines[result_key(asdict(run))]
                 if what in ("dead", "failed"):
                     failures += 1
                     value = failed_line(run, value)
@@ -216,7 +220,8 @@ class Worker:
     def start(self, run: GlueSettings) -> None:
         """Give it a run."""
         self.run = run
-        self.connection.send(run)
+        with suppress(OSError):  # it is gone, as `hear` will find
+            self.connection.send(run)
 
     def hear(self) -> tuple[str, Any]:
         """What it says: step, done, failed or elsewhere; dead when it is gone."""

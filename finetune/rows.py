@@ -276,7 +276,7 @@ def is_complete(line: Line) -> bool:
 
 
 def place(lines: Sequence[Line]) -> list[Line]:
-    """Lines with group, label and model type, in the order of tasks and seeds.
+    """Lines with group, label, model type and start, in the order of tasks and seeds.
 
     A run that failed did not get as far as these: they are those of other runs of its task (of the
     same data, if there are any) and model.
@@ -296,7 +296,8 @@ def place(lines: Sequence[Line]) -> list[Line]:
         other = {"group": "unplaced" if TASKS[task].official else "demo", "label": task}
         found = places.get((task, line["glue_dir"]), places.get(task, other))
         placed.append({"collapsed": False, **line, **found, "model_type": kind})
-    order = list(TASKS)
+    starts, order = mnli_names(placed), list(TASKS)
+    placed = [{**line, "start": starts[line["mnli"]]} for line in placed]
     return sorted(placed, key=lambda x: (order.index(x["task"]), x["label"], x["seed"]))
 
 
@@ -365,11 +366,10 @@ def model_rows(lines: Sequence[Line], names: dict[str, str]) -> list[Row]:
     Pretrained models come first; of a model the row with most tasks, rates as they grow, the best
     of them, starts from MNLI.
     """
-    starts = mnli_names(lines)
     runs: dict[RowKey, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         side = line["random_weights"], line["model"], line["tokenizer"] or ""
-        key = RowKey(*side, starts[line["mnli"]], "", tuple(line[name] for name in RECIPE))
+        key = RowKey(*side, line["start"], "", tuple(line[name] for name in RECIPE))
         runs[key][line["label"]].append(line)
     cells = {k: {label: Cell(tuple(x)) for label, x in row.items()} for k, row in runs.items()}
     recipes = zip(*(key.recipe for key in cells))
@@ -391,16 +391,19 @@ def model_rows(lines: Sequence[Line], names: dict[str, str]) -> list[Row]:
     return rows
 
 
-def mnli_names(lines: Iterable[Line]) -> dict[str | None, str]:
+def mnli_names(lines: Sequence[Line]) -> dict[str | None, str]:
     """What to call a start from MNLI: each seed has a folder of its own, all go by one name.
 
-    Only where one seed started from several folders do these tell rows apart.
+    Only where one seed started from several folders do these tell rows apart. Where the runs of
+    MNLI in the file had rows missing, the name says how many they had.
     """
+    made = {line["label"].replace("mnli", "MNLI") for line in lines if line["task"] == "mnli"}
+    source = made.pop() if len(made) == 1 else "MNLI"
     started = [line for line in lines if line["mnli"] is not None]
     others = [name for name in KEY if name != "mnli"]
     several = len({tuple(line[name] for name in others) for line in started}) < len(started)
     folders = {line["mnli"] for line in started}
-    return {None: ""} | {x: f"started from {x if several else 'MNLI'}" for x in folders}
+    return {None: ""} | {x: f"started from {x if several else source}" for x in folders}
 
 
 def best_rates(cells: Mapping[RowKey, dict[str, Cell]]) -> dict[RowKey, dict[str, Cell]]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -156,6 +157,7 @@ def test_a_killed_worker_fails_its_run_alone(tmp_path, start):
     settings = ask(tmp_path, seeds=list(range(6)), epochs=4)
     running = start(settings)
     wait_for(lambda: len(lines_of(settings)) > 0)
+    time.sleep(0.3)  # into the next run
     descendants(running, "spawn_main")[0].send_signal(signal.SIGKILL)
     output, errors = running.communicate(timeout=200)
     assert running.returncode == 1  # of accelerate launch, whatever its process ended with
@@ -165,6 +167,26 @@ def test_a_killed_worker_fails_its_run_alone(tmp_path, start):
     assert "its process ended with -9" in output
     grid.main(settings)  # which makes the failed one
     assert [line["status"] for line in read_results(settings.output)] == ["done"] * 6
+
+
+def test_a_worker_killed_after_its_last_line_has_not_failed(tmp_path, monkeypatch, capsys):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, seeds=[0])
+    grid.main(settings)
+    monkeypatch.setattr(grid, "work", die)
+    (run,) = grid.all_runs(settings)
+    assert grid.hand_out([run], 1, Claims(settings.output), Quiet()) == 0
+    assert [line["status"] for line in read_results(settings.output)] == ["done"]
+
+
+def die(number, threads, connection):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Quiet:
+    def show(self, *facts):
+        pass
 
 
 def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp_path, capsys):

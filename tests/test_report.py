@@ -137,6 +137,8 @@ def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
     rows = scores(lines)
     assert rows["small-bert (bert)"]["RTE, accuracy"] == "60.0 ± 0.0 (2)"
     assert rows["small-bert (bert), started from MNLI"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
+    few = scores([*lines, line(BERT, "mnli", 0.5, label="mnli (9k)", official=False)])
+    assert few["small-bert (bert), started from MNLI (9k)"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
     twice = scores([*lines, line(BERT, "rte", 0.1, seed=0, mnli="other")])
     assert twice["small-bert (bert), started from other"]["RTE, accuracy"] == "10.0 (1)"
 
