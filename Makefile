@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report bench clean
+.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report bench bench-gpu clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml configs/constraints.txt
@@ -45,7 +45,8 @@ test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supp
 	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' tests/test_rotary.py \
 	  tests/test_configuration.py tests/test_modeling.py tests/test_attention.py \
 	  tests/test_generation.py tests/test_model_training.py tests/test_export.py \
-	  tests/test_objective.py tests/test_pretrain.py tests/test_glue.py
+	  tests/test_objective.py tests/test_pretrain.py tests/test_glue.py \
+	  tests/test_dropout.py tests/test_blocked.py tests/test_speed.py tests/test_bench.py
 .venv-oldest/installed: pyproject.toml configs/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -vE '^(transformers|huggingface_hub)==' configs/constraints.txt > .venv-oldest/constraints.txt
@@ -96,8 +97,13 @@ RESULTS ?= results.jsonl
 report: setup
 	$(BIN)/python -m finetune.report $(RESULTS)
 
-bench: setup ## a training step against transformers' RoFormer and BERT
+bench: setup ## training and inference against transformers' models on this CPU: 10 minutes
 	$(BIN)/python -m train.bench
+
+# GPU_PYTHON must have torch for CUDA, transformers and accelerate; datasets and evaluate are not needed
+GPU_PYTHON ?= $(PYTHON)
+bench-gpu: ## the same on an NVIDIA GPU, with texts of its own
+	$(GPU_PYTHON) -m train.bench --device cuda --output results/bench-gpu.json
 
 clean: ## environments and caches; runs/ and results/ stay
 	rm -rf .venv .venv-oldest .hf-tests .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info

@@ -16,12 +16,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .blocked import blocked_attention
+from .dropout import dropout as drop
+from .dropout import is_plain
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # not in this torch: the loop below serves every device
     varlen_attn = None  # type: ignore[assignment]
 
 UNPADDED = "unpadded"
+
+SHORT = 512
+"""Tokens up to which keeping the weights costs a CPU less than computing them twice."""
 
 
 def eager_attention(
@@ -53,8 +60,8 @@ def eager_attention(
     if attention_mask is not None:
         scores = scores + attention_mask
     probabilities = F.softmax(scores, dim=-1)
-    dropped = F.dropout(probabilities, dropout, module.training) if dropout else probabilities
-    return torch.matmul(dropped, value).transpose(1, 2), probabilities
+    weights = drop(probabilities, dropout, module.training)
+    return torch.matmul(weights, value).transpose(1, 2), probabilities
 
 
 def unpadded_attention(
@@ -71,8 +78,9 @@ def unpadded_attention(
 ) -> tuple[Tensor, None]:
     """Attention inside each document of one long row; without borders the same as sdpa.
 
-    On CUDA in half precision and without dropout it is torch's `varlen_attn`; elsewhere one call of
-    scaled_dot_product_attention for every run of documents of equal length.
+    On CUDA in half precision and without dropout it is torch's `varlen_attn`; elsewhere one call
+    for every run of documents of equal length: of scaled_dot_product_attention, or in bfloat16 or
+    with dropout on a CPU of what computes that faster.
 
     Args:
         module: The attention layer; `is_causal` is read.
@@ -99,16 +107,30 @@ def unpadded_attention(
         kernel: Any = varlen_attn
         mixed = kernel(*heads, borders, borders, max_length_q, max_length_q, **options)
         return mixed.unsqueeze(0), None
-    parts, causal = [], bool(module.is_causal)
+    parts = []
     for number, size in _runs(cu_seq_lens_q.diff().tolist()):
         tokens = number * size
         q, k, v = (x[:tokens].unflatten(0, (number, size)).transpose(1, 2) for x in heads)
         heads = [x[tokens:] for x in heads]
-        one = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, is_causal=causal
-        )
-        parts.append(one.transpose(1, 2).flatten(0, 1))
+        parts.append(_attend(module, q, k, v, scaling, dropout).flatten(0, 1))
     return torch.cat(parts).unsqueeze(0), None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+) -> Tensor:
+    """Attention of documents of one length, [B, L, H, D], as the device does it fastest."""
+    causal = bool(module.is_causal)
+    # torch's kernel for the CPU has no dropout, and hardly uses the processor's bfloat16 units
+    weak = query.dtype == torch.bfloat16 or dropout > 0
+    if not weak or causal or not is_plain(query):
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=causal
+        )
+        return mixed.transpose(1, 2)
+    if torch.is_grad_enabled() and query.shape[-2] <= SHORT:
+        return eager_attention(module, query, key, value, None, scaling, dropout)[0]
+    return blocked_attention(query, key, value, scaling, dropout).transpose(1, 2)
 
 
 def _has_kernel(query: Tensor, dropout: float) -> bool:

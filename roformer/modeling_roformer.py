@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from . import documents
 from .attention import UNPADDED, eager_attention
 from .configuration_roformer import RoFormerConfig
+from .dropout import Dropout
 from .inputs import check_masks, check_source, check_tokens
 from .rotary import frequencies, half_split_order, rotate, rotation_table
 
@@ -66,7 +67,7 @@ class RoFormerEmbeddings(nn.Module):
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.LayerNorm = _norm(config, width)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(
         self, input_ids: Tensor | None, token_type_ids: Tensor | None, inputs_embeds: Tensor | None
@@ -164,7 +165,7 @@ class RoFormerResidual(nn.Module):
         super().__init__()
         self.dense = nn.Linear(width, config.hidden_size, bias=config.use_bias)
         self.LayerNorm = _norm(config, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(
         self, x: Tensor, residual: Tensor, again: Callable[[], Tensor] | None = None

@@ -1,19 +1,111 @@
-"""The benchmark: turns are interleaved and the first round does not count."""
+"""The benchmark: turns, ratios, the check that comes first, and the whole road at no size."""
+
+import json
 
 import pytest
+import torch
 
-from train.bench import BenchSettings, main, measure
+from conftest import command
+from roformer import attention
+from train import bench
+from train.bench import Bench, BenchSettings, check, main, spread
+from train.peers import BERT, MODERN, OUR_BERT, OURS, STOCK, Batch, Work, training_step
 from train.settings import InputError
 
 
-def test_peers_take_turns_and_the_first_round_is_dropped():
+def tiny(tmp_path, **changes):
+    return BenchSettings(scale="tiny", rounds=2, output=str(tmp_path / "bench.json"), **changes)
+
+
+def test_peers_take_turns_and_the_first_round_is_dropped(tmp_path):
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    seconds = measure(steps, 3)
-    assert calls == ["a", "b"] * 4
-    assert [len(values) for values in seconds.values()] == [3, 3]
+    seconds = Bench(tiny(tmp_path)).turns(steps)
+    assert calls == ["a", "b"] * 3
+    assert [len(values) for values in seconds.values()] == [2, 2]
 
 
-def test_an_unknown_size_is_refused():
-    with pytest.raises(InputError, match="size must be one of small, base, got huge; take small"):
-        main(BenchSettings(size="huge"))
+def test_a_ratio_is_that_of_neighbours():
+    assert spread([4.0, 9.0, 1.0], [2.0, 3.0, 1.0]) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_peer_computes_the_same_loss_on_the_same_tokens(padded, monkeypatch):
+    """With all weights 0 every loss is ln V, whatever the model: tokens are counted alike."""
+    work = Work("tiny", 3, 40, dropout=0.0, padded=padded)
+    torch.manual_seed(0)
+    batch = Batch.of(work)
+    assert int(batch.mask.sum()) == work.tokens == batch.packed["input_ids"].numel()
+    assert int((batch.labels >= 0).sum()) == len(batch.packed["targets"])
+    monkeypatch.setattr("train.peers.adamw", lambda model, *rest: torch.optim.SGD(zero(model)))
+    losses = []
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: losses.append(loss.item()))
+    for name in (OURS, OUR_BERT, STOCK, BERT, MODERN):
+        training_step(name, work, batch)()
+    assert losses == pytest.approx([torch.tensor(30522.0).log().item()] * 5, rel=1e-5)
+
+
+def zero(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model.parameters()
+
+
+def test_a_kernel_that_is_wrong_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "_attend", lambda module, q, k, v, *rest: v.transpose(1, 2))
+    with pytest.raises(InputError, match="unpadded in fp32 must agree with float64"):
+        check(Bench(tiny(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"device": "tpu"}, "device must be cpu"),
+        ({"parts": ["training", "speed"]}, "parts must be of check, training.*got speed"),
+        ({"rounds": 1}, "rounds must be at least 2, got 1"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, changes, line):
+    settings = BenchSettings(**{"output": str(tmp_path / "x.json"), **changes})
+    with pytest.raises(InputError, match=line):
+        main(settings)
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(InputError, match="scale must be one of full, tiny, got huge"):
+        main(BenchSettings(scale="huge"))
+
+
+def test_all_tables_are_written_and_nothing_is_asked_of_a_trial(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)  # for good in this process
+    parts = [part for part in bench.PARTS["cpu"] if part != "start"]
+    main(tiny(tmp_path, parts=parts))
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert {row["part"] for row in written["rows"]} == set(parts)
+    assert all(row["reached"] is None for row in written["rows"])
+    assert {"machine", "torch", "transformers", "commit", "threads"} <= set(written)
+    table = (tmp_path / "bench.md").read_text()
+    assert [line for line in table.splitlines() if line.startswith("## ")] == [
+        f"## {part}" for part in parts
+    ]
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    assert "0 of 0 targets reached" in capsys.readouterr().out
+
+
+def test_neither_datasets_nor_evaluate_is_needed(tmp_path):
+    """A machine with a GPU is lent with what torch needs, and little more."""
+    start = "import sys; sys.modules['datasets'] = sys.modules['evaluate'] = None; import runpy; "
+    code = f"{start} runpy.run_module('train.bench', run_name='__main__')"
+    flags = ("--scale=tiny", "--rounds=2", "--parts=[check, training, data]")
+    done = command("-c", code, *flags, f"--output={tmp_path / 'bench.json'}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "bench.md").exists()
+
+
+def test_the_road_of_a_gpu_runs_on_a_cpu(tmp_path):
+    """Its parts, compiled as far as a CPU goes, so that it does not fail where time is lent."""
+    trial = Bench(tiny(tmp_path))
+    for part in ("check", "training", "rope", "length"):
+        bench.PARTS["cuda"][part](trial)
+    assert {row.part for row in trial.rows} == {"check", "training", "rope", "length"}

@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 import train.corpus
 from train import docstrings, vocabulary
-from train.corpus import TokeniseSettings, TokenStore, main, tokenise
+from train.corpus import TokeniseSettings, main, tokenise
 from train.documents import documents
 from train.settings import CorpusSettings, InputError
+from train.store import TokenStore
 
 TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister hears the song ."]
 

@@ -8,7 +8,6 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import TINY_MODEL, command, enlarge
 from roformer import (
@@ -19,6 +18,7 @@ from roformer import (
     RoFormerForTokenClassification,
     RoFormerModel,
 )
+from train.bench import Kept
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -264,30 +264,6 @@ def test_sharded_weights_train_like_whole_ones(tmp_path):
     done = command(*run, tmp_path / "sharded.py", PYTHONPATH="tests")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2
-
-
-class Kept(TorchDispatchMode):
-    """Every storage that an operation makes, by weak reference: which are there afterwards?
-
-    Hooks on saved tensors would not see what another hook holds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def bytes(self, but: set[int]) -> int:
-        """Of all that are left, without those that were there before."""
-        alive = {place: size for place, (ref, size) in self.made.items() if not ref.expired()}
-        return sum(size for place, size in alive.items() if place not in but)
 
 
 def step_bytes(model: torch.nn.Module, **options: object) -> int:

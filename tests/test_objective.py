@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import roformer
 from conftest import TINY_MODEL, enlarge
-from train.objective import MaskedLanguageModel
+from train.objective import MaskedLanguageModel, cross_entropy
 from train.packing import IGNORED, Sequences, examples
 from train.settings import InputError
 from train.validate import evaluate
@@ -82,6 +82,38 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
         found.append((loss.detach(), right, torch.autograd.grad(loss, model.parameters())))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-6, atol=0)
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_by_parts_is_torchs_own(dtype, monkeypatch):
+    """Against float64 on the same scores: sum, guesses and gradient, in parts that do not fit."""
+    monkeypatch.setattr("train.objective.ELEMENTS_AT_A_TIME", 3 * 97)
+    torch.manual_seed(0)
+    scores = (5 * torch.randn(32, 97)).to(dtype)
+    targets = torch.randint(0, 97, (32,))
+    targets[::2] = scores[::2].argmax(dim=-1)
+    targets[::5] = IGNORED
+    scores[2] = 1.0  # all equal: the first is the guess
+    scores[4, :3], targets[4] = 50.0, 1  # the best, but not the first
+    mine, exact = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    loss, right = cross_entropy(mine, targets)
+    expected = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORED)
+    for value in (loss, expected):
+        (value / 7).backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert right == (scores.argmax(dim=-1) == targets).sum()
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]  # rounded twice
+    torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
+    with torch.no_grad():
+        assert torch.equal(cross_entropy(mine, targets)[0], loss)
+
+
+def test_a_score_that_is_not_finite_is_not_hidden():
+    for value in (torch.nan, torch.inf):
+        scores = torch.zeros(3, 5)
+        scores[1, 2] = value
+        assert not cross_entropy(scores, torch.tensor([0, 1, 2]))[0].isfinite()
 
 
 def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):

@@ -10,7 +10,6 @@ import torch
 
 from conftest import TINY_MODEL, log_rows
 from train import counter, packing
-from train.corpus import TokenStore
 from train.packing import (
     IGNORED,
     Sequences,
@@ -22,6 +21,7 @@ from train.packing import (
 )
 from train.pretrain import main as pretrain
 from train.settings import InputError, PretrainSettings, parse
+from train.store import TokenStore
 
 SPECIAL = SpecialTokens(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
 

@@ -1,136 +1,624 @@
-"""A training step beside transformers' RoFormer and BERT: `python -m train.bench`.
+"""Speed beside peers: `make bench` on a CPU, `make bench-gpu` on an NVIDIA GPU.
 
-All peers run in one process, in turns, on one batch: AdamW, masked-LM loss at 15 %, no padding.
-What counts are the ratios between neighbours in a round; absolute times are this machine's.
+All peers run in one process, in turns; what counts are the ratios between neighbours in a round,
+absolute times are this machine's. Only real tokens are counted. First the outputs and gradients are
+compared with float64, so that nothing wrong is fast.
 """
 
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import matplotlib as mpl
+import numpy as np
 import torch
-import transformers
+from accelerate import Accelerator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 import roformer
-from train.launch import run_command
-from train.objective import MaskedLanguageModel
-from train.optim import adamw
-from train.settings import require
+from roformer.attention import UNPADDED
+from train.flops import measured_peak, step_flops
+from train.journal import environment
+from train.launch import keep_freed_memory, run_command
+from train.packing import Sequences, SpecialTokens, Steps
+from train.peers import (
+    BERT,
+    MASK_RATE,
+    MODERN,
+    OUR_BERT,
+    OURS,
+    STOCK,
+    Batch,
+    Step,
+    Work,
+    forward_step,
+    model_of,
+    training_step,
+    without_levers,
+    without_positions,
+)
+from train.settings import InputError, require
+from train.store import TokenStore
 
-Step = Callable[[], None]
-SIZES = {
-    "small": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
-              "intermediate_size": 1024, "vocab_size": 30522},
-    "base": {"vocab_size": 30522},
-}  # fmt: skip
+Maker = Callable[[str, Work, Batch], Step]
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Time a masked-LM training step against peers of equal size."""
+    """Time training and inference against peers of equal size."""
 
-    size: str = "small"
-    """small (4 x 256) or base (12 x 768), with a vocabulary of 30,522."""
-    batch: int = 8
-    """Sequences a step."""
-    length: int = 512
-    """Tokens a sequence."""
-    rounds: int = 7
+    device: str = "cpu"
+    """cpu or cuda."""
+    parts: list[str] = field(default_factory=list)
+    """Which tables; empty means all of that device."""
+    rounds: int = 4
     """Times every peer has its turn, after one that does not count."""
-    dropout: float = 0.1
-    """Dropout of all peers."""
+    scale: str = "full"
+    """full, or tiny: the same road with models and texts of no size, to try it out."""
     output: str = "results/bench-cpu.json"
-    """File for the numbers."""
+    """File for the numbers; the table (.md) and the picture (.png) go beside it."""
 
 
-def peers(settings: BenchSettings, bf16: bool) -> dict[str, Step]:
-    """One training step of each peer, as a function to be timed."""
-    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    fields = SIZES[settings.size] | dict.fromkeys(dropouts, settings.dropout)
-    ids = torch.randint(5, 30522, (settings.batch, settings.length))
-    chosen = torch.rand(ids.shape) < 0.15
-    labels = ids.masked_fill(~chosen, -100)
-    mask = torch.ones_like(ids)
-    # eager is this project's choice in bf16 on a CPU, see configs/model
-    ours = roformer.RoFormerForMaskedLM._from_config(
-        roformer.RoFormerConfig(**fields), attn_implementation="eager" if bf16 else "sdpa"
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        part: The table.
+        case: What was computed.
+        peer: By whom.
+        value: What was measured.
+        unit: Of the value.
+        low: Least of the rounds, or of the ratios in them.
+        high: Greatest.
+        asked: What it must reach, in words; empty where nothing is asked.
+        reached: Whether it does.
+    """
+
+    part: str
+    case: str
+    peer: str
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    asked: str = ""
+    reached: bool | None = None
+
+
+class Bench:
+    """Measures, and keeps the lines."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.rows: list[Row] = []
+        self.peaks = {
+            bf16: measured_peak(self.device, torch.bfloat16 if bf16 else torch.float32)
+            for bf16 in (False, True)
+        }
+
+    def work(self, **changes: Any) -> Work:
+        """A piece of work on the device, at the scale asked for."""
+        work = Work(device=self.settings.device, **changes)
+        if self.settings.scale == "full":
+            return work
+        return replace(work, size="tiny", batch=2, length=min(work.length, 64), compiled=False)
+
+    def add(self, *facts: Any, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Keep a line and print it; `facts` are those of `Row`, in order."""
+        row = Row(*facts)
+        if self.settings.scale != "full":
+            at_least = at_most = None  # nothing is asked of a trial
+        if at_least is not None:
+            reached = row.value >= at_least
+            row = replace(row, asked=f">= {at_least:g} {row.unit}", reached=reached)
+        if at_most is not None:
+            reached = row.value <= at_most
+            row = replace(row, asked=f"<= {at_most:g} {row.unit}", reached=reached)
+        self.rows.append(row)
+        print(line_of(row), flush=True)
+
+    def turns(self, steps: dict[str, Step], times: int = 1) -> dict[str, list[float]]:
+        """Seconds of each step in each round, taken in turns; the first round warms up."""
+        rounds = self.settings.rounds * times
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        repeats = 10 if self.device.type == "cuda" else 1
+        for _ in range(rounds + 1):
+            for name, step in steps.items():
+                self.wait()
+                started = time.perf_counter()
+                for _ in range(repeats):
+                    step()
+                self.wait()
+                seconds[name].append((time.perf_counter() - started) / repeats)
+        return {name: values[1:] for name, values in seconds.items()}
+
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def against(
+        self,
+        part: str,
+        work: Work,
+        floors: dict[str, float | None],
+        make: Maker = training_step,
+        theirs: Work | None = None,
+    ) -> None:
+        """Ours against peers.
+
+        Args:
+            part: The table.
+            work: Of ours.
+            floors: The peers, and how many times faster than each ours must be.
+            make: A step from a peer's name.
+            theirs: What peers do, when it is not the same.
+        """
+        torch.manual_seed(0)
+        batch = Batch.of(work)
+        steps = {OURS: make(OURS, work, batch)}
+        steps |= {name: make(name, theirs or work, batch) for name in floors}
+        seconds = self.turns(steps)
+        flops = 0.0
+        if make is training_step:
+            config = model_of(OURS, work).config
+            flops = flops_of(config, work.lengths()) / self.peaks[work.bf16]
+        for name, values in seconds.items():
+            speed = work.tokens / statistics.median(values)
+            case = str(work if name == OURS else theirs or work)
+            self.add(part, case, name, speed, "tokens/s")
+            if name == OURS and flops:
+                share = 100 * flops / statistics.median(values)
+                at_least = MFU_FLOOR if self.device.type == "cuda" and work.length == 512 else None
+                self.add(part, case, name, share, "% of peak", at_least=at_least)
+            if name != OURS:
+                facts = spread(values, seconds[OURS])
+                self.add(part, case, name, facts[0], "x", *facts[1:], at_least=floors[name])
+
+
+MFU_FLOOR = 45.0
+"""Percent of the device's arithmetic that training at length 512 must use on a GPU."""
+
+
+def flops_of(config: PreTrainedConfig, lengths: np.ndarray) -> float:
+    """Of a training step on sequences of these lengths."""
+    tokens = float(lengths.sum())
+    return step_flops(config, tokens, float((lengths**2).sum()), MASK_RATE * tokens)
+
+
+def spread(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and greatest ratio of neighbours."""
+    ratios = sorted(a / b for a, b in zip(theirs, ours))
+    return statistics.median(ratios), ratios[0], ratios[-1]
+
+
+def check(bench: Bench) -> None:
+    """Outputs and gradients of the kernels against eager float64 on a CPU.
+
+    Raises:
+        InputError: They differ by more than the precision explains.
+    """
+    torch.manual_seed(0)
+    fields = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "intermediate_size": 128, "hidden_act": "tanh"}  # fmt: skip
+    config = roformer.RoFormerConfig(**fields, initializer_range=0.2)
+    exact = roformer.RoFormerModel._from_config(config, attn_implementation="eager").eval()
+    weights = exact.state_dict()
+    ids = torch.randint(5, 100, (3, 48))
+    mask = (torch.arange(48) < torch.tensor([[48], [31], [5]])).long()
+    weigh = torch.randn(64, dtype=torch.float64)  # a plain mean of normed outputs has no gradient
+    expected = outputs_and_gradients(exact.double(), ids, mask, weigh)
+    for bf16, limit in ((False, 1e-4), (True, 0.05)):
+        for kernel in ("eager", "sdpa", UNPADDED):
+            model = roformer.RoFormerModel._from_config(config, attn_implementation=kernel).eval()
+            model.load_state_dict(weights)
+            model = model.to(bench.device, torch.bfloat16 if bf16 else torch.float32)
+            found = outputs_and_gradients(model, ids, mask, weigh)
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected))
+            name = f"{kernel} in {'bf16' if bf16 else 'fp32'}"
+            if not worst <= limit:
+                raise InputError(f"{name} must agree with float64 to {limit}, got {worst:.2g}")
+            bench.add("check", "outputs and gradients", name, worst, "off float64", at_most=limit)
+
+
+def outputs_and_gradients(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, weigh: torch.Tensor
+) -> list[torch.Tensor]:
+    """Real tokens' states and the gradients of a sum of them, in float64 on a CPU."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    states = model(ids.to(device), attention_mask=mask.to(device)).last_hidden_state
+    real = states[mask.bool().to(device)]
+    (real * weigh.to(device, dtype)).square().mean().backward()
+    # the bias of keys has no gradient: softmax cancels it
+    wanted = [p for name, p in model.named_parameters() if not name.endswith("key.bias")]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+    return [x.detach().cpu().double() for x in (real, *gradients)]
+
+
+def training(bench: Bench) -> None:
+    """A step of pretraining without padding."""
+    for bf16, dropout, floor in (
+        (False, 0.1, 2.0),
+        (True, 0.1, 2.4),
+        (False, 0.0, 2.6),
+        (True, 0.0, 3.0),
+    ):
+        peers: dict[str, float | None] = {STOCK: floor, BERT: None, MODERN: None, OUR_BERT: None}
+        bench.against("training", bench.work(bf16=bf16, dropout=dropout), peers)
+
+
+def padding(bench: Bench) -> None:
+    """A step of pretraining on sequences of different lengths."""
+    for bf16, floor in ((False, 4.5), (True, 5.5)):
+        work = bench.work(bf16=bf16, padded=True)
+        bench.against("padding", work, {STOCK: floor, BERT: None, MODERN: None})
+
+
+def base(bench: Bench) -> None:
+    """A step of a base model in bfloat16 against stock as it comes, in float32."""
+    for batch, length in ((16, 128), (4, 512)):
+        theirs = bench.work(size="base", batch=batch, length=length)
+        bench.against("base", replace(theirs, bf16=True), {STOCK: 4.0}, theirs=theirs)
+
+
+def forward(bench: Bench) -> None:
+    """The encoder without gradients; bf16 is the dtype of the weights."""
+    for size, tokens in (("small", 4096), ("base", 2048)):
+        for length in (128, 512, 2048):
+            for bf16 in (False, True):
+                shape = {"batch": tokens // length, "length": length}
+                work = bench.work(size=size, bf16=bf16, dropout=0.0, **shape)
+                bench.against("forward", work, {STOCK: 1.3, BERT: 0.97}, forward_step)
+    work = bench.work(size="base", batch=4, bf16=True, dropout=0.0, padded=True)
+    bench.against("forward", work, {STOCK: None, BERT: None}, forward_step)
+
+
+def kept(bench: Bench) -> None:
+    """Training with freed memory kept, which this project's loop asks for, by all peers."""
+    keep_freed_memory()  # for good, so this part comes last
+    for bf16, dropout in ((False, 0.1), (True, 0.1), (True, 0.0)):
+        work = bench.work(bf16=bf16, dropout=dropout)
+        bench.against("kept", work, {STOCK: None, BERT: None, MODERN: None})
+    bench.against("kept", bench.work(bf16=True, padded=True), {STOCK: None})
+
+
+def rope(bench: Bench) -> None:
+    """What the rotation costs: the same step with and without it."""
+    limit = 1.0 if bench.device.type == "cuda" else 3.0
+    for size, batch, bf16 in (("small", 8, False), ("small", 8, True), ("base", 2, True)):
+        work = bench.work(size=size, batch=batch, bf16=bf16, dropout=0.0)
+        step = training_step(OURS, work, Batch.of(work))
+        seconds = bench.turns({"with": step, "without": without_positions(step)}, times=3)
+        shares = [1 - a / b for a, b in zip(seconds["without"], seconds["with"])]
+        middle, low, high = (100 * x for x in quartiles(shares))
+        bench.add("rope", str(work), OURS, middle, "% of a step", low, high, at_most=limit)
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    """Median, first and third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, low, high
+
+
+def levers(bench: Bench) -> None:
+    """What makes our step fast on a CPU, taken away one by one: the time that costs."""
+    for batch, length in ((8, 512), (2, 2048)):
+        work = bench.work(batch=batch, length=length, bf16=True)
+        step = training_step(OURS, work, Batch.of(work))
+        seconds = bench.turns({OURS: step} | without_levers(step))
+        for name, values in seconds.items():
+            if name != OURS:
+                facts = spread(values, seconds[OURS])
+                bench.add("levers", str(work), name, facts[0], "x the time", *facts[1:])
+
+
+def length(bench: Bench) -> None:
+    """Cost of a token against the length, 8,192 tokens at a time, beside the formula's."""
+    gpu = bench.device.type == "cuda"
+    works = [
+        bench.work(size="base" if gpu else "small", batch=8192 // n, length=n, bf16=True,
+                   dropout=0.0, compiled=gpu)
+        for n in LENGTHS
+    ]  # fmt: skip
+    if bench.settings.scale != "full":
+        works = [replace(w, length=n) for w, n in zip(works, (16, 32, 64))]
+    steps = {str(w.length): training_step(OURS, w, Batch.of(w)) for w in works}
+    seconds = bench.turns(steps)
+    config = model_of(OURS, works[0]).config
+    cost = [statistics.median(seconds[str(w.length)]) / w.tokens for w in works]
+    paper = [flops_of(config, w.lengths()) / w.tokens for w in works]
+    for work, seen, counted in zip(works, cost, paper):
+        bench.add("length", str(work), OURS, 1 / seen, "tokens/s")
+        bench.add("length", str(work), OURS, seen / cost[0], f"x the cost at {works[0].length}")
+        bench.add("length", str(work), "formula", counted / paper[0], "x on paper")
+
+
+class Kept(TorchDispatchMode):
+    """Every storage that an operation makes, by weak reference: which are there afterwards?
+
+    Hooks on saved tensors would not see what another hook holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, and note what came out."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self, but: set[int]) -> int:
+        """Of all that are left, without those that were there before."""
+        alive = {place: size for place, (ref, size) in self.made.items() if not ref.expired()}
+        return sum(size for place, size in alive.items() if place not in but)
+
+
+def memory(bench: Bench) -> None:
+    """Bytes a training step keeps for its backward pass, attention dropout 0."""
+    work = bench.work(size="base", attention_dropout=0.0)
+    batch, kept = Batch.of(work), {}
+    for name in (OURS, STOCK):
+        model = model_of(name, work)
+        model = model.to(work.device).train()
+        options = {"sparse_prediction": True} if name == OURS else {}
+        with Kept() as storages:
+            loss = model(input_ids=batch.ids, labels=batch.labels, **options).loss
+        assert loss.requires_grad
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+        kept[name] = storages.bytes(but=own) / 1e6
+        bench.add("memory", str(work), name, kept[name], "MB")
+        del loss, model
+    share = 100 * kept[OURS] / kept[STOCK]
+    bench.add("memory", str(work), OURS, share, "% of stock", at_most=50.0)
+
+
+def data(bench: Bench) -> None:
+    """Masked batches made by one process from tokens on disk."""
+    tokens = 20_000_000 if bench.settings.scale == "full" else 200_000
+    with tempfile.TemporaryDirectory() as folder:
+        sequences = Sequences(random_store(Path(folder), tokens), 512)
+        special = SpecialTokens(2, 3, 0, 4, VOCABULARY_OF_STORE, (0, 1, 2, 3, 4))
+        for packed in (False, True):
+            steps = Steps(sequences, special, 256, 64, MASK_RATE, 0, packed=packed)
+            speeds = []
+            for step in range(bench.settings.rounds + 1):
+                started = time.perf_counter()
+                batches = steps[step]
+                seconds = time.perf_counter() - started
+                targets = sum(int(b["input_ids"].ne(special.padding).sum()) for b in batches)
+                speeds.append(targets / seconds)
+            layout = "packed rows" if packed else "padded rows"
+            middle, low, high = quartiles(speeds[1:])
+            facts = ("data", layout, "one process", middle, "tokens/s", low, high)
+            bench.add(*facts, at_least=2e6)
+
+
+VOCABULARY_OF_STORE = 30522
+
+
+def random_store(folder: Path, tokens: int) -> TokenStore:
+    """Documents of 20 to 2,000 random tokens, as the tokeniser leaves them on disk."""
+    draw = np.random.default_rng(0)
+    (folder / "0").mkdir()
+    draw.integers(5, VOCABULARY_OF_STORE, tokens, dtype=np.uint16).tofile(folder / "0/tokens.bin")
+    ends = np.cumsum(draw.integers(20, 2000, tokens // 1000))
+    ends = np.append(ends[ends < tokens], tokens)
+    starts = np.zeros(1, np.int64)
+    return TokenStore(ends, (folder / "0",), starts, np.dtype(np.uint16), (len(ends),), folder)
+
+
+IMPORT = """
+import time, transformers.models.roformer.modeling_roformer
+started = time.perf_counter()
+import roformer
+print(time.perf_counter() - started)
+"""
+
+COMPILE = """
+import time, torch
+from train.peers import OURS, Batch, Work, training_step
+work = Work({size!r}, 2, 128, True, 0.0, device={device!r}, compiled=True)
+step = training_step(OURS, work, Batch.of(work))
+started = time.perf_counter()
+step()
+torch.cuda.is_available() and torch.cuda.synchronize()
+print(time.perf_counter() - started)
+"""
+
+
+def start(bench: Bench) -> None:
+    """What the package adds to an import, and how long the first compiled step takes."""
+    seconds = [python(IMPORT) for _ in range(bench.settings.rounds)]
+    middle, low, high = quartiles(seconds)
+    name = "import roformer, after transformers' model"
+    bench.add("start", name, OURS, middle, "s", low, high, at_most=0.3)
+    size = "tiny" if bench.settings.scale != "full" else "base" if gpu_of(bench) else "small"
+    code = COMPILE.format(size=size, device=bench.settings.device)
+    with tempfile.TemporaryDirectory() as cache:
+        for word in ("first", "next"):
+            took = python(code, TORCHINDUCTOR_CACHE_DIR=cache)
+            bench.add(
+                "start", f"compiled step of a {size} model, {word} start", OURS, took, "s",
+                at_most=90.0,
+            )  # fmt: skip
+
+
+def gpu_of(bench: Bench) -> bool:
+    """Whether it measures a GPU."""
+    return bench.device.type == "cuda"
+
+
+def python(code: str, **environment: str) -> float:
+    """The number that a fresh interpreter prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    sparse = MaskedLanguageModel(ours)
-    places, targets = chosen.flatten().nonzero().flatten(), ids[chosen]
-    stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    bert = transformers.BertForMaskedLM._from_config(
-        transformers.BertConfig(**fields), attn_implementation="sdpa"
-    )
-    losses = {
-        "this RoFormer": (
-            sparse,
-            lambda: sparse(ids, places, targets, attention_mask=mask)[0] / len(targets),
-        ),
-        "transformers RoFormer": (stock, lambda: stock(ids, mask, labels=labels).loss),
-        "transformers BERT (sdpa)": (bert, lambda: bert(ids, mask, labels=labels).loss),
-    }
-    return {name: training_step(model, loss, bf16) for name, (model, loss) in losses.items()}
+    return float(done.stdout.split()[-1])
 
 
-def training_step(model: torch.nn.Module, loss: Callable[[], torch.Tensor], bf16: bool) -> Step:
-    """Forward, backward and AdamW."""
-    optimizer = adamw(model.train(), 1e-4, 0.01)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            value = loss()
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def training_on_gpu(bench: Bench) -> None:
+    """A compiled step of pretraining on packed rows, without dropout in attention."""
+    sizes = [("base", n) for n in (128, 512, 2048, 8192)] + [("large", 512)]
+    for size, length in sizes:
+        work = bench.work(size=size, batch=32768 // length, length=length, bf16=True,
+                          attention_dropout=0.0, compiled=True)  # fmt: skip
+        beside: dict[str, float | None] = {STOCK: 5.0, BERT: None, OUR_BERT: 0.99}
+        bench.against("training", work, beside if (size, length) == ("base", 512) else {})
 
 
-def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round, taken in turns; the first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: values[1:] for name, values in seconds.items()}
+PARTS: dict[str, dict[str, Callable[[Bench], None]]] = {
+    "cpu": {
+        "check": check,
+        "training": training,
+        "padding": padding,
+        "base": base,
+        "forward": forward,
+        "rope": rope,
+        "levers": levers,
+        "length": length,
+        "memory": memory,
+        "data": data,
+        "start": start,
+        "kept": kept,
+    },
+    "cuda": {
+        "check": check,
+        "training": training_on_gpu,
+        "rope": rope,
+        "length": length,
+        "data": data,
+        "start": start,
+    },
+}
+
+
+def line_of(row: Row) -> str:
+    """A line of the table in Markdown."""
+    digits = ".2g" if row.part == "check" else ",.0f" if abs(row.value) >= 1000 else ",.2f"
+    value = f"{row.value:{digits}} {row.unit}"
+    if row.low is not None:
+        value += f" ({row.low:{digits}} to {row.high:{digits}})"
+    verdict = {None: "", True: ", reached", False: ", **missed**"}[row.reached]
+    return f"| {row.case} | {row.peer} | {value} | {row.asked}{verdict} |"
+
+
+def tables(rows: Sequence[Row], parts: dict[str, Callable[[Bench], None]]) -> str:
+    """All lines, a table for each part."""
+    lines = []
+    for part in dict.fromkeys(row.part for row in rows):
+        lines += [
+            f"## {part}\n",
+            f"{(parts[part].__doc__ or '').splitlines()[0]}\n",
+            "| case | whose | measured (range) | must reach |",
+            "|---|---|---|---|",
+            *(line_of(row) for row in rows if row.part == part),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Speed-ups over transformers' RoFormer with what was asked, and cost against length."""
+    mpl.use("Agg")  # no screen is needed
+    from matplotlib import pyplot as plt
+
+    ratios = [r for r in rows if r.unit == "x" and r.peer == STOCK][::-1]
+    curves = [r for r in rows if r.part == "length" and r.unit.startswith("x")]
+    if not ratios or not curves:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+    for place, row in enumerate(ratios):
+        assert row.low is not None
+        assert row.high is not None
+        error = [[row.value - row.low], [row.high - row.value]]
+        left.barh(place, row.value, xerr=error, color="C0", alpha=0.8, height=0.6)
+        if row.asked:
+            left.plot([float(row.asked.split()[1])] * 2, [place - 0.4, place + 0.4], color="black")
+    left.set_yticks(range(len(ratios)), [f"{r.part}: {r.case}" for r in ratios], fontsize=8)
+    left.axvline(1, color="grey", linewidth=0.8)
+    left.set_xlabel("times as fast as transformers' RoFormer (range of rounds; black: asked)")
+    for peer, style in ((OURS, "o-"), ("formula", "s--")):
+        own = [r for r in curves if r.peer == peer]
+        lengths = [int(r.case.split(" x ")[1].split(",")[0]) for r in own]
+        right.plot(lengths, [r.value for r in own], style, label=peer)
+    right.set_xscale("log", base=2)
+    right.set_yscale("log", base=2)
+    right.set_xlabel("tokens a sequence")
+    right.set_ylabel("cost of a token, the shortest = 1")
+    right.legend(frameon=False)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def main(settings: BenchSettings) -> None:
-    """Measure in float32 and bfloat16, print a table, write the numbers."""
-    known = settings.size in SIZES
-    require(known, "size", f"must be one of {', '.join(SIZES)}", settings.size, "take small")
-    tokens = settings.batch * settings.length
-    rows, numbers = [], {}
-    for precision in ("fp32", "bf16"):
-        seconds = measure(peers(settings, precision == "bf16"), settings.rounds)
-        numbers[precision] = seconds
-        mine = seconds["this RoFormer"]
-        for name, values in seconds.items():
-            ratios = sorted(theirs / ours for theirs, ours in zip(values, mine))
-            rows.append(
-                f"| {precision} | {name} | {tokens / statistics.median(values):,.0f} "
-                f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
-            )
-    table = [
-        "| precision | model | tokens/s | our speed-up (range of rounds) |",
-        "|---|---|---:|---:|",
-    ]
-    print("\n".join(table + rows))
-    about = {
-        "settings": vars(settings),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+    """Measure, print, and write numbers, tables and picture.
+
+    Raises:
+        InputError: A setting, or a kernel that does not compute what it should.
+    """
+    there = settings.device in PARTS and (settings.device == "cpu" or torch.cuda.is_available())
+    known = PARTS.get(settings.device, {})
+    found = f"{settings.device} with CUDA {torch.cuda.is_available()}"
+    require(there, "device", "must be cpu, or cuda where there is one", found, "take cpu")
+    unknown = [part for part in settings.parts if part not in known]
+    rule = f"must be of {', '.join(known)}"
+    require(not unknown, "parts", rule, ", ".join(unknown), "leave it out for all")
+    scales = ("full", "tiny")
+    rule = f"must be one of {', '.join(scales)}"
+    require(settings.scale in scales, "scale", rule, settings.scale, "take full")
+    require(settings.rounds > 1, "rounds", "must be at least 2", settings.rounds, "take 5")
+    bench, seconds = Bench(settings), {}
+    for part in settings.parts or known:
+        started = time.monotonic()
+        print(f"== {part}: {(known[part].__doc__ or '').splitlines()[0]}", flush=True)
+        known[part](bench)
+        seconds[part] = round(time.monotonic() - started, 1)
+    about = environment(Accelerator(cpu=settings.device == "cpu")) | {
+        "settings": asdict(settings),
+        "peak_tflops": {"bf16" if k else "fp32": v / 1e12 for k, v in bench.peaks.items()},
+        "seconds": seconds,
     }
-    about["transformers"] = transformers.__version__
     output = Path(settings.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about | {"seconds": numbers}, indent=1) + "\n")
-    output.with_suffix(".md").write_text("\n".join(table + rows) + "\n")
+    rows = [asdict(row) for row in bench.rows]
+    output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    named = ("machine", "threads", "torch", "transformers")
+    head = ", ".join(f"{key} {about[key]}" for key in named)
+    text = f"# Speed\n\n{head}; {settings.rounds} rounds, medians.\n\n{tables(bench.rows, known)}"
+    output.with_suffix(".md").write_text(text)
+    draw(bench.rows, output.with_suffix(".png"))
+    asked = [row for row in bench.rows if row.reached is not None]
+    missed = [f"{row.part}, {row.case}" for row in asked if not row.reached]
+    print(
+        f"{len(asked) - len(missed)} of {len(asked)} targets reached, {sum(seconds.values()):.0f} s"
+    )
+    for name in missed:
+        print(f"missed: {name}")
 
 
 if __name__ == "__main__":

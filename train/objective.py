@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from roformer.attention import UNPADDED
 from roformer.modeling_roformer import RoFormerPreTrainedModel
+from train.packing import IGNORED
 from train.settings import InputError
+
+ELEMENTS_AT_A_TIME = 2**20
+"""Scores a CPU looks at in one go: 4 MiB of float32."""
 
 
 class MaskedLanguageModel(nn.Module):
@@ -69,10 +74,65 @@ class MaskedLanguageModel(nn.Module):
         """
         encoder = self.model.base_model
         hidden = encoder(input_ids=input_ids, **layout).last_hidden_state
-        scores = self.model.cls(hidden.flatten(0, 1)[places]).float()  # [n, V]
-        with torch.no_grad():
-            right = (scores.argmax(dim=-1) == targets).sum()
-        return F.cross_entropy(scores, targets, reduction="sum"), right
+        scores = self.model.cls(hidden.flatten(0, 1)[places])  # [n, V]
+        return cross_entropy(scores, targets)
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies in float32, and number of right guesses.
+
+    Args:
+        scores: [n, V], any floating dtype.
+        targets: [n], `IGNORED` counts for nothing.
+    """
+    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _CrossEntropy.apply(scores, targets)
+    scores = scores.float()
+    with torch.no_grad():
+        right = (scores.argmax(dim=-1) == targets).sum()
+    return F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum"), right
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss, guesses and gradient of some rows at a time, while they are in the cache of a CPU.
+
+    torch's own functions read and write float32 scores of all rows, the largest tensor of a step,
+    eight times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `cross_entropy`; the gradient is made here, where the powers are."""
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(scores) if wanted else scores
+        loss, right = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.long)
+        rows = max(1, ELEMENTS_AT_A_TIME // scores.shape[-1])
+        for part, names, out in zip(*(x.split(rows) for x in (scores, targets, gradient))):
+            x = part.float()
+            counted = names != IGNORED
+            own = names.clamp(min=0)[:, None]
+            top = x.amax(dim=-1, keepdim=True)
+            chosen = x.gather(1, own)
+            # a score can be the best and another its equal: the first of them is the guess
+            best = ((chosen == top)[:, 0] & counted).nonzero()[:, 0]
+            right += (x[best].argmax(dim=-1) == names[best]).sum()
+            powers = (x - top).exp_()
+            sums = powers.sum(dim=-1, keepdim=True)
+            loss += (sums.log() + top - chosen)[counted].sum()
+            if wanted:
+                powers.mul_(counted[:, None] / sums)
+                powers.scatter_add_(1, own, -counted[:, None].float())
+                out.copy_(powers)
+        ctx.mark_non_differentiable(right)
+        ctx.save_for_backward(gradient)
+        return loss, right
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """What was made, times what comes in."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:

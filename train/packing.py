@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from train import counter
-from train.corpus import TokenStore
 from train.masking import corrupt
 from train.settings import require
+from train.store import TokenStore
 
 WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
@@ -250,7 +250,7 @@ def examples(
     targets = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(real.astype(np.int64))}
     if packed:
-        layout = _borders(size + 2)
+        layout = borders_of(size + 2)
         corrupted, chosen = corrupted[real][None], chosen[real]
     places = np.flatnonzero(chosen)
     if capacity is not None:
@@ -264,7 +264,7 @@ def examples(
     }
 
 
-def _borders(lengths: NDArray[np.int64]) -> dict[str, Any]:
+def borders_of(lengths: NDArray[np.int64]) -> dict[str, Any]:
     """What a kernel must know of sequences of these lengths in one row."""
     positions = np.concatenate([np.arange(length) for length in lengths])
     borders = np.cumsum([0, *lengths]).astype(np.int32)

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 import roformer
 from train import checkpoint, counter, vocabulary
 from train.capacity import fit_micro_batch, plan
-from train.corpus import TokenStore, tokenise
+from train.corpus import tokenise
 from train.documents import EMBEDDED, find_files
 from train.flops import measured_peak
 from train.initialise import build, model_config
@@ -45,6 +45,7 @@ from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, requir
 from train.run_folder import Saver, alone, no_room, resume, save_model
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 from train.stages import Stages, seed_of, stages_of
+from train.store import TokenStore
 from train.validate import evaluate
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
