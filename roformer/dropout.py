@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .rotary import is_traced
+
 LEVELS = 65536
 """Values of 16 bits."""
 
@@ -77,5 +79,4 @@ class _Dropout(torch.autograd.Function):
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is on a CPU and nothing looks on that could not follow what is written here."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return x.device.type == "cpu" and not (traced or torch._C._are_functorch_transforms_active())
+    return x.device.type == "cpu" and not is_traced()

@@ -5,6 +5,8 @@ Pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper; Llama a
 coordinate i with i + D/2, which is the same rotation of permuted coordinates (`half_split_order`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -105,16 +107,42 @@ def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], table, interleave), x[..., width:]), dim=-1)
     table = table.unsqueeze(-3)  # one angle for all heads
-    traced = torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export()
-    if interleave and not traced:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        rotated = torch.view_as_real(pairs * torch.view_as_complex(table))
-    else:
-        dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
-        first, second = x.float().unflatten(-1, shape).unbind(dim)
-        cos, sin = table.unbind(-1)
-        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
+    if interleave and not is_traced():
+        return _Rotation.apply(x, torch.view_as_complex(table))
+    dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
+    first, second = x.float().unflatten(-1, shape).unbind(dim)
+    cos, sin = table.unbind(-1)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """A complex product in place of one copy; backward is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
+        """[..., H, D] by complex [..., 1, D/2]."""
+        ctx.save_for_backward(table)
+        return _product(x, table)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """By the conjugates: a rotation's inverse is its transpose."""
+        (table,) = ctx.saved_tensors
+        return _product(gradients[0], table.conj()), None
+
+
+def _product(x: Tensor, table: Tensor) -> Tensor:
+    real = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    torch.view_as_complex(real.unflatten(-1, (-1, 2))).mul_(table)
+    return real.to(x.dtype)
+
+
+def is_traced() -> bool:
+    """Whether what runs is compiled, exported or transformed, and must be plain operations."""
+    exported = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    transformed = torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or exported or transformed
 
 
 def half_split_order(width: int, rotated: int) -> Tensor:

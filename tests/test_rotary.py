@@ -48,6 +48,29 @@ def test_rotation_is_the_papers_matrix_product(start):
     torch.testing.assert_close(turned(x, positions).double(), exact, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_the_gradient_and_its_gradient_are_exact_for_any_order_in_memory(order):
+    torch.manual_seed(0)
+    table = rotation_table(torch.arange(5), inverse_frequencies(6)) * 1.5  # as yarn scales it
+    shape = [(2, 5, 3, 6)[axis] for axis in order]
+    x = torch.randn(shape).permute([order.index(axis) for axis in range(4)]).requires_grad_()
+    results = []
+    for function in (rotate, by_pairs):
+        y = function(x, table)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.pow(2).sum(), x)
+        results.append((y, slope, curve))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def by_pairs(x, table):
+    """Each pair times its matrix."""
+    cos, sin = table[:, None].unbind(-1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+
+
 @pytest.mark.parametrize("width", [16, 12])
 def test_the_element_wise_form_of_compilers_is_the_complex_one(width):
     x = torch.randn(2, 9, 3, 16)

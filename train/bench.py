@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -27,6 +26,7 @@ from transformers import PreTrainedConfig
 
 import roformer
 from roformer.attention import UNPADDED
+from train.bench_table import Row, draw, line_of, tables
 from train.flops import measured_peak, step_flops
 from train.journal import environment
 from train.launch import keep_freed_memory, run_command
@@ -68,33 +68,6 @@ class BenchSettings:
     """full, or tiny: the same road with models and texts of no size, to try it out."""
     output: str = "results/bench-cpu.json"
     """File for the numbers; the table (.md) and the picture (.png) go beside it."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        part: The table.
-        case: What was computed.
-        peer: By whom.
-        value: What was measured.
-        unit: Of the value.
-        low: Least of the rounds, or of the ratios in them.
-        high: Greatest.
-        asked: What it must reach, in words; empty where nothing is asked.
-        reached: Whether it does.
-    """
-
-    part: str
-    case: str
-    peer: str
-    value: float
-    unit: str
-    low: float | None = None
-    high: float | None = None
-    asked: str = ""
-    reached: bool | None = None
 
 
 class Bench:
@@ -297,9 +270,11 @@ def kept(bench: Bench) -> None:
 
 def rope(bench: Bench) -> None:
     """What the rotation costs: the same step with and without it."""
-    limit = 1.0 if bench.device.type == "cuda" else 3.0
-    for size, batch, bf16 in (("small", 8, False), ("small", 8, True), ("base", 2, True)):
-        work = bench.work(size=size, batch=batch, bf16=bf16, dropout=0.0)
+    gpu = bench.device.type == "cuda"
+    limit = 1.0 if gpu else 3.0
+    sizes = [("small", 8, False), ("small", 8, True), ("base", 2, True)]
+    for size, batch, bf16 in [("base", 64, True)] if gpu else sizes:
+        work = bench.work(size=size, batch=batch, bf16=bf16, dropout=0.0, compiled=gpu)
         step = training_step(OURS, work, Batch.of(work))
         seconds = bench.turns({"with": step, "without": without_positions(step)}, times=3)
         shares = [1 - a / b for a, b in zip(seconds["without"], seconds["with"])]
@@ -327,12 +302,10 @@ def levers(bench: Bench) -> None:
 
 def length(bench: Bench) -> None:
     """Cost of a token against the length, 8,192 tokens at a time, beside the formula's."""
-    gpu = bench.device.type == "cuda"
+    size = "base" if bench.device.type == "cuda" else "small"
     works = [
-        bench.work(size="base" if gpu else "small", batch=8192 // n, length=n, bf16=True,
-                   dropout=0.0, compiled=gpu)
-        for n in LENGTHS
-    ]  # fmt: skip
+        bench.work(size=size, batch=8192 // n, length=n, bf16=True, dropout=0.0) for n in LENGTHS
+    ]
     if bench.settings.scale != "full":
         works = [replace(w, length=n) for w, n in zip(works, (16, 32, 64))]
     steps = {str(w.length): training_step(OURS, w, Batch.of(w)) for w in works}
@@ -450,7 +423,8 @@ def start(bench: Bench) -> None:
     middle, low, high = quartiles(seconds)
     name = "import roformer, after transformers' model"
     bench.add("start", name, OURS, middle, "s", low, high, at_most=0.3)
-    size = "tiny" if bench.settings.scale != "full" else "base" if gpu_of(bench) else "small"
+    size = "base" if bench.device.type == "cuda" else "small"
+    size = size if bench.settings.scale == "full" else "tiny"
     code = COMPILE.format(size=size, device=bench.settings.device)
     with tempfile.TemporaryDirectory() as cache:
         for word in ("first", "next"):
@@ -459,11 +433,6 @@ def start(bench: Bench) -> None:
                 "start", f"compiled step of a {size} model, {word} start", OURS, took, "s",
                 at_most=90.0,
             )  # fmt: skip
-
-
-def gpu_of(bench: Bench) -> bool:
-    """Whether it measures a GPU."""
-    return bench.device.type == "cuda"
 
 
 def python(code: str, **environment: str) -> float:
@@ -514,72 +483,35 @@ PARTS: dict[str, dict[str, Callable[[Bench], None]]] = {
 }
 
 
-def line_of(row: Row) -> str:
-    """A line of the table in Markdown."""
-    digits = ".2g" if row.part == "check" else ",.0f" if abs(row.value) >= 1000 else ",.2f"
-    value = f"{row.value:{digits}} {row.unit}"
-    if row.low is not None:
-        value += f" ({row.low:{digits}} to {row.high:{digits}})"
-    verdict = {None: "", True: ", reached", False: ", **missed**"}[row.reached]
-    return f"| {row.case} | {row.peer} | {value} | {row.asked}{verdict} |"
-
-
-def tables(rows: Sequence[Row], parts: dict[str, Callable[[Bench], None]]) -> str:
-    """All lines, a table for each part."""
-    lines = []
-    for part in dict.fromkeys(row.part for row in rows):
-        lines += [
-            f"## {part}\n",
-            f"{(parts[part].__doc__ or '').splitlines()[0]}\n",
-            "| case | whose | measured (range) | must reach |",
-            "|---|---|---|---|",
-            *(line_of(row) for row in rows if row.part == part),
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Speed-ups over transformers' RoFormer with what was asked, and cost against length."""
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
-
-    ratios = [r for r in rows if r.unit == "x" and r.peer == STOCK][::-1]
-    curves = [r for r in rows if r.part == "length" and r.unit.startswith("x")]
-    if not ratios or not curves:
-        return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
-    for place, row in enumerate(ratios):
-        assert row.low is not None
-        assert row.high is not None
-        error = [[row.value - row.low], [row.high - row.value]]
-        left.barh(place, row.value, xerr=error, color="C0", alpha=0.8, height=0.6)
-        if row.asked:
-            left.plot([float(row.asked.split()[1])] * 2, [place - 0.4, place + 0.4], color="black")
-    left.set_yticks(range(len(ratios)), [f"{r.part}: {r.case}" for r in ratios], fontsize=8)
-    left.axvline(1, color="grey", linewidth=0.8)
-    left.set_xlabel("times as fast as transformers' RoFormer (range of rounds; black: asked)")
-    for peer, style in ((OURS, "o-"), ("formula", "s--")):
-        own = [r for r in curves if r.peer == peer]
-        lengths = [int(r.case.split(" x ")[1].split(",")[0]) for r in own]
-        right.plot(lengths, [r.value for r in own], style, label=peer)
-    right.set_xscale("log", base=2)
-    right.set_yscale("log", base=2)
-    right.set_xlabel("tokens a sequence")
-    right.set_ylabel("cost of a token, the shortest = 1")
-    right.legend(frameon=False)
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-
-
 def main(settings: BenchSettings) -> None:
-    """Measure, print, and write numbers, tables and picture.
+    """Measure, print, and write numbers, tables and picture after every part.
 
     Raises:
         InputError: A setting, or a kernel that does not compute what it should.
+    """
+    known = refuse(settings)
+    bench, seconds = Bench(settings), {}
+    for part in settings.parts or known:
+        started = time.monotonic()
+        print(f"== {part}: {known[part].__doc__}", flush=True)
+        known[part](bench)
+        seconds[part] = round(time.monotonic() - started, 1)
+        write(bench, seconds, {name: make.__doc__ or "" for name, make in known.items()})
+    asked = [row for row in bench.rows if row.reached is not None]
+    print(
+        f"== {sum(row.reached or False for row in asked)} of {len(asked)} targets reached, ", end=""
+    )
+    print(f"{sum(seconds.values()):.0f} s")
+    for row in bench.rows:
+        if row.asked or row.unit == "% of peak":
+            print(line_of(row))
+
+
+def refuse(settings: BenchSettings) -> dict[str, Callable[[Bench], None]]:
+    """The parts of the device, when all settings are such that it can begin.
+
+    Raises:
+        InputError: One of them is not.
     """
     there = settings.device in PARTS and (settings.device == "cpu" or torch.cuda.is_available())
     known = PARTS.get(settings.device, {})
@@ -588,16 +520,15 @@ def main(settings: BenchSettings) -> None:
     unknown = [part for part in settings.parts if part not in known]
     rule = f"must be of {', '.join(known)}"
     require(not unknown, "parts", rule, ", ".join(unknown), "leave it out for all")
-    scales = ("full", "tiny")
-    rule = f"must be one of {', '.join(scales)}"
-    require(settings.scale in scales, "scale", rule, settings.scale, "take full")
-    require(settings.rounds > 1, "rounds", "must be at least 2", settings.rounds, "take 5")
-    bench, seconds = Bench(settings), {}
-    for part in settings.parts or known:
-        started = time.monotonic()
-        print(f"== {part}: {(known[part].__doc__ or '').splitlines()[0]}", flush=True)
-        known[part](bench)
-        seconds[part] = round(time.monotonic() - started, 1)
+    rule = "must be one of full, tiny"
+    require(settings.scale in ("full", "tiny"), "scale", rule, settings.scale, "take full")
+    require(settings.rounds > 1, "rounds", "must be at least 2", settings.rounds, "take 4")
+    return known
+
+
+def write(bench: Bench, seconds: dict[str, float], meanings: dict[str, str]) -> None:
+    """Numbers, tables and picture of what has been measured so far."""
+    settings = bench.settings
     about = environment(Accelerator(cpu=settings.device == "cpu")) | {
         "settings": asdict(settings),
         "peak_tflops": {"bf16" if k else "fp32": v / 1e12 for k, v in bench.peaks.items()},
@@ -609,16 +540,9 @@ def main(settings: BenchSettings) -> None:
     output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     named = ("machine", "threads", "torch", "transformers")
     head = ", ".join(f"{key} {about[key]}" for key in named)
-    text = f"# Speed\n\n{head}; {settings.rounds} rounds, medians.\n\n{tables(bench.rows, known)}"
-    output.with_suffix(".md").write_text(text)
-    draw(bench.rows, output.with_suffix(".png"))
-    asked = [row for row in bench.rows if row.reached is not None]
-    missed = [f"{row.part}, {row.case}" for row in asked if not row.reached]
-    print(
-        f"{len(asked) - len(missed)} of {len(asked)} targets reached, {sum(seconds.values()):.0f} s"
-    )
-    for name in missed:
-        print(f"missed: {name}")
+    text = f"# Speed\n\n{head}; {settings.rounds} rounds, medians.\n\n"
+    output.with_suffix(".md").write_text(text + tables(bench.rows, meanings))
+    draw(bench.rows, STOCK, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
