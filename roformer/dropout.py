@@ -45,9 +45,9 @@ def draw(shape: torch.Size, dropped: int, generator: torch.Generator | None = No
         generator: On the CPU; None is torch's own.
     """
     number = shape.numel()
-    draws = torch.empty(-(-number // 4), dtype=torch.int64)
+    draws = torch.empty(-(-number // 4), dtype=torch.int64, device="cpu")
     draws.random_(-(2**63), None, generator=generator)
-    kept = torch.empty(shape, dtype=torch.uint8)
+    kept = torch.empty(shape, dtype=torch.uint8, device="cpu")
     return torch.ge(draws.view(torch.int16)[:number].view(shape), dropped - LEVELS // 2, out=kept)
 
 
@@ -79,4 +79,5 @@ class _Dropout(torch.autograd.Function):
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is on a CPU and nothing looks on that could not follow what is written here."""
-    return x.device.type == "cpu" and not is_traced()
+    ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake
+    return ordinary and x.device.type == "cpu" and not is_traced()

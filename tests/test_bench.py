@@ -7,9 +7,19 @@ import torch
 
 from conftest import command
 from roformer import attention
-from train import bench
+from train import bench, objective
 from train.bench import Bench, BenchSettings, check, main, spread
-from train.peers import BERT, MODERN, OUR_BERT, OURS, STOCK, Batch, Work, training_step
+from train.peers import (
+    BERT,
+    MODERN,
+    OUR_BERT,
+    OURS,
+    STOCK,
+    Batch,
+    Work,
+    training_step,
+    without_positions,
+)
 from train.settings import InputError
 
 
@@ -21,7 +31,7 @@ def test_peers_take_turns_and_the_first_round_is_dropped(tmp_path):
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
     seconds = Bench(tiny(tmp_path)).turns(steps)
-    assert calls == ["a", "b"] * 3
+    assert calls == ["a", "b", "b", "a", "a", "b"]
     assert [len(values) for values in seconds.values()] == [2, 2]
 
 
@@ -52,9 +62,23 @@ def zero(model):
     return model.parameters()
 
 
-def test_a_kernel_that_is_wrong_is_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "_attend", lambda module, q, k, v, *rest: v.transpose(1, 2))
-    with pytest.raises(InputError, match="unpadded in fp32 must agree with float64"):
+WRONG = {
+    "unpadded in fp32": (attention, "_attend", lambda m, q, k, v, *rest: v.transpose(1, 2)),
+    "unpadded by blocks in bf16": (attention, "blocked_attention", lambda q, k, v, *rest: v),
+    "loss in fp32": (
+        objective._CrossEntropy,
+        "backward",
+        lambda ctx, *rest: (0 * ctx.saved_tensors[0], None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_not_measured(tmp_path, monkeypatch, name):
+    holder, function, wrong = WRONG[name]
+    static = staticmethod(wrong) if holder is objective._CrossEntropy else wrong
+    monkeypatch.setattr(holder, function, static)
+    with pytest.raises(InputError, match=f"{name} must agree with float64"):
         check(Bench(tiny(tmp_path)))
 
 
@@ -64,6 +88,8 @@ def test_a_kernel_that_is_wrong_is_not_measured(tmp_path, monkeypatch):
         ({"device": "tpu"}, "device must be cpu"),
         ({"parts": ["training", "speed"]}, "parts must be of check, training.*got speed"),
         ({"rounds": 1}, "rounds must be at least 2, got 1"),
+        ({"output": "bench.md"}, r"output must end in .json, got bench.md"),
+        ({"output": "/proc/bench.json"}, "output must be a file that can be written"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, changes, line):
@@ -103,9 +129,36 @@ def test_neither_datasets_nor_evaluate_is_needed(tmp_path):
     assert (tmp_path / "bench.md").exists()
 
 
-def test_the_road_of_a_gpu_runs_on_a_cpu(tmp_path):
-    """Its parts, compiled as far as a CPU goes, so that it does not fail where time is lent."""
+def test_the_road_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
+    """Traced as compilation does, without its machine code: it must not fail where time is lent."""
+    compiled = []
+
+    def traced(module, **options):
+        compiled.append(options)
+        return real(module, backend="aot_eager", **options)
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
     trial = Bench(tiny(tmp_path))
     for part in ("check", "training", "rope", "length"):
         bench.PARTS["cuda"][part](trial)
     assert {row.part for row in trial.rows} == {"check", "training", "rope", "length"}
+    assert len(compiled) == 7  # five shapes, two peers
+    work = Work("tiny", 2, 32, compiled=True)  # the rotation, which only a GPU compiles
+    step = training_step(OURS, work, Batch.of(work))
+    step()
+    without_positions(step)()
+
+
+def test_the_memory_of_freed_tensors_is_kept():
+    code = """
+import sys, psutil, torch
+from train.launch import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+x = [torch.ones(2**24) for _ in range(4)]
+del x
+print(psutil.Process().memory_info().rss)
+"""
+    kept, given_back = (int(command("-c", code, word).stdout) for word in ("keep", "no"))
+    assert kept - given_back > 200_000_000

@@ -74,6 +74,13 @@ def test_dropout_is_the_same_in_both_passes(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_a_document_of_no_tokens_is_no_work():
+    empty = torch.zeros(1, 3, 0, 8, requires_grad=True)
+    mixed = blocked_attention(empty, empty, empty, 0.3, 0.1)
+    mixed.sum().backward()
+    assert mixed.shape == empty.grad.shape == (1, 3, 0, 8)
+
+
 def test_a_call_draws_its_own_mask_and_a_seed_repeats_it():
     tensors = inputs()
     torch.manual_seed(1)

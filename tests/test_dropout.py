@@ -74,6 +74,12 @@ def test_a_gradient_of_the_gradient():
     torch.testing.assert_close(x.grad, torch.where(kept, 6 * 8 * x.detach(), 0.0))
 
 
+def test_the_default_device_of_a_context_is_not_asked():
+    with torch.device("meta"):
+        y = dropout(torch.ones(1000, device="cpu"), 0.5, training=True)
+    assert 300 < (y == 0).sum() < 700
+
+
 def test_compilers_and_transforms_get_torchs_own():
     x = torch.ones(200, 200)
     compiled = torch.compile(lambda x: dropout(x, 0.5, training=True), backend="aot_eager")

@@ -109,6 +109,26 @@ def test_the_loss_by_parts_is_torchs_own(dtype, monkeypatch):
         assert torch.equal(cross_entropy(mine, targets)[0], loss)
 
 
+@pytest.mark.parametrize("target", [-1, 5])
+def test_a_target_that_is_no_token_is_refused(target):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cross_entropy(torch.zeros(1, 5), torch.tensor([target]))
+
+
+def test_scores_far_from_zero_lose_nothing():
+    torch.manual_seed(0)
+    scores, targets = torch.randn(8, 50) + 2.0**20, torch.randint(0, 50, (8,))
+    exact = F.cross_entropy(scores.double(), targets, reduction="sum")
+    torch.testing.assert_close(cross_entropy(scores, targets)[0].double(), exact, rtol=1e-6, atol=0)
+
+
+def test_transforms_go_through_the_loss():
+    scores, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    slope = torch.func.grad(lambda x: cross_entropy(x, targets)[0])(scores)
+    expected = torch.func.grad(lambda x: F.cross_entropy(x, targets, reduction="sum"))(scores)
+    torch.testing.assert_close(slope, expected)
+
+
 def test_a_score_that_is_not_finite_is_not_hidden():
     for value in (torch.nan, torch.inf):
         scores = torch.zeros(3, 5)

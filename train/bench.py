@@ -14,22 +14,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 import roformer
+from roformer import attention
 from roformer.attention import UNPADDED
 from train.bench_table import Row, draw, line_of, tables
 from train.flops import measured_peak, step_flops
 from train.journal import environment
 from train.launch import keep_freed_memory, run_command
+from train.objective import cross_entropy
 from train.packing import Sequences, SpecialTokens, Steps
 from train.peers import (
     BERT,
@@ -87,7 +92,7 @@ class Bench:
         work = Work(device=self.settings.device, **changes)
         if self.settings.scale == "full":
             return work
-        return replace(work, size="tiny", batch=2, length=min(work.length, 64), compiled=False)
+        return replace(work, size="tiny", batch=2, length=min(work.length, 64))
 
     def add(self, *facts: Any, at_least: float | None = None, at_most: float | None = None) -> None:
         """Keep a line and print it; `facts` are those of `Row`, in order."""
@@ -108,8 +113,9 @@ class Bench:
         rounds = self.settings.rounds * times
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         repeats = 10 if self.device.type == "cuda" else 1
-        for _ in range(rounds + 1):
-            for name, step in steps.items():
+        for number in range(rounds + 1):
+            order = list(steps.items())  # there and back: nobody always follows the same
+            for name, step in order[:: -1 if number % 2 else 1]:
                 self.wait()
                 started = time.perf_counter()
                 for _ in range(repeats):
@@ -159,7 +165,8 @@ class Bench:
                 self.add(part, case, name, share, "% of peak", at_least=at_least)
             if name != OURS:
                 facts = spread(values, seconds[OURS])
-                self.add(part, case, name, facts[0], "x", *facts[1:], at_least=floors[name])
+                between = case if theirs is None else f"{work} against {case}"
+                self.add(part, between, name, facts[0], "x", *facts[1:], at_least=floors[name])
 
 
 MFU_FLOOR = 45.0
@@ -179,7 +186,7 @@ def spread(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float
 
 
 def check(bench: Bench) -> None:
-    """Outputs and gradients of the kernels against eager float64 on a CPU.
+    """Outputs and gradients of the kernels and of the loss against float64 on a CPU.
 
     Raises:
         InputError: They differ by more than the precision explains.
@@ -195,16 +202,54 @@ def check(bench: Bench) -> None:
     weigh = torch.randn(64, dtype=torch.float64)  # a plain mean of normed outputs has no gradient
     expected = outputs_and_gradients(exact.double(), ids, mask, weigh)
     for bf16, limit in ((False, 1e-4), (True, 0.05)):
-        for kernel in ("eager", "sdpa", UNPADDED):
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        for name in ("eager", "sdpa", UNPADDED, BY_BLOCKS):
+            kernel = UNPADDED if name == BY_BLOCKS else name
             model = roformer.RoFormerModel._from_config(config, attn_implementation=kernel).eval()
             model.load_state_dict(weights)
-            model = model.to(bench.device, torch.bfloat16 if bf16 else torch.float32)
-            found = outputs_and_gradients(model, ids, mask, weigh)
-            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected))
-            name = f"{kernel} in {'bf16' if bf16 else 'fp32'}"
-            if not worst <= limit:
-                raise InputError(f"{name} must agree with float64 to {limit}, got {worst:.2g}")
-            bench.add("check", "outputs and gradients", name, worst, "off float64", at_most=limit)
+            with patch.object(attention, "SHORT", 0 if name == BY_BLOCKS else attention.SHORT):
+                found = outputs_and_gradients(model.to(bench.device, dtype), ids, mask, weigh)
+            compare(bench, name, bf16, found, expected, limit)
+        scores = torch.randn(64, 3000, dtype=torch.float64)
+        targets = torch.randint(0, 3000, (64,))
+        found = loss_and_gradient(cross_entropy, scores.to(bench.device, dtype), targets)
+        exact_loss = partial(F.cross_entropy, reduction="sum")
+        compare(bench, "loss", bf16, found, loss_and_gradient(exact_loss, scores, targets), limit)
+
+
+BY_BLOCKS = "unpadded by blocks"
+
+
+def compare(
+    bench: Bench,
+    name: str,
+    bf16: bool,
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    limit: float,
+) -> None:
+    """Add the largest relative difference, or stop.
+
+    Raises:
+        InputError: It is above the limit, or no number.
+    """
+    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected))
+    name = f"{name} in {'bf16' if bf16 else 'fp32'}"
+    if not worst <= limit:
+        raise InputError(f"{name} must agree with float64 to {limit}, got {worst:.2g}")
+    bench.add("check", "results and gradients", name, worst, "off float64", at_most=limit)
+
+
+def loss_and_gradient(
+    function: Callable[..., Any], scores: torch.Tensor, targets: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of a cross-entropy, in float64 on a CPU."""
+    scores = scores.detach().requires_grad_()
+    result = function(scores, targets.to(scores.device))
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.backward()
+    assert scores.grad is not None
+    return [x.detach().cpu().double() for x in (loss, scores.grad)]
 
 
 def outputs_and_gradients(
@@ -261,7 +306,12 @@ def forward(bench: Bench) -> None:
 
 def kept(bench: Bench) -> None:
     """Training with freed memory kept, which this project's loop asks for, by all peers."""
+    work = bench.work(bf16=True)
+    step = {OURS: training_step(OURS, work, Batch.of(work))}
+    before = bench.turns(step)[OURS]
     keep_freed_memory()  # for good, so this part comes last
+    facts = spread(before, bench.turns(step)[OURS])
+    bench.add("kept", str(work), "the step before this", facts[0], "x the time", *facts[1:])
     for bf16, dropout in ((False, 0.1), (True, 0.1), (True, 0.0)):
         work = bench.work(bf16=bf16, dropout=dropout)
         bench.against("kept", work, {STOCK: None, BERT: None, MODERN: None})
@@ -284,16 +334,20 @@ def rope(bench: Bench) -> None:
 
 def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
     """Median, first and third quartile."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, low, high
 
 
 def levers(bench: Bench) -> None:
     """What makes our step fast on a CPU, taken away one by one: the time that costs."""
-    for batch, length in ((8, 512), (2, 2048)):
-        work = bench.work(batch=batch, length=length, bf16=True)
+    for batch, length, dropout in ((8, 512, 0.1), (2, 2048, 0.1), (2, 2048, 0.0)):
+        work = bench.work(batch=batch, length=length, bf16=True, dropout=dropout)
         step = training_step(OURS, work, Batch.of(work))
-        seconds = bench.turns({OURS: step} | without_levers(step))
+        same = "attention by blocks" if length > 512 else "attention all at once"
+        others = {name: other for name, other in without_levers(step).items() if name != same}
+        if not dropout:
+            del others["that with torch's dropout"]
+        seconds = bench.turns({OURS: step} | others)
         for name, values in seconds.items():
             if name != OURS:
                 facts = spread(values, seconds[OURS])
@@ -428,7 +482,12 @@ def start(bench: Bench) -> None:
     code = COMPILE.format(size=size, device=bench.settings.device)
     with tempfile.TemporaryDirectory() as cache:
         for word in ("first", "next"):
-            took = python(code, TORCHINDUCTOR_CACHE_DIR=cache)
+            try:
+                took = python(code, TORCHINDUCTOR_CACHE_DIR=cache)
+            except subprocess.CalledProcessError as error:
+                reason = (error.stderr.strip().splitlines() or ["no reason"])[-1]
+                print(f"warning: a compiled step was not measured: {reason}", file=sys.stderr)
+                break
             bench.add(
                 "start", f"compiled step of a {size} model, {word} start", OURS, took, "s",
                 at_most=90.0,
@@ -491,7 +550,9 @@ def main(settings: BenchSettings) -> None:
     """
     known = refuse(settings)
     bench, seconds = Bench(settings), {}
-    for part in settings.parts or known:
+    for part in known:  # in their order: the last one changes the process
+        if settings.parts and part not in settings.parts:
+            continue
         started = time.monotonic()
         print(f"== {part}: {known[part].__doc__}", flush=True)
         known[part](bench)
@@ -523,6 +584,15 @@ def refuse(settings: BenchSettings) -> dict[str, Callable[[Bench], None]]:
     rule = "must be one of full, tiny"
     require(settings.scale in ("full", "tiny"), "scale", rule, settings.scale, "take full")
     require(settings.rounds > 1, "rounds", "must be at least 2", settings.rounds, "take 4")
+    output = Path(settings.output)
+    require(output.suffix == ".json", "output", "must end in .json", settings.output, "rename it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.touch()
+    except OSError as error:
+        rule = "must be a file that can be written"
+        found = f"{settings.output} ({error.strerror})"
+        raise InputError(f"output {rule}, got {found}; name another") from error
     return known
 
 
@@ -535,7 +605,6 @@ def write(bench: Bench, seconds: dict[str, float], meanings: dict[str, str]) -> 
         "seconds": seconds,
     }
     output = Path(settings.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(row) for row in bench.rows]
     output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     named = ("machine", "threads", "torch", "transformers")

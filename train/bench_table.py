@@ -17,8 +17,8 @@ class Row:
         peer: By whom.
         value: What was measured.
         unit: Of the value.
-        low: Least of the rounds, or of the ratios in them.
-        high: Greatest.
+        low: Least of the ratios of neighbours; first quartile where there are many rounds.
+        high: Greatest; third quartile.
         asked: What it must reach, in words; empty where nothing is asked.
         reached: Whether it does.
     """

@@ -48,8 +48,8 @@ def run_command(
 def keep_freed_memory() -> None:
     """Have glibc keep the memory of freed tensors for the next ones.
 
-    By default every block of megabytes is mapped anew and zeroed by the kernel, which took a fifth
-    of a small bfloat16 step on a CPU (results/bench-cpu.md).
+    By default every block of tens of megabytes is mapped anew and zeroed by the kernel; what that
+    takes of a step is in results/bench-cpu.md, under kept. The peak of memory stays taken.
     """
     if sys.platform != "linux":
         return

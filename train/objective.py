@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from roformer.attention import UNPADDED
+from roformer.dropout import is_plain
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.packing import IGNORED
 from train.settings import InputError
@@ -85,7 +86,7 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         scores: [n, V], any floating dtype.
         targets: [n], `IGNORED` counts for nothing.
     """
-    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+    if is_plain(scores):
         return _CrossEntropy.apply(scores, targets)
     scores = scores.float()
     with torch.no_grad():
@@ -105,12 +106,13 @@ class _CrossEntropy(torch.autograd.Function):
         """As `cross_entropy`; the gradient is made here, where the powers are."""
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(scores) if wanted else scores
-        loss, right = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.long)
+        loss = torch.zeros((), dtype=torch.float32, device=scores.device)
+        right = torch.zeros((), dtype=torch.long, device=scores.device)
         rows = max(1, ELEMENTS_AT_A_TIME // scores.shape[-1])
         for part, names, out in zip(*(x.split(rows) for x in (scores, targets, gradient))):
             x = part.float()
             counted = names != IGNORED
-            own = names.clamp(min=0)[:, None]
+            own = names.masked_fill(~counted, 0)[:, None]
             top = x.amax(dim=-1, keepdim=True)
             chosen = x.gather(1, own)
             # a score can be the best and another its equal: the first of them is the guess
@@ -118,7 +120,7 @@ class _CrossEntropy(torch.autograd.Function):
             right += (x[best].argmax(dim=-1) == names[best]).sum()
             powers = (x - top).exp_()
             sums = powers.sum(dim=-1, keepdim=True)
-            loss += (sums.log() + top - chosen)[counted].sum()
+            loss += (sums.log() + (top - chosen))[counted].sum()
             if wanted:
                 powers.mul_(counted[:, None] / sums)
                 powers.scatter_add_(1, own, -counted[:, None].float())
