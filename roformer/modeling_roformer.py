@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from . import documents
 from .attention import UNPADDED, eager_attention
 from .configuration_roformer import RoFormerConfig
-from .dropout import Dropout
+from .dropout import Dropout, is_plain
 from .inputs import check_masks, check_source, check_tokens
 from .rotary import frequencies, half_split_order, rotate, rotation_table
 
@@ -587,6 +587,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """
         lengths = batch.lengths() if self.rope_config.depends_on_length else None
         theta, scaling = frequencies(self.rope_config, lengths, batch.positions.device)
+        if lengths is None and batch.documents is not None and is_plain(batch.positions):
+            # documents in a row repeat their positions, and sines in float64 are slow on a CPU
+            different, places = batch.positions.unique(return_inverse=True)
+            return rotation_table(different, theta, scaling)[places]
         return rotation_table(batch.positions, theta, scaling)
 
     def _kernel(self, options: dict[str, Any]) -> str:

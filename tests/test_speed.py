@@ -89,6 +89,13 @@ def test_sines_are_computed_once_for_all_layers(layers):
     assert calls.largest["cos"] == 16 * 16 // 2  # positions x half a head
 
 
+def test_a_packed_row_computes_the_sine_of_a_position_once(batch):
+    _, packed, _, _ = batch
+    with Calls() as calls:
+        objective().model.roformer(**packed)
+    assert calls.largest["cos"] == 64 * 16 // 2  # the longest document, not all their tokens
+
+
 def test_a_rotation_is_one_product_for_all_heads_and_makes_nothing_but_its_result():
     x, table = torch.randn(2, 16, 4, 8), rotation_table(torch.arange(16), inverse_frequencies(8))
     with Calls() as calls:
