@@ -48,8 +48,9 @@ def run_command(
 def keep_freed_memory() -> None:
     """Have glibc keep the memory of freed tensors for the next ones.
 
-    By default every block of tens of megabytes is mapped anew and zeroed by the kernel; what that
-    takes of a step is in results/bench-cpu.md, under kept. The peak of memory stays taken.
+    By default blocks of megabytes are mapped anew and zeroed by the kernel, in a process that does
+    nothing else: 0.90 s against 0.69 s for a step of 8 x 512 tokens, 4 x 256, bfloat16, one thread.
+    In one with other tensors in the way it gains little. The peak of memory stays taken.
     """
     if sys.platform != "linux":
         return
