@@ -119,10 +119,11 @@ def test_all_tables_are_written_and_nothing_is_asked_of_a_trial(tmp_path, monkey
     assert "0 of 0 targets reached" in capsys.readouterr().out
 
 
-def test_neither_datasets_nor_evaluate_is_needed(tmp_path):
+def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
     """A machine with a GPU is lent with what torch needs, and little more."""
-    start = "import sys; sys.modules['datasets'] = sys.modules['evaluate'] = None; import runpy; "
-    code = f"{start} runpy.run_module('train.bench', run_name='__main__')"
+    without = "sys.modules |= dict.fromkeys(('datasets', 'evaluate', 'matplotlib'))"
+    start = "runpy.run_module('train.bench', run_name='__main__')"
+    code = f"import runpy, sys; {without}; {start}"
     flags = ("--scale=tiny", "--rounds=2", "--parts=[check, training, data]")
     done = command("-c", code, *flags, f"--output={tmp_path / 'bench.json'}")
     assert done.returncode == 0, done.stderr
@@ -153,7 +154,7 @@ def test_the_road_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
 def test_the_memory_of_freed_tensors_is_kept():
     code = """
 import sys, psutil, torch
-from train.launch import keep_freed_memory
+from train.bench import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 x = [torch.ones(2**24) for _ in range(4)]

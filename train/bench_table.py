@@ -1,10 +1,9 @@
 """The lines of the benchmark: a table for each part, and a picture."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import matplotlib as mpl
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ def tables(rows: Sequence[Row], meanings: dict[str, str]) -> str:
 
 def draw(rows: Sequence[Row], theirs: str, file: Path) -> None:
     """Speed-ups over a peer with what was asked, and cost against length."""
+    try:
+        import matplotlib as mpl
+    except ImportError:  # not on every machine that is lent
+        print("warning: no picture, matplotlib is not installed", file=sys.stderr)
+        return
     mpl.use("Agg")  # no screen is needed
     from matplotlib import pyplot as plt
 
