@@ -15,9 +15,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from finetune.cells import Cell, Row, number
 from finetune.comparison import bootstrap
 from finetune.page import Picture
-from finetune.rows import BEST, Cell, Row, Table, number, sweeps, without_rates
+from finetune.rows import BEST, Table, sweeps, without_rates
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """Okabe and Ito's, which the colour-blind tell apart; without the two that vanish on a page."""

@@ -13,8 +13,10 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.cells import Cell, Line, run_id
+from finetune.pairs import MINUS
 from finetune.results import prediction_file, read_predictions
-from finetune.rows import GROUPS, METRIC_NAMES, MINUS, Cell, Line, Table, run_id
+from finetune.rows import GROUPS, METRIC_NAMES, Table
 from train.settings import InputError
 
 STYLE = """

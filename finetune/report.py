@@ -17,23 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.cells import Cell, Line, Row, number, run_id
 from finetune.comparison import Comparison
 from finetune.figures import draw
 from finetune.page import Entry, Grid, Section, page, run_scores
+from finetune.pairs import MINUS, Difference
 from finetune.results import RECIPE, read_results
-from finetune.rows import (
-    GROUPS,
-    MINUS,
-    Cell,
-    Difference,
-    Line,
-    Row,
-    Table,
-    build_tables,
-    number,
-    run_id,
-    without_rates,
-)
+from finetune.rows import GROUPS, Table, build_tables, without_rates
+from finetune.verdict import verdicts
 from train.launch import run_command
 from train.settings import InputError, require
 
@@ -213,7 +204,8 @@ def pair_grid(table: Table) -> list[Grid]:
     missing = [f"{x.title}, {label}: no seed with a score on both sides."
                for x in table.pairs for label in x.missing]  # fmt: skip
     heads, rows = [PAIR_HEADS[i] for i in kept], [[row[i] for i in kept] for row in rows]
-    return [Grid("Differences, seed by seed", heads, rows, [*untested(table.pairs), *missing])]
+    remarks = [*untested(table.pairs), *missing, *verdicts(table)]
+    return [Grid("Differences, seed by seed", heads, rows, remarks)]
 
 
 PAIR_HEADS = ("difference", "task", "seeds", "mean", "median", "95 % bootstrap interval",

@@ -1,26 +1,22 @@
-"""Lines of results to tables: what shares a cell, what a row is, what is averaged and compared.
+"""Lines of results to tables: what a row is, which tasks stand together, what is averaged.
 
-A cell holds the runs of one model with one recipe on one task, one for each seed. GLUE, GLUE tasks
-with rows missing and the demo tasks are never in one table. All scores here are x 100.
+GLUE, GLUE tasks with rows missing and the demo tasks are never in one table.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from finetune.comparison import Comparison, compare, corrected
-from finetune.results import KEY, RECIPE, run_name
-from finetune.tasks import TASKS, Task
+from finetune.cells import Cell, Line, Row, RowKey, number
+from finetune.pairs import Difference, control_differences, pair_differences
+from finetune.results import KEY, RECIPE
+from finetune.tasks import TASKS
 from train.settings import require
-
-Line = dict[str, Any]
 
 GROUPS = {
     "official": "GLUE, development set",
@@ -35,165 +31,6 @@ RECIPE_WORDS = (
     "clipped at {}",
 )  # fmt: skip
 BEST = "best of {} rates by the reported split (the paper's selection)"
-TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
-MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
-
-
-class RowKey(NamedTuple):
-    """What the runs of a row have in common.
-
-    Attributes:
-        control: Whether the weights were never pretrained.
-        model: Folder or hub id.
-        tokenizer: The same; "" is the model's own.
-        mnli: "", or from where the runs started.
-        rates: "", or among how many rates one was chosen for each task, by the reported split.
-        recipe: Values of `RECIPE`, without a rate that was chosen.
-    """
-
-    control: bool
-    model: str
-    tokenizer: str
-    mnli: str
-    rates: str
-    recipe: tuple[Any, ...]
-
-    @property
-    def side(self) -> tuple[str, str]:
-        """Model and tokenizer: what a difference is between."""
-        return self.model, self.tokenizer
-
-    @property
-    def way(self) -> tuple[Any, ...]:
-        """How it was fine-tuned: what two rows must share to be compared."""
-        return self.mnli, self.rates, self.recipe
-
-    def over_rates(self, rates: str = "") -> "RowKey":
-        """The same with the best of several rates."""
-        return self._replace(rates=rates, recipe=(None, *self.recipe[1:]))
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The runs of one row on one task, in the order of their seeds."""
-
-    runs: tuple[Line, ...]
-
-    @property
-    def task(self) -> Task:
-        """Its row of the table of tasks."""
-        return TASKS[self.runs[0]["task"]]
-
-    @property
-    def anchor(self) -> str:
-        """Where the page lists the runs."""
-        return f"cell-{run_id(self.runs[0])}"
-
-    @property
-    def rate(self) -> float:
-        """The learning rate."""
-        return self.runs[0]["learning_rate"]
-
-    @cached_property
-    def scored(self) -> dict[int, Line]:
-        """The runs that have a score, by seed; a collapsed one has."""
-        return {run["seed"]: run for run in self.runs if run["status"] == "done"}
-
-    def values(self, split: str, metric: str) -> NDArray[np.float64]:
-        """A metric over the seeds, [scored runs]."""
-        return 100 * np.array([run["metrics"][split][metric] for run in self.scored.values()])
-
-    @cached_property
-    def headlines(self) -> dict[int, float]:
-        """Seed -> headline metric; the mean of MNLI's two splits."""
-        return self._by_seed([self.task.headline])
-
-    @cached_property
-    def glue_scores(self) -> dict[int, float]:
-        """Seed -> what GLUE averages over tasks: the mean of all the task's metrics."""
-        return self._by_seed(self.task.metrics)
-
-    def _by_seed(self, metrics: Sequence[str]) -> dict[int, float]:
-        table = [self.values(split, m) for split in self.task.validations for m in metrics]
-        return dict(zip(self.scored, np.mean(table, axis=0).tolist()))
-
-    def tally(self) -> dict[str, int]:
-        """How many runs there are, have a score, collapsed, diverged, failed."""
-        states = [run["status"] for run in self.runs]
-        return {
-            "runs": len(states),
-            "scored": states.count("done"),
-            "collapsed": sum(run["collapsed"] for run in self.runs),
-            "diverged": states.count("diverged"),
-            "failed": states.count("failed"),
-        }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        name: In print; no other row has it.
-        short: The model's name alone.
-        model_type: transformers' name of the architecture.
-        kind: model, random (weights never pretrained) or majority.
-        way: How it was fine-tuned, where the table has several ways.
-        key: What its runs have in common.
-        cells: By the tasks' labels; a task that was not run is absent.
-    """
-
-    name: str
-    short: str
-    model_type: str
-    kind: str
-    way: str
-    key: RowKey
-    cells: dict[str, Cell]
-
-    @property
-    def anchor(self) -> str:
-        """Where the page lists the runs."""
-        cell = next(iter(self.cells.values()))
-        return f"{'best' if self.key.rates else 'row'}-{run_id(cell.runs[0])}"
-
-    def average(self, labels: Iterable[str]) -> tuple[float, dict[int, float]] | None:
-        """GLUE's: each task's metrics averaged, then the mean over tasks.
-
-        Returns:
-            The mean over tasks of their means over seeds, and the mean over tasks of each seed that
-            has a score on all of them; None when a task has no score.
-        """
-        cells = [self.cells.get(label) for label in labels]
-        scores = [cell.glue_scores if cell else {} for cell in cells]
-        if not scores or not all(scores):
-            return None
-        shared = sorted(set.intersection(*(set(score) for score in scores)))
-        whole = float(np.mean([np.mean(list(score.values())) for score in scores]))
-        return whole, {seed: float(np.mean([s[seed] for s in scores])) for seed in shared}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """First row minus second: by label the headline metric, and GLUE's average of these tasks.
-
-    `missing` are tasks that both were run on without a seed for which both have a score.
-    """
-
-    title: str
-    first: Row
-    second: Row
-    tasks: dict[str, Comparison]
-    average: Comparison | None
-    missing: list[str]
-
-    def parts(self) -> Iterator[tuple[str, Comparison, tuple[str, str]]]:
-        """Each task by its label, then "average", with where the page lists the runs of both."""
-        for label, comparison in self.tasks.items():
-            places = self.first.cells[label].anchor, self.second.cells[label].anchor
-            yield label, comparison, places
-        if self.average:
-            yield "average", self.average, (self.first.anchor, self.second.anchor)
 
 
 @dataclass(frozen=True)
@@ -224,19 +61,6 @@ class Table:
         if self.group == "official" and names == NINE:
             return "GLUE average"
         return f"mean of these {len(names)} tasks, not the GLUE average"
-
-
-def number(value: object) -> str:
-    """A value of the recipe: 2e-4 and not 0.0002, which takes counting."""
-    if not isinstance(value, float):
-        return str(value)
-    mantissa, exponent = f"{value:e}".split("e")
-    return f"{value:g}" if not 0 < value < 1e-2 else f"{float(mantissa):g}e{int(exponent)}"
-
-
-def run_id(line: Line) -> str:
-    """The run in ten characters: the end of its name under predictions/."""
-    return run_name(line)[-10:]
 
 
 def build_tables(lines: Iterable[Line], pair: Sequence[str] | None = None) -> list[Table]:
@@ -429,62 +253,3 @@ def best_cell(rates: Sequence[Cell]) -> Cell:
     most = max(len(cell.scored) for cell in rates)
     complete = sorted((x for x in rates if len(x.scored) == most), key=lambda cell: cell.rate)
     return max(complete, key=lambda cell: np.mean(list(cell.headlines.values())) if most else 0)
-
-
-def pair_differences(
-    rows: Sequence[Row], pair: Sequence[str] | None
-) -> tuple[list[Difference], str]:
-    """The two models' pretrained rows of the same way of fine-tuning, subtracted.
-
-    Args:
-        rows: Of one table.
-        pair: The two models; None means the one RoFormer and the one BERT.
-
-    Returns:
-        The differences, and why there are none.
-    """
-    pretrained = [row for row in rows if row.kind == "model"]
-    if pair is None:
-        names = ["RoFormer", "BERT"]
-        sides = [[r for r in pretrained if r.model_type in TYPES[name]] for name in names]
-    else:
-        names = [Path(model).name for model in pair]
-        sides = [[row for row in pretrained if row.key.model == model] for model in pair]
-        names = [side[0].short if side else name for side, name in zip(sides, names)]
-    title, counts = f" {MINUS} ".join(names), [len({row.key.side for row in x}) for x in sides]
-    if counts != [1, 1]:
-        found = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
-        remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""
-        return [], f"No {title}: it takes one model of each, here are {found}{remedy}."
-    same = [subtract(f"{title}, {a.way}".removesuffix(", "), a, b)
-            for a in sides[0] for b in sides[1] if a.key.way == b.key.way]  # fmt: skip
-    return same, "" if same else f"No {title}: nothing was run with the same recipe on both."
-
-
-def control_differences(rows: Sequence[Row]) -> list[Difference]:
-    """Each model minus its control: the same architecture and recipe from random weights."""
-    controls = {row.key: row for row in rows if row.kind == "random"}
-    pairs = [(row, controls.get(row.key._replace(control=True))) for row in rows]
-    return [subtract(f"{a.name} {MINUS} random weights", a, b) for a, b in pairs
-            if a.kind == "model" and b is not None]  # fmt: skip
-
-
-def subtract(title: str, first: Row, second: Row) -> Difference:
-    """First minus second; p-values are corrected over the tasks."""
-    cells = {label: (cell, second.cells[label]) for label, cell in first.cells.items()
-             if label in second.cells}  # fmt: skip
-    seeds = {label: {run["seed"] for cell in both for run in cell.runs}
-             for label, both in cells.items()}  # fmt: skip
-    tasks = {
-        label: compare(a.headlines, b.headlines, len(seeds[label]))
-        for label, (a, b) in cells.items()
-        if a.scored.keys() & b.scored.keys()
-    }
-    averages = [row.average(tasks) for row in (first, second)]
-    average = None
-    if len(tasks) > 1 and averages[0] and averages[1]:
-        by_seed = averages[0][1], averages[1][1]
-        if by_seed[0].keys() & by_seed[1].keys():
-            average = compare(*by_seed, len(set.union(*(seeds[label] for label in tasks))))
-    missing = [label for label in cells if label not in tasks]
-    return Difference(title, first, second, corrected(tasks), average, missing)

@@ -29,10 +29,40 @@ def test_runs_are_compared_at_the_tokens_and_the_time_that_all_have_had(
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert numbers["at_equal_tokens"] == {"tokens": 200, "validation_loss": {"a": 4.0, "b": 4.5}}
     assert numbers["at_equal_time"] == {"seconds": 3, "validation_loss": {"a": 3.0, "b": 5.25}}
+    assert numbers["difference"]["by_seed"] == {"0": [-1.0, -0.5]}
     assert len(numbers["runs"]["a"]["held_out"]) == 3
     said = capsys.readouterr().out
     assert "at 0.0 M tokens: a 4.000, b 4.500" in said
     assert "minutes: a 3.000, b 5.250" in said
+
+
+def test_seeds_of_a_model_are_one_line_and_differ_in_pairs(tmp_path):
+    for name, losses in (("rope-0", [5.0, 4.0]), ("bert-0", [6.0, 5.5, 5.0]),
+                         ("rope-1", [5.0, 4.0]), ("bert-1", [6.0, 4.5])):  # fmt: skip
+        write_run(tmp_path / name, losses, 1)
+    runs = [str(tmp_path / name) for name in ("rope-0", "bert-0", "rope-1", "bert-1")]
+    main(CurvesSettings(runs, str(tmp_path / "c.png")))
+    found = json.loads((tmp_path / "c.json").read_text())["difference"]
+    assert found["tokens"] == [100, 200]  # as far as all have been
+    assert found["by_seed"] == {"0": [-1.0, -1.5], "1": [-1.0, -0.5]}
+    assert found["mean_at_end"] == -1.0
+    assert found["std_at_end"] == pytest.approx(0.5**0.5)
+
+
+def test_seeds_that_only_one_model_has_make_no_difference(tmp_path):
+    write_run(tmp_path / "rope-0", [5.0, 4.0], 1)
+    write_run(tmp_path / "bert-1", [6.0, 4.5], 1)
+    main(CurvesSettings([str(tmp_path / x) for x in ("rope-0", "bert-1")], str(tmp_path / "c.png")))
+    assert json.loads((tmp_path / "c.json").read_text())["difference"] is None
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    for parent in ("one", "two"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "a", [5.0], 1)
+    runs = [str(tmp_path / parent / "a") for parent in ("one", "two")]
+    with pytest.raises(InputError, match="runs must have names of their own, got a twice"):
+        main(CurvesSettings(runs, str(tmp_path / "c.png")))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -196,6 +196,10 @@ def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
     assert log_rows(tmp_path / "runs" / "more")[1] < first[1] - 0.1
     config = json.loads((tmp_path / "runs" / "more" / "model" / "config.json").read_text())
     assert config["hidden_dropout_prob"] == 0.0
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    run(pretrain_flags, init, "--run.name=longer", f"--model.config={json.dumps(rope)}")
+    config = json.loads((tmp_path / "runs" / "longer" / "model" / "config.json").read_text())
+    assert config["rope_parameters"]["factor"] == 2.0
     for wrong, message in (
         ('{"hidden_size": 64}', "model.config.hidden_size must stay 32 of model.init, got 64"),
         ('{"hiden_size": 64}', "model.config must be a field of the roformer configuration"),

@@ -19,6 +19,7 @@ from finetune.report import (
     untested,
 )
 from finetune.rows import NINE, build_tables
+from finetune.verdict import verdicts
 from tiny_results import BERT, RECIPE, ROFORMER, SKILL, diverged, failed, line, write
 from train.settings import InputError
 
@@ -271,6 +272,70 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     assert "2 RoFormer and 1 BERT; name two models with --pair" in grid.remarks[0]
     (named,) = table(lines, pair=["new", "small-roformer"]).pairs
     assert (named.title, named.tasks["rte"].mean) == (f"new {MINUS} small-roformer", 20.0)
+
+
+def test_pretraining_seeds_make_pairs_and_a_difference_over_them():
+    lines = []
+    for seed, gain in ((0, 0.02), (1, 0.06)):
+        for tuned in range(3):
+            # fine-tuning seeds differ by nothing but themselves: they are not more pretraining runs
+            noise = 0.001 * tuned
+            bert = {"model_type": "bert", "seed": tuned}
+            lines.append(line(f"runs/bert-{seed}/model", "rte", 0.5, **bert))
+            rope = f"runs/roformer-{seed}/model"
+            lines.append(line(rope, "rte", 0.5 + gain + noise, seed=tuned))
+    pairs = {pair.title: pair.tasks["rte"] for pair in table(lines).pairs}
+    title = f"RoFormer {MINUS} BERT"
+    assert list(pairs) == [f"{title}, pretraining seed 0", f"{title}, pretraining seed 1",
+                           f"{title}, over 2 pretraining seeds"]  # fmt: skip
+    assert pairs[f"{title}, pretraining seed 1"].mean == pytest.approx(6.1)
+    whole = pairs[f"{title}, over 2 pretraining seeds"]
+    assert whole.differences == {0: pytest.approx(2.1), 1: pytest.approx(6.1)}
+    assert whole.p == pytest.approx(stats.ttest_1samp((2.1, 6.1), 0).pvalue)
+
+
+def test_models_of_other_pretraining_seeds_are_not_paired():
+    lines = [line(f"runs/roformer-{seed}/model", "rte", 0.6) for seed in (0, 1)]
+    lines += [line(f"runs/bert-{seed}/model", "rte", 0.5, model_type="bert") for seed in (0, 2)]
+    assert "2 RoFormer and 2 BERT; name two models" in table(lines).remark
+
+
+def learned(gains: dict[str, float]) -> list[dict]:
+    """Both models above their random weights by 10 points, or as `gains` says of a task of BERT."""
+    lines = []
+    for model in (ROFORMER, BERT):
+        for task in ("sst2", "cola", "stsb"):
+            gain = gains.get(task, 0.1) if model == BERT else 0.1
+            random = [{**x, "random_weights": True} for x in seeds(model, task, (0.50, 0.54))]
+            lines += [*seeds(model, task, (0.5 + gain, 0.54 + gain)), *random]
+    return lines
+
+
+def test_a_pair_counts_when_both_models_are_above_their_random_weights():
+    assert verdicts(table(learned({}))) == [
+        f"RoFormer {MINUS} BERT counts: both models stand above their random weights by more than "
+        "the larger sample standard deviation over seeds on SST-2, accuracy, CoLA, Matthews, "
+        "STS-B, Spearman."
+    ]
+    spread = np.std((50, 54), ddof=1)  # 2.83
+    (found,) = verdicts(table(learned({"cola": (spread - 0.1) / 100, "stsb": -0.01})))
+    assert found == (
+        f"RoFormer {MINUS} BERT does not count yet: small-bert, CoLA, Matthews: +2.7 over random "
+        "weights, spread 2.8; small-bert, STS-B, Spearman: -1.0 over random weights, spread 2.8."
+    )
+    assert found in pair_grid(table(learned({"cola": 0.0273, "stsb": -0.01})))[0].remarks
+
+
+def test_a_pair_without_controls_or_tasks_does_not_count():
+    lines = learned({})
+    pretrained = [x for x in lines if not x["random_weights"]]
+    (found,) = verdicts(table(pretrained))
+    assert "cannot be said: no random weights" in found
+    (found,) = verdicts(table([x for x in lines if x["task"] != "cola"]))
+    assert "small-roformer, cola: not run" in found
+    (found,) = verdicts(table([x for x in lines if x["seed"] == 0]))
+    assert "one seed, so the spread is not known" in found
+    assert verdicts(table(seeds(BERT, "rte", (0.5, 0.6)))) == []
 
 
 def test_models_without_a_recipe_in_common_are_not_compared():

@@ -54,6 +54,13 @@ def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(
     assert whole.optim.steps is None
 
 
+def test_held_out_text_has_the_length_of_the_corpus_whatever_the_stages(pretrain_flags, tmp_path):
+    run(pretrain_flags, "--run.name=short", stages=[{"steps": 4, "length": 16}])
+    run(pretrain_flags, "--run.name=whole", stages=[{"steps": 4}])
+    counts = [log_rows(tmp_path / "runs" / x, "validation_tokens") for x in ("short", "whole")]
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

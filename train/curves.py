@@ -1,10 +1,15 @@
-"""Loss curves of one or several runs: `python -m train.curves --runs '[runs/a, runs/b]'`.
+"""Loss curves, after the paper's Fig. 3: `python -m train.curves --runs '[runs/a, runs/b]'`.
 
-Training loss faint (the mean of each logging interval), held-out loss with markers, against tokens
-and against wall-clock; the numbers go into a JSON file beside the picture.
+Training loss faint (the mean of each logging interval), held-out loss with markers, against steps,
+tokens and wall-clock. Runs whose names differ in a last `-0`, `-1`, ... are seeds of one model: a
+line for their mean, a band for their range. Of two models the difference is drawn too, seed by
+seed. The numbers go into a JSON file beside the picture.
 """
 
 import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,11 @@ from train.launch import run_command
 from train.settings import InputError, require
 
 Rows = list[dict[str, Any]]
+Floats = NDArray[np.float64]
+
+AXES = (("step", 1e3, "steps (thousands)"), ("tokens", 1e6, "tokens (millions)"),
+        ("seconds", 60, "wall-clock (minutes)"))  # fmt: skip
+COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown")
 
 
 @dataclass(frozen=True)
@@ -24,14 +34,24 @@ class CurvesSettings:
     """Draw the loss curves of runs."""
 
     runs: list[str]
-    """Run folders, as [runs/a, runs/b]; each holds a log.jsonl."""
+    """Run folders, as [runs/a, runs/b] or seeds as [runs/a-0, runs/b-0, runs/a-1, runs/b-1]; each
+    holds a log.jsonl."""
     output: str = "results/curves.png"
     """Picture to write, .png or .svg; the numbers go beside it, ending in .json."""
     title: str = "Masked-LM loss"
     """Heading of the picture."""
 
 
-def read_log(run: str) -> tuple[Rows, Rows]:
+@dataclass(frozen=True)
+class Run:
+    """What a run has logged."""
+
+    name: str
+    training: Rows
+    held_out: Rows
+
+
+def read_log(run: str) -> Run:
     """Training rows and evaluation rows of a run.
 
     Raises:
@@ -44,71 +64,155 @@ def read_log(run: str) -> tuple[Rows, Rows]:
     held_out = [row for row in rows if "validation_loss" in row]
     if not training or not held_out:
         raise InputError(f"runs must have logged and evaluated, got {run}; wait, or run it longer")
-    return training, held_out
+    return Run(Path(run).name, training, held_out)
 
 
-def at_equal(key: str, runs: dict[str, tuple[Rows, Rows]]) -> dict[str, Any]:
+def by_model(names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Model -> seed -> name: `bert-0` and `bert-1` are seeds of `bert`; `bert` alone is seed 0."""
+    models: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in names:
+        found = re.fullmatch(r"(.+)-(\d+)", name)
+        model, seed = (found[1], int(found[2])) if found else (name, 0)
+        rule = "must have names of their own"
+        require(seed not in models[model], "runs", rule, f"{model} twice", "rename one")
+        models[model][seed] = name
+    return dict(models)
+
+
+def at_equal(key: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Held-out loss of each run where all have got to: the same tokens, or the same time.
 
     Args:
         key: "tokens" or "seconds".
-        runs: Rows by name.
+        runs: What they logged.
 
     Returns:
         The place reached by all, and the losses there; between two evaluations interpolated.
     """
-    reached = min(held_out[-1][key] for _, held_out in runs.values())
-    losses = {name: _loss_at(key, held_out, reached) for name, (_, held_out) in runs.items()}
+    reached = min(run.held_out[-1][key] for run in runs)
+    losses = {run.name: float(losses_at(key, run, np.array([reached]))[0]) for run in runs}
     return {key: reached, "validation_loss": losses}
 
 
-def _loss_at(key: str, held_out: Rows, reached: float) -> float:
-    places, losses = columns(held_out, key, "validation_loss")
-    return float(np.interp(reached, places, losses))
+def losses_at(key: str, run: Run, places: Floats) -> Floats:
+    """Held-out loss at some places, between two evaluations interpolated, [places]."""
+    x, losses = columns(run.held_out, key, "validation_loss")
+    return np.asarray(np.interp(places, x, losses))
 
 
-def columns(rows: Rows, *keys: str) -> tuple[NDArray[np.float64], ...]:
+def columns(rows: Rows, *keys: str) -> tuple[Floats, ...]:
     """Values of some keys over rows."""
     return tuple(np.array([row[key] for row in rows], dtype=np.float64) for key in keys)
 
 
-def draw(runs: dict[str, tuple[Rows, Rows]], title: str, output: Path) -> None:
+def common_places(key: str, runs: Sequence[Run]) -> Floats:
+    """Where the first run was evaluated, as far as all runs have been."""
+    (places,) = columns(runs[0].held_out, key)
+    starts = max(run.held_out[0][key] for run in runs)
+    ends = min(run.held_out[-1][key] for run in runs)
+    return places[(places >= starts) & (places <= ends)]
+
+
+def difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str, Any] | None:
+    """First model - second at equal tokens, for each seed that both have; None without any.
+
+    Returns:
+        tokens [places]; by_seed: seed -> differences [places]; and of the last place mean and, of
+        several seeds, sample standard deviation.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    tokens = common_places("tokens", [side[seed] for seed in seeds for side in (first, second)])
+    table = {
+        seed: losses_at("tokens", first[seed], tokens) - losses_at("tokens", second[seed], tokens)
+        for seed in seeds
+    }
+    last = np.array([values[-1] for values in table.values()]) if len(tokens) else np.empty(0)
+    return {
+        "tokens": tokens.tolist(),
+        "by_seed": {seed: values.tolist() for seed, values in table.items()},
+        "mean_at_end": float(last.mean()) if len(last) else None,
+        "std_at_end": float(last.std(ddof=1)) if len(last) > 1 else None,
+    }
+
+
+def draw(models: Mapping[str, Mapping[int, Run]], title: str, output: Path) -> None:
     """Write the picture."""
     mpl.use("Agg")  # no screen is needed
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    for axis, (key, unit, label) in zip(
-        axes, (("tokens", 1e6, "tokens (millions)"), ("seconds", 60, "wall-clock (minutes)"))
-    ):
-        for number, (name, (training, held_out)) in enumerate(runs.items()):
-            x, loss = columns(training, key, "loss")
-            axis.plot(x / unit, loss, color=f"C{number}", alpha=0.3, linewidth=1)
-            x, loss = columns(held_out, key, "validation_loss")
-            marks = {"marker": "o", "markersize": 3.5, "color": f"C{number}"}
-            axis.plot(x / unit, loss, label=f"{name} ({loss[-1]:.3f} at the end)", **marks)
+    figure, grid = plt.subplots(2, 2, figsize=(10.5, 7.4), layout="constrained")
+    losses, last = grid.flat[:3], grid.flat[3]
+    for axis, (key, unit, label) in zip(losses, AXES):
+        for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
+            draw_model(axis, key, unit, name, list(seeds.values()), colour)
         axis.set_xlabel(label)
+        axis.set_ylabel("loss (nats a predicted token)")
+    losses[0].legend(title="held out (dots); training (faint)", frameon=False)
+    last.set_visible(len(models) == 2 and draw_difference(last, models))
+    for axis in grid.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("loss (nats a predicted token)")
-    axes[0].legend(title="held out (dots); training (faint)", frameon=False)
     figure.suptitle(title)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     plt.close(figure)
 
 
+def draw_model(
+    axis: Any, key: str, unit: float, name: str, runs: Sequence[Run], colour: str
+) -> None:
+    """Every run's training loss; the mean over runs of the held-out loss, and its range."""
+    for run in runs:
+        x, loss = columns(run.training, key, "loss")
+        axis.plot(x / unit, loss, color=colour, alpha=0.25, linewidth=0.8)
+    places = common_places(key, runs)
+    table = np.stack([losses_at(key, run, places) for run in runs])  # [seeds, places]
+    end = np.mean([run.held_out[-1]["validation_loss"] for run in runs])
+    many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
+    marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
+    axis.plot(places / unit, table.mean(0), label=f"{name} ({end:.3f} at the end{many})", **marks)
+    if len(runs) > 1:
+        axis.fill_between(places / unit, table.min(0), table.max(0), color=colour, alpha=0.2)
+
+
+def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
+    """First model - second against tokens; whether there is anything to draw."""
+    (first, one), (second, other) = models.items()
+    found = difference(one, other)
+    if found is None or not found["tokens"]:
+        return False
+    tokens, table = np.array(found["tokens"]) / 1e6, np.array(list(found["by_seed"].values()))
+    for values in table:
+        axis.plot(tokens, values, color="tab:gray", alpha=0.6, linewidth=0.8)
+    axis.plot(tokens, table.mean(0), color="black", marker="o", markersize=2.5, linewidth=1.2)
+    if len(table) > 1:
+        axis.fill_between(tokens, table.min(0), table.max(0), color="tab:gray", alpha=0.25)
+    axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("tokens (millions)")
+    spread = f"; mean and range of {len(table)} seeds" if len(table) > 1 else ""
+    axis.set_ylabel(f"held-out loss, {first} − {second}{spread}")  # noqa: RUF001 the sign
+    return True
+
+
 def main(settings: CurvesSettings) -> None:
     """Read, draw, write the numbers, say where."""
-    runs = {Path(run).name: read_log(run) for run in settings.runs}
     output = Path(settings.output)
     rule = "must end in .png or .svg"
     require(output.suffix in (".png", ".svg"), "output", rule, settings.output, "rename it")
-    draw(runs, settings.title, output)
+    logs = {Path(run).name: read_log(run) for run in settings.runs}
+    runs = list(logs.values())
+    models = {
+        model: {seed: logs[name] for seed, name in seeds.items()}
+        for model, seeds in by_model([Path(run).name for run in settings.runs]).items()
+    }
+    draw(models, settings.title, output)
     numbers = {
         "at_equal_tokens": at_equal("tokens", runs),
         "at_equal_time": at_equal("seconds", runs),
-        "runs": {name: {"training": t, "held_out": h} for name, (t, h) in runs.items()},
+        "difference": difference(*models.values()) if len(models) == 2 else None,
+        "runs": {run.name: {"training": run.training, "held_out": run.held_out} for run in runs},
     }
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     for key, unit, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):

@@ -87,9 +87,10 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     same = saved.model_type == settings.type
     require(same or convertible, "model.init", rule, found, remedy)
     for name, value in settings.config.items():
-        # what changes no weight may change; the rest is the checkpoint's
+        # what says nothing about the weights may change, angles for longer texts for instance; the
+        # rest is the checkpoint's
         there = getattr(saved, name, value)
-        free = name.endswith("dropout_prob") or there == value
+        free = name.endswith("dropout_prob") or name == "rope_parameters" or there == value
         require(
             free, f"model.config.{name}", f"must stay {there} of model.init", value, "leave it out"
         )

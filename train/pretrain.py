@@ -46,7 +46,7 @@ from train.run_folder import Saver, alone, no_room, resume, save_model
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 from train.stages import Stages, seed_of, stages_of
 from train.store import TokenStore
-from train.validate import evaluate
+from train.validate import evaluate, first_of
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -75,7 +75,7 @@ def main(settings: PretrainSettings) -> Path:
         dry_run(settings, stages, accelerator)
         return folder / "model"
     with no_room(folder):
-        tokenizer, stores, held_out = prepare_data(stages, accelerator)
+        tokenizer, stores, held_out = prepare_data(settings, stages, accelerator)
         objective = make_objective(settings, tokenizer)
         steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
         with alone(folder, accelerator):
@@ -149,9 +149,9 @@ def train(
             if done % run.log_every == 0 or ended:
                 journal.training(done, rate_now, norm)
             if done % run.validate_every == 0 or ended:
-                limit, micro = run.validation_sequences, optim.micro_batch
+                chosen, micro = first_of(held_out, run.validation_sequences), optim.micro_batch
                 alive = interruptions.alive
-                scores = evaluate(model, held_out, steps.special, accelerator, micro, limit, alive)
+                scores = evaluate(model, held_out, steps.special, accelerator, micro, chosen, alive)
                 journal.validation(done, scores)
             if done % run.save_every == 0 or ended or any(reasons):
                 finite.settle()
@@ -182,18 +182,18 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
 
 
 def prepare_data(
-    stages: list[PretrainSettings], accelerator: Accelerator
+    settings: PretrainSettings, stages: list[PretrainSettings], accelerator: Accelerator
 ) -> tuple[PreTrainedTokenizerBase, list[TokenStore], Sequences]:
     """Tokenizer, the text of each stage, held-out text; one process a machine does the work."""
-    first = stages[0]
+    corpus = settings.corpus
     with accelerator.local_main_process_first():
-        vocabulary.learn_if_missing(first.corpus)
-        tokenizer = vocabulary.load(first.corpus.tokenizer)
+        vocabulary.learn_if_missing(stages[0].corpus)
+        tokenizer = vocabulary.load(corpus.tokenizer)
         for stage in stages:
             model_config(stage.model, stage.corpus.length, tokenizer)
         stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]
-        held_out = tokenise(first.corpus, "validation", tokenizer)
-    return tokenizer, stores, Sequences(held_out, first.corpus.length)
+        held_out = tokenise(corpus, "validation", tokenizer)
+    return tokenizer, stores, Sequences(held_out, corpus.length)
 
 
 def make_objective(

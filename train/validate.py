@@ -10,13 +10,16 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from numpy.typing import NDArray
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 import roformer
 from train import vocabulary
@@ -59,7 +62,7 @@ def evaluate(
     special: SpecialTokens,
     accelerator: Accelerator,
     batch: int = 32,
-    limit: int | None = None,
+    chosen: NDArray[np.int64] | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and accuracy per predicted token, exact over processes.
@@ -70,16 +73,15 @@ def evaluate(
         special: The tokenizer's ids.
         accelerator: Shares the batches out and adds the sums up.
         batch: Sequences a forward pass.
-        limit: Most sequences to read, from the start of the text.
+        chosen: Numbers of the sequences to read; None means all.
         alive: Called before each batch.
 
     Returns:
         validation_loss in nats, validation_accuracy in [0, 1], validation_tokens predicted.
     """
-    number = len(sequences) if limit is None else min(limit, len(sequences))
-    index = np.arange(number)
+    index = np.arange(len(sequences)) if chosen is None else chosen
     by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
-    batches = [by_length[i : i + batch] for i in range(0, number, batch)]
+    batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     packed = accelerator.unwrap_model(model).packed
     tokens = dataclasses.replace(special, continuing=None)
@@ -105,27 +107,53 @@ def evaluate(
     }
 
 
+def first_of(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
+    """Numbers of the first sequences, at most `limit`."""
+    return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
+
+
+def load_objective(
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    attention: str,
+    changes: dict[str, Any] | None = None,
+) -> MaskedLanguageModel:
+    """A saved model with its loss, in float32.
+
+    Args:
+        folder: Of the model, or a hub id.
+        tokenizer: Its tokenizer.
+        length: Longest sequence it is to read.
+        attention: Kernel by transformers' name.
+        changes: Fields of its configuration to replace.
+
+    Raises:
+        InputError: There is no model, it lacks a head, or its positions end before the length.
+    """
+    try:
+        kind = transformers.AutoConfig.from_pretrained(folder).model_type
+    except (OSError, ValueError) as error:
+        rule = "must be a folder or hub id with a config.json"
+        raise InputError(f"model {rule}, got {folder!r}; check the path") from error
+    wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
+    config = model_config(wanted, length, tokenizer, key="length")
+    return MaskedLanguageModel(build(wanted, config, seed=0, whole=True))
+
+
 def main(settings: ValidateSettings) -> dict[str, float]:
     """Load, measure, print one line of JSON."""
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     tokenizer = vocabulary.load(settings.model, key="model")
-    try:
-        kind = transformers.AutoConfig.from_pretrained(settings.model).model_type
-    except (OSError, ValueError) as error:
-        rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"model {rule}, got {settings.model!r}; check the path") from error
-    wanted = ModelSettings(type=kind, init=settings.model, attention=settings.attention)
-    config = model_config(wanted, settings.length, tokenizer, key="length")
-    model = build(wanted, config, seed=0, whole=True)
+    objective = load_objective(settings.model, tokenizer, settings.length, settings.attention)
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
-    objective = accelerator.prepare_model(MaskedLanguageModel(model), evaluation_mode=True)
+    objective = accelerator.prepare_model(objective, evaluation_mode=True)
     sequences, special = Sequences(store, settings.length), SpecialTokens.of(tokenizer)
-    scores = evaluate(
-        objective, sequences, special, accelerator, settings.batch, settings.sequences
-    )
+    chosen = first_of(sequences, settings.sequences)
+    scores = evaluate(objective, sequences, special, accelerator, settings.batch, chosen)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores

@@ -1,0 +1,96 @@
+"""Loss against length: one text at every length, three ways to turn, an end to BERT's table."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import BertConfig, BertForMaskedLM
+
+from conftest import TINY_MODEL
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer.rotary import frequencies, inverse_frequencies
+from train.corpus import tokenise
+from train.lengths import LengthsSettings, main, same_text, ways
+from train.packing import Sequences
+from train.settings import CorpusSettings, InputError
+
+
+@pytest.fixture
+def long_text(tmp_path, tokenizer_folder):
+    """Documents of 10, 200, 130 and 1,000 tokens, counted without special ones."""
+    words = [10, 200, 130, 1000]
+    rows = (json.dumps({"text": " ".join(["the"] * n)}) + "\n" for n in words)
+    (tmp_path / "long.jsonl").write_text("".join(rows))
+    file, cache = str(tmp_path / "long.jsonl"), str(tmp_path / "tokens")
+    return CorpusSettings(validation=file, tokenizer=str(tokenizer_folder), cache=cache)
+
+
+@pytest.mark.parametrize("length", [16, 32, 64, 128])
+def test_every_length_reads_the_start_of_the_long_documents(length, long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), length)
+    start, tokens = sequences.spans(same_text(sequences, 128, documents=2))
+    assert set(tokens) == {length - 2}
+    first, second = 10, 10 + 200  # where the documents of 200 and 130 tokens begin
+    inside = [(x >= d) & (x + length - 2 <= d + 126) for x in [start] for d in (first, second)]
+    assert (inside[0] ^ inside[1]).all()
+    assert len(start) == 2 * (126 // (length - 2))
+
+
+def test_a_text_too_short_for_the_longest_is_refused(long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 128)
+    with pytest.raises(InputError, match="corpus.validation must hold a document of 4094 tokens"):
+        same_text(sequences, 4096, documents=2)
+
+
+def test_rescaled_theta_divides_the_slowest_angle_and_leaves_the_fastest():
+    config = RoFormerConfig(hidden_size=256, num_attention_heads=4)
+    plain = inverse_frequencies(64)
+    found = {
+        way: frequencies(RoFormerConfig(hidden_size=256, num_attention_heads=4, **changes), None,
+                         plain.device)[0]
+        for way, changes in ways(config, 8).items()
+    }  # fmt: skip
+    assert list(found) == ["as it is", "positions / s", "theta rescaled"]
+    np.testing.assert_allclose(found["positions / s"], plain / 8, rtol=1e-6)
+    assert found["theta rescaled"][0] == plain[0] == 1
+    np.testing.assert_allclose(found["theta rescaled"][-1], plain[-1] / 8, rtol=1e-6)
+
+
+def test_only_a_rotation_has_ways_and_only_beyond_training():
+    assert list(ways(BertConfig(), 4)) == ["as it is"]
+    assert list(ways(RoFormerConfig(), 1)) == list(ways(RoFormerConfig(), 0.5)) == ["as it is"]
+
+
+def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, capsys):
+    sizes = TINY_MODEL | {"vocab_size": len(tokenizer), "initializer_range": 0.3}
+    for seed in (0, 1):
+        for name, model in (
+            ("roformer", RoFormerForMaskedLM(RoFormerConfig(**sizes))),
+            ("bert", BertForMaskedLM(BertConfig(**sizes))),
+        ):
+            folder = tmp_path / "runs" / f"{name}-{seed}" / "model"
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    folders = [str(tmp_path / "runs" / x / "model")
+               for x in ("roformer-0", "bert-0", "roformer-1", "bert-1")]  # fmt: skip
+    output = tmp_path / "out" / "lengths.png"
+    main(
+        LengthsSettings(folders, long_text, [32, 128], trained=32, documents=3, output=str(output))
+    )
+    assert output.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(output.with_suffix(".json").read_text())
+    losses = {
+        (x["model"], x["seed"], x["way"], x["length"]): x.get("validation_loss") for x in rows
+    }
+    for seed in (0, 1):
+        beyond = [losses["roformer", seed, way, 128] for way in ways(RoFormerConfig(), 4)]
+        assert len(set(beyond)) == 3
+        assert None not in beyond
+        assert losses["bert", seed, "as it is", 32] is not None
+        assert losses["bert", seed, "as it is", 128] is None
+    refused = next(row["refused"] for row in rows if "refused" in row)
+    assert refused.startswith("length must be at most the 64 positions of the bert table, got 128")
+    said = capsys.readouterr().out
+    assert "| bert, as it is |" in said
+    assert said.count("refused") == 1
+    assert "| roformer, theta rescaled |" in said
