@@ -8,7 +8,8 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report bench bench-gpu clean
+.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-smoke \
+  bench bench-gpu clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml configs/constraints.txt
@@ -96,6 +97,46 @@ glue: setup
 RESULTS ?= results.jsonl
 report: setup
 	$(BIN)/python -m finetune.report $(RESULTS)
+
+# The controlled pair: RoFormer and BERT with the same text, order, masks and seeds. Started again, it goes on; -j2 makes
+# two runs at once. TEXT: folders of train* files (held out: validation* of the first); GLUE: folders of tasks.
+#   make -j2 pair TEXT=wikipedia GLUE='glue glue_reduced' OMP_NUM_THREADS=1
+PAIR ?= small# the scale: configs/pretrain/pair-$(PAIR).yaml and configs/model/*-$(PAIR).yaml
+PAIR_SEEDS ?= 0 1
+PAIR_LAUNCH ?= $(CPU)
+PAIR_READY ?= setup
+PAIR_DIR := runs/pair-$(PAIR)
+PAIR_RUNS := $(foreach seed,$(PAIR_SEEDS),roformer-$(seed) bert-$(seed))
+PAIR_GLUE := --config configs/glue/pair-$(PAIR).yaml --output $(PAIR_DIR)/results.jsonl
+PAIR_WORKERS ?= 2
+comma := ,
+list = [$(subst $() ,$(comma),$(strip $(1)))]
+PAIR_TRAIN = $(if $(TEXT),$(call list,$(foreach folder,$(TEXT),$(wildcard $(folder)/train*))),embedded)
+PAIR_HELD_OUT = $(if $(TEXT),$(wildcard $(firstword $(TEXT))/validation*),embedded)
+PAIR_TASKS = $(call list,$(filter-out ax,$(notdir $(wildcard $(1)/*))))
+pair: $(PAIR_DIR)/tuned $(PAIR_DIR)/lengths.json
+	$(BIN)/python -m train.curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
+	$(BIN)/python -m finetune.report $(PAIR_DIR)/results.jsonl
+$(PAIR_DIR)/%/finished: | $(PAIR_READY)
+	$(PAIR_LAUNCH) train/pretrain.py --config configs/pretrain/pair-$(PAIR).yaml \
+	  --config configs/model/$(firstword $(subst -, ,$*))-$(PAIR).yaml --run.folder $(PAIR_DIR) --run.name $* \
+	  --run.seed $(lastword $(subst -, ,$*)) --corpus.train '$(PAIR_TRAIN)' --corpus.validation '$(PAIR_HELD_OUT)'
+	@test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command goes on'; exit 1; }
+	@touch $@
+# every model, then the first seed's beside random weights, which know nothing of the seed of pretraining
+$(PAIR_DIR)/tuned: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
+	$(foreach folder,$(GLUE),$(PAIR_LAUNCH) -m finetune.grid $(PAIR_GLUE) --workers $(PAIR_WORKERS) --glue_dir $(folder) \
+	  --tasks '$(call PAIR_TASKS,$(folder))' --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' && \
+	$(PAIR_LAUNCH) -m finetune.grid $(PAIR_GLUE) --workers $(PAIR_WORKERS) --glue_dir $(folder) \
+	  --tasks '$(call PAIR_TASKS,$(folder))' --random_control true \
+	  --models '$(call list,$(wordlist 1,2,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model)))' && ) touch $@
+$(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
+	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
+	  --corpus.validation '$(PAIR_HELD_OUT)' --output $(PAIR_DIR)/lengths.png
+
+pair-smoke: setup ## the road of `make pair` in two minutes: tiny models, installed documentation, demo tasks
+	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
+	$(MAKE) pair PAIR=tiny TEXT= GLUE=runs/pair-tiny/tasks
 
 bench: setup ## training and inference against transformers' models on this CPU: 10 minutes
 	$(BIN)/python -m train.bench

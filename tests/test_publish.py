@@ -1,0 +1,64 @@
+"""A finished run as a folder: half the bytes, the same predictions, a card of what was run."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+
+from roformer import RoFormerForMaskedLM
+from train.pretrain import main as pretrain
+from train.publish import PublishSettings, main
+from train.settings import InputError, PretrainSettings, parse
+
+
+@pytest.fixture
+def finished(pretrain_flags, tmp_path):
+    pretrain(parse(PretrainSettings, [*pretrain_flags, "--optim.learning_rate=5e-3"]))
+    return tmp_path / "runs" / "tiny"
+
+
+def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, capsys):
+    output = main(
+        PublishSettings(str(finished), str(tmp_path / "out" / "small"), "a tiny language")
+    )
+    said = capsys.readouterr().out
+    assert "out/small: " in said
+    assert " MB" in said
+    before, after = (f / "model.safetensors" for f in (finished / "model", output))
+    assert after.stat().st_size < 0.6 * before.stat().st_size
+    ids = torch.arange(5, 21)[None]
+    with torch.no_grad():
+        whole = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits
+        for model in (
+            RoFormerForMaskedLM.from_pretrained(output),
+            transformers.RoFormerForMaskedLM.from_pretrained(output),
+        ):
+            assert model.dtype == torch.bfloat16
+            half = model.eval()(ids).logits.float()
+            assert (half - whole).abs().max() < 0.02 * whole.abs().max()
+    fill = transformers.pipeline("fill-mask", model=str(output))
+    assert len(fill("the cat [MASK] the moon .")) == 5
+
+
+def test_the_card_says_what_was_run(finished, tmp_path):
+    settings = PublishSettings(str(finished), str(tmp_path / "small"), "a tiny language", "mit")
+    card = ModelCard.load(main(settings) / "README.md")
+    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
+    for fact in ("a tiny language", "| steps | 12 |", "| seed | 0 |", "learning_rate: 0.005"):
+        assert fact in card.text
+
+
+def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
+    with pytest.raises(InputError, match="output must be new"):
+        PublishSettings(str(finished), str(tmp_path), "x")
+    with pytest.raises(InputError, match="dtype must be one of bfloat16, float32, got 'half'"):
+        PublishSettings(str(finished), str(tmp_path / "new"), "x", dtype="half")
+    good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
+    (finished / "model" / "tokenizer_config.json").unlink()
+    with pytest.raises(InputError, match="run must hold a finished model"):
+        main(good)
+    with pytest.raises(InputError, match="run must hold a finished model"):
+        main(dataclasses.replace(good, run=str(tmp_path)))
+    assert not (tmp_path / "new").exists()
