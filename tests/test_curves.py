@@ -43,10 +43,21 @@ def test_seeds_of_a_model_are_one_line_and_differ_in_pairs(tmp_path):
     runs = [str(tmp_path / name) for name in ("rope-0", "bert-0", "rope-1", "bert-1")]
     main(CurvesSettings(runs, str(tmp_path / "c.png")))
     found = json.loads((tmp_path / "c.json").read_text())["difference"]
-    assert found["tokens"] == [100, 200]  # as far as all have been
+    assert found["tokens"] == [100, 200]  # as far as all have got
     assert found["by_seed"] == {"0": [-1.0, -1.5], "1": [-1.0, -0.5]}
     assert found["mean_at_end"] == -1.0
     assert found["std_at_end"] == pytest.approx(0.5**0.5)
+
+
+def test_runs_that_were_never_evaluated_at_the_same_tokens_are_compared_between(tmp_path):
+    write_run(tmp_path / "a", [5.0, 4.0, 3.0], 1)
+    write_run(tmp_path / "b", [6.0, 5.0], 1)
+    log = tmp_path / "b" / "log.jsonl"
+    log.write_text(log.read_text().replace('"tokens": 100', '"tokens": 150'))
+    main(CurvesSettings([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c.png")))
+    found = json.loads((tmp_path / "c.json").read_text())["difference"]
+    assert found["tokens"] == [150, 200]
+    assert found["by_seed"] == {"0": [-1.5, -1.0]}
 
 
 def test_seeds_that_only_one_model_has_make_no_difference(tmp_path):

@@ -106,11 +106,11 @@ def columns(rows: Rows, *keys: str) -> tuple[Floats, ...]:
 
 
 def common_places(key: str, runs: Sequence[Run]) -> Floats:
-    """Where the first run was evaluated, as far as all runs have been."""
+    """Where the first run was evaluated, from where all runs have been to where all have got."""
     (places,) = columns(runs[0].held_out, key)
     starts = max(run.held_out[0][key] for run in runs)
     ends = min(run.held_out[-1][key] for run in runs)
-    return places[(places >= starts) & (places <= ends)]
+    return np.unique(places.clip(starts, ends)) if starts <= ends else places[:0]
 
 
 def difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str, Any] | None:
@@ -190,9 +190,9 @@ def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
     if len(table) > 1:
         axis.fill_between(tokens, table.min(0), table.max(0), color="tab:gray", alpha=0.25)
     axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    axis.set_xlabel("tokens (millions)")
     spread = f"; mean and range of {len(table)} seeds" if len(table) > 1 else ""
-    axis.set_ylabel(f"held-out loss, {first} − {second}{spread}")  # noqa: RUF001 the sign
+    axis.set_xlabel(f"tokens (millions){spread}")
+    axis.set_ylabel(f"held-out loss, {first} − {second}")  # noqa: RUF001 the sign
     return True
 
 
