@@ -37,7 +37,7 @@ from real_runs import (
     wait_for,
 )
 from train import checkpoint
-from train.interruptions import REASONS, Interruptions
+from train.interruptions import REASONS, SHORTEST_STALL, Interruptions
 
 SRUN = """#!/bin/sh
 echo $$ > "$(dirname "$0")/task"
@@ -277,11 +277,24 @@ def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(
     train_until(torchrun, run, before, 2)
     os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
     assert torchrun.wait(75) != 0
-    assert "Timeout (0:0" in said(tmp_path)
+    assert "no sign of life for 25 s, stuck here" in said(tmp_path)
     assert "most recent call first" in said(tmp_path)
     assert not family(tmp_path)
     assert start(*TORCHRUN, SCRIPT, *flags, **CPU).wait(PATIENCE) == 0
     assert "going on after step" in said(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_when_it_is_continued(pretrain_flags, tmp_path, start):
+    flags = [*pretrain_flags, KNOWN_PEAK, "--optim.steps=200"]
+    here(flags, "--run.name=whole")
+    launch, run = start(SCRIPT, *flags, **CPU), tmp_path / "runs" / "tiny"
+    train_until(launch, run, 0, 2)
+    os.kill(launch.pid, signal.SIGSTOP)
+    time.sleep(SHORTEST_STALL + 3)
+    os.kill(launch.pid, signal.SIGCONT)
+    assert launch.wait(PATIENCE) == 0
+    assert_same_run(tmp_path / "runs" / "whole", run)
 
 
 def test_a_data_worker_that_is_killed_stops_the_launch_and_the_next_goes_on(

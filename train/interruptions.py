@@ -6,10 +6,12 @@ added up over processes with the predicted tokens of the step, so agreeing costs
 
 import errno
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +32,9 @@ EXIT_CODES = (*(128 + number for number in SIGNALS), 128 + signal.SIGHUP, 0)
 SHORTEST_STALL = 25.0
 """Seconds without a sign of life, at least, before a process counts as stuck; torchrun then gives
 the others 30 to end: a minute in all."""
+
+TICK = 0.5
+"""Seconds between two looks at whether there was a sign."""
 
 LONGEST_SAVE = 900.0
 """Seconds a checkpoint may take to write, and the other processes to wait for it."""
@@ -92,8 +97,11 @@ class Interruptions:
         self.heard: set[str] = set()
         self.longest = 0.0
         self.last_sign: float | None = None
+        self.quiet, self.limit = 0.0, math.inf  # seconds without a sign: there are, there may be
+        self.over = threading.Event()
 
     def __enter__(self) -> "Interruptions":
+        threading.Thread(target=self._watch, daemon=True).start()
         self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         if self.before[signal.SIGHUP] == signal.SIG_IGN:  # as `nohup` wants it
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -103,7 +111,7 @@ class Interruptions:
         return self
 
     def __exit__(self, *error: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self.over.set()
         if sys.stdout:  # there is none after `>&-`
             sys.stdout.flush()  # while that cannot fail: at the end of the process it would
         sys.stdout, sys.stderr = self.streams
@@ -135,15 +143,26 @@ class Interruptions:
         now = time.monotonic()
         if self.last_sign is not None:
             # the first pause holds compilation and the start of the workers: nothing to go by
-            self.longest = max(self.longest, now - self.last_sign)
-            limit = max(self.shortest, 10 * self.longest)
-            faulthandler.dump_traceback_later(limit, exit=True, file=2)  # standard error
-        self.last_sign = now
+            pause = min(now - self.last_sign, self.quiet + 2 * TICK)
+            self.longest = max(self.longest, pause)
+            self.limit = max(self.shortest, 10 * self.longest)
+        self.last_sign, self.quiet = now, 0.0
+
+    def _watch(self) -> None:
+        """Count the seconds without a sign, but not those in which the process was stopped, by
+        Ctrl-Z for instance: whatever passed, a look is one tick.
+        """  # noqa: D205 one sentence
+        while not self.over.wait(TICK):
+            self.quiet += TICK
+            if self.quiet > self.limit:
+                os.write(2, f"no sign of life for {self.limit:.0f} s, stuck here:\n".encode())
+                faulthandler.dump_traceback(file=2)
+                os._exit(1)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
         """For a save: a disk may be slow, but nobody waits for a process that hangs for ever."""
-        faulthandler.dump_traceback_later(LONGEST_SAVE, exit=True, file=2)
+        self.quiet, self.limit = 0.0, LONGEST_SAVE
         yield
         self.last_sign = time.monotonic()
 
