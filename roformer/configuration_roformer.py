@@ -6,12 +6,14 @@ stock Auto classes refuse: which of the two it is gets decided from the fields w
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2CLS
 
 PLUS = "roformer_plus"
+
+ENCODINGS = ("rope", "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none")
 
 # keys of `rope_parameters` by type, beside the four that every type may have
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
@@ -89,6 +91,9 @@ class RoFormerConfig(PreTrainedConfig):
             as Llama does. `RoFormerPreTrainedModel.set_rope_interleave` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
         norm_type: "layer_norm", or "rms_norm" without a gain; both as in RoFormerV2.
+        position_encoding: How tokens know their place: "rope", or one of those it is compared with,
+            "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none"; see `positions`.
+            "learned" has a table of `max_position_embeddings` rows, and no more positions.
 
     Raises:
         ValueError: A field breaks its rule; the message names it, the rule, the value found and,
@@ -96,9 +101,6 @@ class RoFormerConfig(PreTrainedConfig):
     """
 
     model_type = "roformer"
-    has_position_limit: ClassVar[bool] = (
-        False  # read by whoever must refuse a text longer than a table
-    )
 
     vocab_size: int = 50000
     embedding_size: int | None = None
@@ -126,6 +128,7 @@ class RoFormerConfig(PreTrainedConfig):
     rope_interleave: bool = True
     use_bias: bool = True
     norm_type: str = "layer_norm"
+    position_encoding: str = "rope"
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop(
@@ -167,6 +170,16 @@ class RoFormerConfig(PreTrainedConfig):
         return int(self.head_width * self._rope.get("partial_rotary_factor", 1.0))
 
     @property
+    def has_position_limit(self) -> bool:
+        """Whether a text may be longer than a table; read by whoever must refuse it."""
+        return self.position_encoding == "learned"
+
+    @property
+    def biases_scores(self) -> bool:
+        """Whether positions are added to the scores, which not every kernel can do."""
+        return self.position_encoding in ("transformer_xl", "t5", "alibi")
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies change with the length of the row."""
         return self._rope["rope_type"] in ("dynamic", "longrope")
@@ -185,6 +198,7 @@ class RoFormerConfig(PreTrainedConfig):
             "rope_interleave": not self.rope_interleave,
             "use_bias": not self.use_bias,
             "norm_type": self.norm_type != "layer_norm",
+            "position_encoding": self.position_encoding != "rope",
             "rope_parameters": rope != _WHOLE | _PLAIN_ROPE,
         }
         return {name for name, value in changed.items() if value}
@@ -197,6 +211,7 @@ class RoFormerConfig(PreTrainedConfig):
             "rope_interleave",
             "use_bias",
             "norm_type",
+            "position_encoding",
         } - self._foreign():
             fields.pop(name, None)
         return fields | {"model_type": self.model_type if self.is_stock else PLUS}
@@ -253,13 +268,20 @@ class RoFormerConfig(PreTrainedConfig):
             _require(fits, name, rule, repr(value))
 
     def _check_choices(self) -> None:
-        choices = {"summary_type": ("first", "last"), "norm_type": ("layer_norm", "rms_norm")}
+        choices: dict[str, tuple[str, ...]] = {
+            "summary_type": ("first", "last"),
+            "norm_type": ("layer_norm", "rms_norm"),
+            "position_encoding": ENCODINGS,
+        }
         for name, known in choices.items():
             value = getattr(self, name)
             _require(value in known, name, f"must be one of {', '.join(known)}", repr(value))
         for name in _SWITCHES:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, "must be True or False", repr(value))
+        rotates = self.position_encoding == "rope"
+        rule = f"must be False with position_encoding {self.position_encoding}"
+        _require(rotates or not self.rotary_value, "rotary_value", rule, "True")
         width = getattr(self, "head_dim", None)
         rule = f"must be absent, or hidden_size / num_attention_heads = {self.head_width}"
         _require(width in (None, self.head_width), "head_dim", rule, width)
@@ -310,6 +332,9 @@ class RoFormerConfig(PreTrainedConfig):
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             rule = f"must be above low_freq_factor = {low}"
             _require(high > low, "rope_parameters.high_freq_factor", rule, high)
+        plain = _WHOLE | rope == _WHOLE | _PLAIN_ROPE
+        rule = f"must be left out with position_encoding {self.position_encoding}"
+        _require(self.position_encoding == "rope" or plain, "rope_parameters", rule, rope)
         cached = self.is_decoder and self.use_cache and self.depends_on_length
         rule = f"must be False in a decoder with rope_type {kind}, because cached keys were turned"
         rule += " for a shorter row"

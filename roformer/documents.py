@@ -103,14 +103,14 @@ def arrange(
     """Read positions, padding and documents off the arguments of a call.
 
     Args:
-        words: [B, L, E]; only its shape and device are read.
+        words: [B, L] or [B, L, E]; only its shape and device are read.
         start: Tokens in the cache, which positions count from when none are given.
         attention_mask: [B, S] or anything else, which says nothing here.
         position_ids: [L] or [1 or B, L], or None.
         borders: [documents + 1] cumulative lengths over the flattened rows, or None. Without them
             packed documents are looked for in `position_ids`, in a row that follows no cache.
     """
-    B, L, _ = words.shape  # noqa: N806
+    B, L = words.shape[:2]  # noqa: N806
     real: Tensor | None = None
     if attention_mask is None:
         real = torch.ones(B, L, dtype=torch.bool, device=words.device)

@@ -50,11 +50,32 @@ def check_tokens(
             raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
 
 
+def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
+    """Refuse positions beyond a table of learned ones.
+
+    Args:
+        config: Of the model.
+        positions: [1 or B, L].
+
+    Raises:
+        ValueError: As the module says.
+    """
+    if torch.compiler.is_compiling() or not config.has_position_limit:
+        return
+    if positions.device.type == "cpu" and positions.numel():
+        last, rows = int(positions.max()), config.max_position_embeddings
+        if not 0 <= int(positions.min()) <= last < rows:
+            raise ValueError(
+                f"position_ids must be below the {rows} rows of the table of learned positions, "
+                f"got {last}; shorten the text, or use a position_encoding without a table"
+            )
+
+
 def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor | None) -> None:
     """Refuse masks and borders of documents that do not fit the tokens.
 
     Args:
-        words: [B, L, E].
+        words: [B, L] or [B, L, E].
         start: Tokens in the cache.
         attention_mask: As `RoFormerModel.forward`.
         borders: Its `cu_seq_lens_q`.
@@ -64,7 +85,7 @@ def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor 
     """
     if torch.compiler.is_compiling():
         return
-    B, L, _ = words.shape  # noqa: N806
+    B, L = words.shape[:2]  # noqa: N806
     if isinstance(attention_mask, list | tuple):
         raise ValueError("attention_mask must be a tensor, got a list; wrap it in torch.tensor")
     if isinstance(attention_mask, Tensor):
@@ -123,7 +144,7 @@ def check_source(
         )
     if torch.compiler.is_compiling():
         return
-    B, L, _ = words.shape  # noqa: N806
+    B, L = words.shape[:2]  # noqa: N806
     require_shape("encoder_hidden_states", states, (B, None, config.hidden_size))
     if attention_mask is not None:
         S = states.shape[1]  # noqa: N806

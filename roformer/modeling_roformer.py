@@ -36,7 +36,8 @@ from . import documents
 from .attention import UNPADDED, eager_attention
 from .configuration_roformer import RoFormerConfig
 from .dropout import Dropout, is_plain
-from .inputs import check_masks, check_source, check_tokens
+from .inputs import check_masks, check_positions, check_source, check_tokens
+from .positions import TransformerXLTerms, distances, score_bias, sinusoids
 from .rotary import frequencies, half_split_order, rotate, rotation_table
 
 logger = logging.get_logger(__name__)
@@ -56,7 +57,7 @@ def _norm(config: RoFormerConfig, width: int) -> nn.Module:
 
 
 class RoFormerEmbeddings(nn.Module):
-    """Word and token-type embeddings, normalised; no positions: they enter in the attention."""
+    """Word and token-type embeddings, normalised; positions enter here for two encodings alone."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
@@ -66,14 +67,26 @@ class RoFormerEmbeddings(nn.Module):
         )
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        if config.position_encoding == "learned":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.has_sinusoids = config.position_encoding == "sinusoidal"
         self.LayerNorm = _norm(config, width)
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self, input_ids: Tensor | None, token_type_ids: Tensor | None, inputs_embeds: Tensor | None
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        positions: Tensor,
     ) -> Tensor:
         """[B, L] ids, or [B, L, embedding_size] vectors, to [B, L, embedding_size]."""
         words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if hasattr(self, "position_embeddings"):
+            words = words + self.position_embeddings(positions)
+        elif self.has_sinusoids:  # words as large as sinusoids: Vaswani et al., section 3.4
+            width = words.shape[-1]
+            words = words * width**0.5 + sinusoids(positions, width).to(words.dtype)
         if hasattr(self, "token_type_embeddings"):
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, dtype=torch.long, device=words.device)
@@ -83,6 +96,9 @@ class RoFormerEmbeddings(nn.Module):
 
 class RoFormerSelfAttention(nn.Module):
     """Multi-head attention whose scores know positions m and n by m - n only (equation 16).
+
+    `where` is what it must know of positions: for RoPE the table of rotations, for Transformer-XL
+    distances, for other encodings nothing.
 
     As cross-attention, keys and values come from an encoder and nothing is rotated: its positions
     and the decoder's have no common origin.
@@ -94,9 +110,12 @@ class RoFormerSelfAttention(nn.Module):
         self.layer_idx = layer_idx
         self.crosses = crosses
         self.heads = (config.num_attention_heads, config.head_width)
+        self.rotates = config.position_encoding == "rope" and not crosses
         self.interleave = config.rope_interleave
         self.scaling = config.head_width**-0.5
         self.is_causal = config.is_decoder and not crosses
+        if config.position_encoding == "transformer_xl" and not crosses:
+            self.relative = TransformerXLTerms(config)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -105,7 +124,7 @@ class RoFormerSelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        rotation: Tensor,
+        where: Any,
         source: Tensor | None,
         past_key_values: Cache | None,
         implementation: str,
@@ -114,10 +133,13 @@ class RoFormerSelfAttention(nn.Module):
         """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
         heads = (*hidden_states.shape[:-1], *self.heads)
         q = self.query(hidden_states).view(heads)  # [B, L, H, D]
-        if not self.crosses:
-            q = rotate(q, rotation, self.interleave)
+        if hasattr(self, "relative"):
+            q, scores = self.relative(q, where)
+            attention_mask = with_bias(attention_mask, scores * self.scaling)
+        elif self.rotates:
+            q = rotate(q, where, self.interleave)
         k, v = self._keys_and_values(
-            hidden_states if source is None else source, rotation, past_key_values
+            hidden_states if source is None else source, where, past_key_values
         )
         # transformers looks for this very call to know that kernels can be changed at run time
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
@@ -134,7 +156,7 @@ class RoFormerSelfAttention(nn.Module):
         return context.flatten(-2), probabilities
 
     def _keys_and_values(
-        self, source: Tensor, rotation: Tensor, past_key_values: Cache | None
+        self, source: Tensor, where: Any, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values, [B, H, S, D], with those of earlier calls in front."""
         cache = past_key_values
@@ -150,10 +172,10 @@ class RoFormerSelfAttention(nn.Module):
             cache = None  # a cache of one part holds the decoder's own
         heads = (*source.shape[:-1], *self.heads)
         k, v = self.key(source).view(heads), self.value(source).view(heads)
-        if not self.crosses:
-            k = rotate(k, rotation, self.interleave)
+        if self.rotates:
+            k = rotate(k, where, self.interleave)
             if self.config.rotary_value:
-                v = rotate(v, rotation, self.interleave)
+                v = rotate(v, where, self.interleave)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
@@ -262,7 +284,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        rotation: Tensor,
+        where: Any,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
         past_key_values: Cache | None = None,
@@ -270,13 +292,13 @@ class RoFormerLayer(GradientCheckpointingLayer):
     ) -> Tensor:
         """[B, L, E] to [B, L, E]."""
         attended = self.attention(
-            hidden_states, attention_mask, rotation, None, past_key_values, **kwargs
+            hidden_states, attention_mask, where, None, past_key_values, **kwargs
         )
         if encoder_hidden_states is not None:
             attended = self.crossattention(
                 attended,
                 encoder_attention_mask,
-                rotation,
+                where,
                 encoder_hidden_states,
                 past_key_values,
                 **kwargs,
@@ -381,6 +403,9 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RoFormerLMPredictionHead) and hasattr(module, "bias"):
             nn.init.zeros_(module.bias)
+        if isinstance(module, TransformerXLTerms):
+            for bias in (module.u, module.v):
+                nn.init.normal_(bias, std=self.config.initializer_range)
 
     @torch.no_grad()
     def set_rope_interleave(self, interleave: bool) -> None:
@@ -445,6 +470,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             width = _embedding_width(config)
             self.embeddings_project = nn.Linear(width, config.hidden_size, bias=config.use_bias)
         self.encoder = RoFormerEncoder(config)
+        self.score_bias = score_bias(config)
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
         self.rope_config = config
         self.is_causal = config.is_decoder
@@ -507,19 +533,23 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 vocabulary are noticed on CPU only, so that no step waits for another device.
         """
         check_tokens(self.rope_config, input_ids, inputs_embeds, token_type_ids, position_ids)
-        words = self._embed(input_ids, token_type_ids, inputs_embeds)
+        rows = input_ids if inputs_embeds is None else inputs_embeds
+        assert rows is not None, "one of the two has been given"
         given, past_key_values = (
             past_key_values,
             self._cache(past_key_values, use_cache, encoder_hidden_states),
         )
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
-        check_masks(words, start, attention_mask, cu_seq_lens_q)
-        check_source(self.rope_config, words, encoder_hidden_states, encoder_attention_mask)
-        batch = documents.arrange(words, start, attention_mask, position_ids, cu_seq_lens_q)
+        check_masks(rows, start, attention_mask, cu_seq_lens_q)
+        check_source(self.rope_config, rows, encoder_hidden_states, encoder_attention_mask)
+        batch = documents.arrange(rows, start, attention_mask, position_ids, cu_seq_lens_q)
+        check_positions(self.rope_config, batch.positions)
+        words = self._embed(input_ids, token_type_ids, inputs_embeds, batch.positions)
         if batch.documents is not None and past_key_values is not None:
             past_key_values = _no_cache_for_packed_rows(given)
         kernel = self._kernel(kwargs)
-        rotation = self._rotation(batch)
+        given_positions = position_ids is not None or batch.documents is not None
+        where, bias = self._where(batch, start, given_positions)
         layout, told = None, {}
         by_borders = kernel == UNPADDED or kernel.startswith("flash")
         if by_borders and past_key_values is None and encoder_hidden_states is None:
@@ -528,17 +558,19 @@ class RoFormerModel(RoFormerPreTrainedModel):
             elif batch.real is not None and self._may_drop_padding(kwargs):
                 layout = documents.unpad(batch.real, batch.documents)
         if layout is not None:
-            rotation = layout.pack(rotation.expand(*words.shape[:2], -1, -1))
+            if where is not None:
+                where = layout.pack(where.expand(*words.shape[:2], -1, -1))
             words = layout.pack(words)
             told = documents.kernel_options(layout.borders, layout.longest)
         mask = None
         if not told:
             kernel = _masked(kernel, batch.documents)
             mask = self._mask(kernel, words, attention_mask, batch.documents, past_key_values)
+            mask = mask if bias is None else with_bias(mask, bias.to(words.dtype))
         hidden_states = self.encoder(
             words,
             mask,
-            rotation,
+            where,
             encoder_hidden_states,
             self._cross_mask(kernel, words, encoder_hidden_states, encoder_attention_mask),
             past_key_values=past_key_values,
@@ -551,9 +583,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
 
     def _embed(
-        self, input_ids: Tensor | None, token_type_ids: Tensor | None, inputs_embeds: Tensor | None
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        positions: Tensor,
     ) -> Tensor:
-        embedded = self.embeddings(input_ids, token_type_ids, inputs_embeds)
+        embedded = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions)
         if self.config.embedding_size == self.config.hidden_size:
             return embedded
         return self.embeddings_project(embedded)
@@ -579,6 +615,17 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return own
         return EncoderDecoderCache(own, DynamicCache(config=self.config))
 
+    def _where(
+        self, batch: documents.Batch, start: int | Tensor, given: bool
+    ) -> tuple[Any, Tensor | None]:
+        """What layers must know of positions, and what all of them add to their scores."""
+        if self.rope_config.position_encoding == "rope":
+            return self._rotation(batch), None
+        if not self.rope_config.biases_scores:
+            return None, None
+        found = distances(batch.positions, int(start), given)
+        return found, None if self.score_bias is None else self.score_bias(found)
+
     def _rotation(self, batch: documents.Batch) -> Tensor:
         """Cosines and sines of this call, [1 or B, L, D'/2, 2], float32, for all layers.
 
@@ -602,6 +649,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 "output_attentions=True are computed by the eager kernel"
             )
             return "eager"
+        if self.rope_config.biases_scores and chosen not in ("eager", "sdpa"):
+            logger.warning_once(
+                f"attn_implementation={chosen!r} adds nothing to scores, and position_encoding "
+                f"{self.rope_config.position_encoding} is added there; calls are computed by sdpa"
+            )
+            return "sdpa"
         return chosen
 
     def _may_drop_padding(self, options: dict[str, Any]) -> bool:
@@ -621,6 +674,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         past_key_values: Cache | None,
     ) -> Any:
         """What the kernel must know of padding, causality and documents, in the form it wants."""
+        kernel = "eager" if self.rope_config.biases_scores else kernel  # numbers, to be added to
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             return _ready_made(kernel, words, attention_mask)
         options: dict[str, Any] = {}
@@ -679,6 +733,11 @@ def _masked(kernel: str, numbers: Tensor | None) -> str:
         "cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
     )
     return "sdpa"
+
+
+def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """What is added to scores: a mask, if there is one, and what positions say."""
+    return bias if mask is None else mask + bias.to(mask.dtype)
 
 
 def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:

@@ -164,11 +164,12 @@ def build(
 def adopt_bert(model: PreTrainedModel, bert: PreTrainedModel) -> None:
     """Copy a BERT's weights into a RoFormer of the same sizes.
 
-    The position embeddings are left behind: a RoFormer's positions are rotations, not weights.
+    The position embeddings are left behind where the model's positions are no table of weights.
     """
+    learned = getattr(model.config, "position_encoding", "rope") == "learned"
     weights = {
         name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: value
         for name, value in bert.state_dict().items()
-        if "position_embeddings" not in name and "pooler" not in name
+        if (learned or "position_embeddings" not in name) and "pooler" not in name
     }
     model.load_state_dict(weights)
