@@ -16,10 +16,13 @@ Heads: `RoFormerModel` (none), `RoFormerForMaskedLM`, `RoFormerForCausalLM` (wit
 `RoFormerForQuestionAnswering`, `RoFormerForMultipleChoice`. With `is_decoder` and
 `add_cross_attention` the model is the decoder of transformers' `EncoderDecoderModel`.
 
+What RoPE is compared with is one field away, on the same encoder and path: `position_encoding`
+(learned, sinusoidal, transformer_xl, t5, alibi, none) and `linear_attention` (elu, relu, favor).
+
 Two model types. Class names, parameter names and `config.json` are those of transformers' own
 RoFormer: a folder saved by one loads in the other, and the outputs agree within 1e-5. What stock
-cannot express (other rope settings, no biases, RMSNorm, no token types) is saved as
-`roformer_plus`, which stock's Auto classes refuse and which they load after `import roformer`. For
+cannot express (other rope settings or encodings, linear attention, no biases, RMSNorm, no token
+types) is saved as `roformer_plus`, which stock's Auto classes refuse and which they load after `import roformer`. For
 `roformer` itself they go on building transformers' classes until `use_for_auto_classes` is called.
 
 Positions come from `position_ids`: any start, order and gaps, no limit of length. `rope_parameters`

@@ -3,7 +3,7 @@
 Kernels come from transformers' AttentionInterface by the name in `attn_implementation`: eager,
 sdpa, flash_attention_2, flex_attention, and the one this module adds, `unpadded`, which needs no
 dependency: tokens of all documents stand in one row and no arithmetic is spent on padding.
-Other mechanisms (linear attention) belong in this file too.
+Attention without softmax is in `linear`.
 """
 
 import inspect

@@ -14,6 +14,12 @@ from transformers.activations import ACT2CLS
 PLUS = "roformer_plus"
 
 ENCODINGS = ("rope", "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none")
+FEATURES = ("elu", "relu", "favor")
+_PLUS_FIELDS = {  # and their defaults
+    "rope_interleave": True, "use_bias": True, "norm_type": "layer_norm",
+    "position_encoding": "rope", "linear_attention": None, "random_features": 256,
+    "redraw_features": 1000,
+}  # fmt: skip
 
 # keys of `rope_parameters` by type, beside the four that every type may have
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
@@ -94,6 +100,10 @@ class RoFormerConfig(PreTrainedConfig):
         position_encoding: How tokens know their place: "rope", or one of those it is compared with,
             "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none"; see `positions`.
             "learned" has a table of `max_position_embeddings` rows, and no more positions.
+        linear_attention: None for softmax; or attention in O(L) by features of queries and keys,
+            "elu", "relu" or "favor" (Performer's random ones); see `linear`.
+        random_features: How many "favor" has, even.
+        redraw_features: Forward passes of training between two draws of them; 0 draws once.
 
     Raises:
         ValueError: A field breaks its rule; the message names it, the rule, the value found and,
@@ -129,6 +139,9 @@ class RoFormerConfig(PreTrainedConfig):
     use_bias: bool = True
     norm_type: str = "layer_norm"
     position_encoding: str = "rope"
+    linear_attention: str | None = None
+    random_features: int = 256
+    redraw_features: int = 1000
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop(
@@ -166,8 +179,12 @@ class RoFormerConfig(PreTrainedConfig):
 
     @property
     def rotated_width(self) -> int:
-        """Coordinates of a head that the rotation turns: D, or less with a partial rotation."""
-        return int(self.head_width * self._rope.get("partial_rotary_factor", 1.0))
+        """Coordinates of a head that the rotation turns: D, or less with a partial rotation; with
+        FAVOR+ they are random features.
+        """  # noqa: D205 one sentence
+        favor = self.linear_attention == "favor"
+        width = self.random_features if favor else self.head_width
+        return int(width * self._rope.get("partial_rotary_factor", 1.0))
 
     @property
     def has_position_limit(self) -> bool:
@@ -194,25 +211,13 @@ class RoFormerConfig(PreTrainedConfig):
         rope = _WHOLE | self._rope
         if rope["rope_type"] in ("default", "dynamic", "linear"):
             rope.pop("original_max_position_embeddings", None)  # said, but not read
-        changed = {
-            "rope_interleave": not self.rope_interleave,
-            "use_bias": not self.use_bias,
-            "norm_type": self.norm_type != "layer_norm",
-            "position_encoding": self.position_encoding != "rope",
-            "rope_parameters": rope != _WHOLE | _PLAIN_ROPE,
-        }
-        return {name for name, value in changed.items() if value}
+        changed = {name for name, value in _PLUS_FIELDS.items() if getattr(self, name) != value}
+        return changed | ({"rope_parameters"} if rope != _WHOLE | _PLAIN_ROPE else set())
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON can hold them, under the model type that they amount to now."""
         fields = super().to_dict()
-        for name in {
-            "rope_parameters",
-            "rope_interleave",
-            "use_bias",
-            "norm_type",
-            "position_encoding",
-        } - self._foreign():
+        for name in {"rope_parameters", *_PLUS_FIELDS} - self._foreign():
             fields.pop(name, None)
         return fields | {"model_type": self.model_type if self.is_stock else PLUS}
 
@@ -279,6 +284,7 @@ class RoFormerConfig(PreTrainedConfig):
         for name in _SWITCHES:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, "must be True or False", repr(value))
+        self._check_linear()
         rotates = self.position_encoding == "rope"
         rule = f"must be False with position_encoding {self.position_encoding}"
         _require(rotates or not self.rotary_value, "rotary_value", rule, "True")
@@ -297,6 +303,26 @@ class RoFormerConfig(PreTrainedConfig):
             "must be False in an encoder",
             "True with is_decoder False; set is_decoder=True",
         )
+
+    def _check_linear(self) -> None:
+        kind = self.linear_attention
+        rule = f"must be None or one of {', '.join(FEATURES)}"
+        _require(kind is None or kind in FEATURES, "linear_attention", rule, repr(kind))
+        number, every = self.random_features, self.redraw_features
+        fits = isinstance(number, int) and number >= 4 and number % 2 == 0
+        _require(fits, "random_features", "must be even and at least 4", repr(number))
+        fits = isinstance(every, int) and every >= 0
+        _require(fits, "redraw_features", "must be an integer of at least 0", repr(every))
+        if kind is None:
+            return
+        # a summand b(m - n) belongs to a pair, and linear attention visits no pairs
+        rule = f"must add nothing to scores with linear_attention {kind}, which has none"
+        _require(not self.biases_scores, "position_encoding", rule, self.position_encoding)
+        for name in ("rotary_value", "add_cross_attention"):
+            rule = f"must be False with linear_attention {kind}"
+            _require(not getattr(self, name), name, rule, "True")
+        rule = "must be True with linear_attention favor, whose features have no order"
+        _require(kind != "favor" or self.rope_interleave, "rope_interleave", rule, "False")
 
     def _check_rope(self) -> None:
         rope = self._rope
@@ -345,6 +371,8 @@ class RoFormerConfig(PreTrainedConfig):
         share = rope.get("partial_rotary_factor", 1.0)
         least = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
         fits = _is_number(share) and 0 < share <= 1
+        if self.linear_attention == "favor":
+            D = self.random_features  # noqa: N806
         fits = fits and int(D * share) % 2 == 0 and int(D * share) >= least
         rule = f"must leave an even number of at least {least} of the {D} coordinates of a head"
         _require(fits, "rope_parameters.partial_rotary_factor", rule, repr(share))

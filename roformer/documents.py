@@ -177,6 +177,40 @@ def unpad(real: Tensor, documents: Tensor | None) -> Unpadded | None:
     return Unpadded(places, borders, int(borders.diff().max()), (B, L))
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Every document in a row of its own, for what cannot keep documents of a row apart.
+
+    Attributes:
+        row: [B, L] int64, the row of each token.
+        column: [B, L] its place in that row.
+        shape: Rows, tokens of the longest.
+    """
+
+    row: Tensor
+    column: Tensor
+    shape: tuple[int, int]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, L, ...] to [rows, longest, ...], zeros where nothing is."""
+        empty = x.new_zeros(*self.shape, *x.shape[2:])
+        return empty.index_put((self.row, self.column), x)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[rows, longest, ...] to [B, L, ...]."""
+        return x[self.row, self.column]
+
+
+def apart(documents: Tensor) -> Apart:
+    """Rows for the documents of `from_borders` or `from_positions`; waits for the device."""
+    B, L = documents.shape  # noqa: N806
+    rows = torch.arange(B, device=documents.device)[:, None] * L
+    owner = (documents - documents[:, :1] + rows).flatten()
+    row = torch.nn.functional.pad(owner.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
+    column = positions_within(row)
+    return Apart(row, column, (int(row.max()) + 1, int(column.max()) + 1))
+
+
 def kernel_options(borders: Tensor, longest: int | None) -> dict[str, Any]:
     """Borders of documents under the names that transformers' kernels know.
 

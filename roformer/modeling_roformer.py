@@ -37,6 +37,7 @@ from .attention import UNPADDED, eager_attention
 from .configuration_roformer import RoFormerConfig
 from .dropout import Dropout, is_plain
 from .inputs import check_masks, check_positions, check_source, check_tokens
+from .linear import Features, LinearCache, linear_attention
 from .positions import TransformerXLTerms, distances, score_bias, sinusoids
 from .rotary import frequencies, half_split_order, rotate, rotation_table
 
@@ -116,6 +117,8 @@ class RoFormerSelfAttention(nn.Module):
         self.is_causal = config.is_decoder and not crosses
         if config.position_encoding == "transformer_xl" and not crosses:
             self.relative = TransformerXLTerms(config)
+        if config.linear_attention is not None:
+            self.features = Features(config)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -131,6 +134,8 @@ class RoFormerSelfAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
+        if hasattr(self, "features"):
+            return self._by_features(hidden_states, attention_mask, where, past_key_values), None
         heads = (*hidden_states.shape[:-1], *self.heads)
         q = self.query(hidden_states).view(heads)  # [B, L, H, D]
         if hasattr(self, "relative"):
@@ -154,6 +159,19 @@ class RoFormerSelfAttention(nn.Module):
             **kwargs,
         )
         return context.flatten(-2), probabilities
+
+    def _by_features(
+        self, hidden_states: Tensor, real: Tensor | None, where: Any, cache: Any
+    ) -> Tensor:
+        """Linear attention: `real` [B, L] is False for padding, `cache` a `LinearCache`."""
+        heads = (*hidden_states.shape[:-1], *self.heads)
+        q, k, v = (x(hidden_states).view(heads) for x in (self.query, self.key, self.value))
+        before = None if cache is None else cache.sums.get(self.layer_idx)
+        turns = where, self.interleave
+        mixed, sums = linear_attention(q, k, v, self.features, *turns, real, self.is_causal, before)
+        if cache is not None:
+            cache.sums[self.layer_idx] = sums
+        return mixed.flatten(-2)
 
     def _keys_and_values(
         self, source: Tensor, where: Any, past_key_values: Cache | None
@@ -403,6 +421,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RoFormerLMPredictionHead) and hasattr(module, "bias"):
             nn.init.zeros_(module.bias)
+        if isinstance(module, Features):
+            module.reset()
         if isinstance(module, TransformerXLTerms):
             for bias in (module.u, module.v):
                 nn.init.normal_(bias, std=self.config.initializer_range)
@@ -419,8 +439,14 @@ class RoFormerPreTrainedModel(PreTrainedModel):
                 so that kernels written for Llama run these weights.
 
         Raises:
-            ValueError: An EncoderDecoderModel has given the model a configuration of stock's class.
+            ValueError: An EncoderDecoderModel has given the model a configuration of stock's class,
+                or the features are FAVOR+'s, which have no order.
         """
+        if getattr(self.config, "linear_attention", None) == "favor":
+            raise ValueError(
+                "set_rope_interleave must not be called with linear_attention favor, got a call: "
+                "random features have no order; leave it out"
+            )
         if not isinstance(self.config, RoFormerConfig):
             raise ValueError(
                 "set_rope_interleave must be called on a model with a configuration of its own, "
@@ -550,20 +576,20 @@ class RoFormerModel(RoFormerPreTrainedModel):
         kernel = self._kernel(kwargs)
         given_positions = position_ids is not None or batch.documents is not None
         where, bias = self._where(batch, start, given_positions)
-        layout, told = None, {}
-        by_borders = kernel == UNPADDED or kernel.startswith("flash")
-        if by_borders and past_key_values is None and encoder_hidden_states is None:
-            if cu_seq_lens_q is not None and _is_one_row(words, attention_mask):
-                told = documents.kernel_options(cu_seq_lens_q.to(words.device), max_length_q)
-            elif batch.real is not None and self._may_drop_padding(kwargs):
-                layout = documents.unpad(batch.real, batch.documents)
+        told: dict[str, Any] = {}
+        layout: documents.Apart | documents.Unpadded | None = None
+        mask: Any = None
+        alone = past_key_values is None and encoder_hidden_states is None
+        if self.rope_config.linear_attention is not None:
+            layout, mask = self._before_linear(batch, attention_mask)
+        elif alone and (kernel == UNPADDED or kernel.startswith("flash")):
+            borders = cu_seq_lens_q if _is_one_row(words, attention_mask) else None
+            layout, told = self._without_padding(batch, borders, max_length_q, kwargs)
         if layout is not None:
             if where is not None:
                 where = layout.pack(where.expand(*words.shape[:2], -1, -1))
             words = layout.pack(words)
-            told = documents.kernel_options(layout.borders, layout.longest)
-        mask = None
-        if not told:
+        if not told and self.rope_config.linear_attention is None:
             kernel = _masked(kernel, batch.documents)
             mask = self._mask(kernel, words, attention_mask, batch.documents, past_key_values)
             mask = mask if bias is None else with_bias(mask, bias.to(words.dtype))
@@ -577,6 +603,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             implementation=kernel,
             **(kwargs | told),
         )
+        if isinstance(past_key_values, LinearCache):
+            past_key_values.tokens += rows.shape[1]
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden_states if layout is None else layout.unpack(hidden_states),
             past_key_values=past_key_values,
@@ -608,12 +636,49 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 "past_key_values must be None where the rotation depends on the length, because "
                 "cached keys were turned for a shorter row, got a cache; set use_cache=False"
             )
+        if self.rope_config.linear_attention is not None:
+            return _linear_cache(given, bool(use_cache and self.is_causal))
         if given is not None or not (use_cache and self.is_causal):
             return given
         own = DynamicCache(config=self.config)
         if encoder_hidden_states is None:
             return own
         return EncoderDecoderCache(own, DynamicCache(config=self.config))
+
+    def _without_padding(
+        self,
+        batch: documents.Batch,
+        borders: Tensor | None,
+        longest: int | None,
+        options: dict[str, Any],
+    ) -> tuple[documents.Unpadded | None, dict[str, Any]]:
+        """One row of real tokens, and what kernels for variable lengths must be told of it."""
+        if borders is not None:  # it is that row already
+            return None, documents.kernel_options(borders.to(batch.positions.device), longest)
+        layout = None
+        if batch.real is not None and self._may_drop_padding(options):
+            layout = documents.unpad(batch.real, batch.documents)
+        if layout is None:
+            return None, {}
+        return layout, documents.kernel_options(layout.borders, layout.longest)
+
+    def _before_linear(
+        self, batch: documents.Batch, attention_mask: Any
+    ) -> tuple[documents.Apart | None, Tensor | None]:
+        """Documents in rows of their own, and which tokens are real; in training new features."""
+        if batch.real is None:
+            raise ValueError(
+                "attention_mask must be [B, S] with linear_attention, got four dimensions; there "
+                "are no scores it could be added to"
+            )
+        if self.training and self.rope_config.linear_attention == "favor":
+            for module in self.modules():  # here, for a checkpointed layer runs twice
+                if isinstance(module, Features):
+                    module.advance()
+        if batch.documents is None:
+            return None, batch.real
+        layout = documents.apart(batch.documents)
+        return layout, layout.pack(batch.real)
 
     def _where(
         self, batch: documents.Batch, start: int | Tensor, given: bool
@@ -722,6 +787,18 @@ def _no_cache_for_packed_rows(given: Cache | None) -> Cache | None:
             "that start from 0; leave the cache out"
         )
     return None
+
+
+def _linear_cache(given: Cache | None, wanted: bool) -> Cache | None:
+    """The cache of linear attention; `generate` hands in an empty one of another kind."""
+    if isinstance(given, LinearCache):
+        return given
+    if given is not None and given.get_seq_length():
+        raise ValueError(
+            "past_key_values must be a LinearCache with linear_attention, got a "
+            f"{type(given).__name__} of {given.get_seq_length()} tokens; leave it out"
+        )
+    return LinearCache() if wanted or given is not None else None
 
 
 def _masked(kernel: str, numbers: Tensor | None) -> str:
