@@ -22,8 +22,9 @@ What RoPE is compared with is one field away, on the same encoder and path: `pos
 Two model types. Class names, parameter names and `config.json` are those of transformers' own
 RoFormer: a folder saved by one loads in the other, and the outputs agree within 1e-5. What stock
 cannot express (other rope settings or encodings, linear attention, no biases, RMSNorm, no token
-types) is saved as `roformer_plus`, which stock's Auto classes refuse and which they load after `import roformer`. For
-`roformer` itself they go on building transformers' classes until `use_for_auto_classes` is called.
+types) is saved as `roformer_plus`, which stock's Auto classes refuse and which they load after
+`import roformer`. For `roformer` itself they go on building transformers' classes until
+`use_for_auto_classes` is called.
 
 Positions come from `position_ids`: any start, order and gaps, no limit of length. `rope_parameters`
 in `RoFormerConfig` are transformers' own, for lengths beyond those of training::
