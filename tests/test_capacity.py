@@ -10,14 +10,14 @@ from conftest import TINY_MODEL, log_rows
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train.capacity import fit_micro_batch, longest_batch
 from train.flops import measured_peak, step_flops
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.pretrain import main
 from train.settings import InputError, PretrainSettings, parse
 
 
-def objective(**fields: object) -> MaskedLanguageModel:
+def objective(**fields: object) -> LanguageModel:
     config = RoFormerConfig(**(TINY_MODEL | {"vocab_size": 60} | fields))
-    return MaskedLanguageModel(RoFormerForMaskedLM(config))
+    return LanguageModel(RoFormerForMaskedLM(config))
 
 
 def test_operations_are_the_references_figures():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import roformer
 from conftest import TINY_MODEL, enlarge
-from train.objective import MaskedLanguageModel, cross_entropy
+from train.objective import LanguageModel, cross_entropy
 from train.packing import IGNORED, Sequences, examples
 from train.settings import InputError
 from train.validate import evaluate
@@ -37,7 +37,7 @@ def test_sparse_loss_and_gradient_equal_the_dense_ones(model):
     expected = torch.autograd.grad(dense.loss, model.parameters())
     places = (labels.flatten() != -100).nonzero().flatten()
     targets = labels.flatten()[places]
-    loss, right = MaskedLanguageModel(model)(ids, places, targets, attention_mask=mask)
+    loss, right = LanguageModel(model)(ids, places, targets, attention_mask=mask)
     torch.testing.assert_close(loss / len(targets), dense.loss)
     assert right == (dense.logits.flatten(0, 1)[places].argmax(-1) == targets).sum()
     found = torch.autograd.grad(loss / len(targets), model.parameters())
@@ -47,7 +47,7 @@ def test_sparse_loss_and_gradient_equal_the_dense_ones(model):
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
     model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
     nothing = torch.zeros(0, dtype=torch.long)
-    loss, _ = MaskedLanguageModel(model)(torch.randint(5, 60, (1, 4)), nothing, nothing)
+    loss, _ = LanguageModel(model)(torch.randint(5, 60, (1, 4)), nothing, nothing)
     loss.backward()
     assert loss == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -55,7 +55,7 @@ def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
 
 def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
     config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
-    model = MaskedLanguageModel(roformer.RoFormerForMaskedLM(config)).eval()
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config)).eval()
     ids, places = torch.randint(5, 60, (2, 10)), torch.tensor([3, 17])
     targets = torch.tensor([7, 9])
     found = []
@@ -74,7 +74,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
     for kernel in ("sdpa", "unpadded"):
         config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
         config._attn_implementation = kernel
-        model = MaskedLanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+        model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
         rows = np.arange(12)
         batch = examples(sequences, rows, rows * 0, special, 0.3, 0, packed=model.packed)
         assert ("attention_mask" in batch) == (kernel == "sdpa")
@@ -139,7 +139,7 @@ def test_a_score_that_is_not_finite_is_not_hidden():
 def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
     sequences = Sequences(store(np.full(30, 20), tmp_path), 24)
     config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
-    model = MaskedLanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+    model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
     special = dataclasses.replace(SPECIAL, vocabulary=2000)
     words = dataclasses.replace(special, continuing=np.arange(2000) % 3 > 0)
     scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (special, words)]
@@ -150,10 +150,10 @@ def test_a_kernel_that_a_model_does_not_know_is_refused():
     config = transformers.BertConfig(vocab_size=60, **TINY_MODEL)
     bert = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="unpadded")
     with pytest.raises(InputError, match="model.attention must be .* got 'unpadded' for 'bert'"):
-        MaskedLanguageModel(bert)
+        LanguageModel(bert)
 
 
 def test_a_model_with_its_head_elsewhere_is_refused():
     config = transformers.RobertaConfig(vocab_size=60, **TINY_MODEL)
-    with pytest.raises(InputError, match="masked-LM head under `cls`.*'roberta'"):
-        MaskedLanguageModel(transformers.RobertaForMaskedLM(config))
+    with pytest.raises(InputError, match="language-model head under `cls`.*'roberta'"):
+        LanguageModel(transformers.RobertaForMaskedLM(config))

@@ -265,10 +265,6 @@ BERT = "--model.type=bert"
             "model.config must be usable .*hidden_act.*gelo",
         ),
         (
-            ['--model.config={"is_decoder": true}'],
-            "model.config.is_decoder must be False.*got True",
-        ),
-        (
             ['--model.config={"num_hidden_layers": 1.5}'],
             "model.config must be usable by transformers, got: .*integer",
         ),

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from roformer import RoFormerConfig, RoFormerForMaskedLM, attention
 from roformer.rotary import inverse_frequencies, rotate, rotation_table
 from train.flops import step_flops
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.packing import borders_of
 
 LENGTHS = np.array([64, 40, 24, 3])
@@ -49,11 +49,11 @@ def batch():
     return {"input_ids": ids, "attention_mask": mask.long()}, packed, places, row[places]
 
 
-def objective(kernel: str = "unpadded", dropout: float = 0.1) -> MaskedLanguageModel:
+def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     config = RoFormerConfig(**FIELDS, **dropouts)
     model = RoFormerForMaskedLM._from_config(config, attn_implementation=kernel)
-    return MaskedLanguageModel(model).train()
+    return LanguageModel(model).train()
 
 
 def test_a_step_does_the_arithmetic_of_the_formula_and_no_more(batch):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from train.journal import memory
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
@@ -22,10 +22,12 @@ SAVED_BYTES = 12
 """Weight and moments, as a checkpoint holds them."""
 
 
-def longest_batch(rows: int, length: int, vocabulary: int, packed: bool) -> dict[str, Any]:
-    """A micro-batch of random tokens as large as any: full rows, 15 % predicted."""
+def longest_batch(
+    rows: int, length: int, vocabulary: int, packed: bool, causal: bool = False
+) -> dict[str, Any]:
+    """A micro-batch of random tokens as large as any: full rows, 15 % predicted, or all of them."""
     ids = torch.randint(vocabulary, (rows, length))
-    places = torch.arange(0, rows * length, 7)
+    places = torch.arange(0, rows * length, 1 if causal else 7)
     batch: dict[str, Any] = {"places": places, "targets": ids.flatten()[places]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -39,7 +41,7 @@ def longest_batch(rows: int, length: int, vocabulary: int, packed: bool) -> dict
 
 def fit_micro_batch(
     model: nn.Module,
-    objective: MaskedLanguageModel,
+    objective: LanguageModel,
     length: int,
     wanted: int,
     accelerator: Accelerator,
@@ -59,10 +61,12 @@ def fit_micro_batch(
     Raises:
         InputError: Not even one sequence fits.
     """
-    size = wanted
+    size, before = wanted, [buffer.clone() for buffer in objective.buffers()]
     while True:
         failed = torch.tensor(float(not _fits(model, objective, length, size, accelerator)))
         model.zero_grad(set_to_none=True)
+        for buffer, old in zip(objective.buffers(), before):  # random features count their calls
+            buffer.copy_(old)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -79,12 +83,13 @@ def fit_micro_batch(
 
 def _fits(
     model: nn.Module,
-    objective: MaskedLanguageModel,
+    objective: LanguageModel,
     length: int,
     size: int,
     accelerator: Accelerator,
 ) -> bool:
-    batch = longest_batch(size, length, objective.model.config.vocab_size, objective.packed)
+    vocabulary, layout = objective.model.config.vocab_size, (objective.packed, objective.causal)
+    batch = longest_batch(size, length, vocabulary, *layout)
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         # AdamW's moments come with the first step: their room is taken here
@@ -106,7 +111,7 @@ def _fits(
 def plan(
     settings: PretrainSettings,
     stages: list[PretrainSettings],
-    objective: MaskedLanguageModel,
+    objective: LanguageModel,
     steps: list[int | None],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
@@ -143,13 +148,12 @@ def plan(
     return report
 
 
-def _time(
-    objective: MaskedLanguageModel, stage: PretrainSettings, accelerator: Accelerator
-) -> float:
+def _time(objective: LanguageModel, stage: PretrainSettings, accelerator: Accelerator) -> float:
     """Seconds of a forward and backward pass of a micro-batch of full length, the second of two."""
     rows, length = stage.optim.micro_batch, stage.corpus.length
     config: PreTrainedConfig = objective.model.config
-    batch = longest_batch(rows, length, config.vocab_size, objective.packed)
+    layout = objective.packed, objective.causal
+    batch = longest_batch(rows, length, config.vocab_size, *layout)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()

@@ -59,8 +59,15 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, whole, tied ones once; every process must call it."""
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    """Parameters and saved buffers by name, whole, tied once; every process must call it."""
+    return {name: whole(tensor.detach()) for name, tensor in _tensors(model).items()}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes: parameters, and buffers such as the draws of random features."""
+    saved = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -195,7 +202,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         InputError: It belongs to another model.
     """
     held, moments = load_file(path / FILES[0]), load_file(path / FILES[1])
-    parameters = dict(model.named_parameters())
+    parameters = _tensors(model)
     shapes, own = ({n: t.shape for n, t in ts.items()} for ts in (held, parameters))
     if shapes != own:
         raise InputError(f"{path} must hold this model, got another's; choose another run.name")

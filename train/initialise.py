@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -48,9 +50,6 @@ def model_config(
         config = _config(settings, tokenizer)
     if tokenizer is not None:
         _require_vocabulary(settings, config, tokenizer)
-    causal = getattr(config, "is_decoder", False)
-    rule, remedy = "must be False, to see both sides of a masked token", "leave it out"
-    require(not causal, "model.config.is_decoder", rule, causal, remedy)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
@@ -145,20 +144,26 @@ def build(
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
+    kind = head_for(config)
     with input_errors("model"):
         if settings.init is None:
-            return AutoModelForMaskedLM.from_config(config, **options)
+            return kind.from_config(config, **options)
         if _saved_config(settings.init).model_type == config.model_type:
-            model, report = AutoModelForMaskedLM.from_pretrained(
+            model, report = kind.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
             missing = sorted(report["missing_keys"])
             rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
             require(not (whole and missing), "model", rule, found, "pretrain it first")
             return model
-        model = AutoModelForMaskedLM.from_config(config, **options)
+        model = kind.from_config(config, **options)
         adopt_bert(model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32))
     return model
+
+
+def head_for(config: PreTrainedConfig) -> Any:
+    """The Auto class of the model: a decoder predicts the next token, an encoder masked ones."""
+    return AutoModelForCausalLM if getattr(config, "is_decoder", False) else AutoModelForMaskedLM
 
 
 def adopt_bert(model: PreTrainedModel, bert: PreTrainedModel) -> None:

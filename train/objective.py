@@ -1,4 +1,6 @@
-"""The masked-LM loss of any encoder, computed where a token is predicted and nowhere else.
+"""The loss of any language model, computed where a token is predicted and nowhere else.
+
+An encoder predicts masked tokens, a decoder (`is_decoder` of its configuration) every next one.
 
 The vocabulary layer is most of a small model's arithmetic: skipping the 85 % of rows whose scores
 nobody reads makes the head 6 times faster and a whole small step 3 times (4 x 256, V 30,522).
@@ -22,11 +24,11 @@ ELEMENTS_AT_A_TIME = 2**20
 """Scores a CPU looks at in one go: 4 MiB of float32."""
 
 
-class MaskedLanguageModel(nn.Module):
-    """An encoder with its masked-LM head, as one module from batch to loss.
+class LanguageModel(nn.Module):
+    """An encoder or decoder with its language-model head, as one module from batch to loss.
 
     Args:
-        model: A model with a masked-LM head in transformers' BERT layout, under `cls`.
+        model: A model with a head in transformers' BERT layout, under `cls`.
 
     Raises:
         InputError: The model keeps its head elsewhere, or cannot use its kernel.
@@ -36,8 +38,8 @@ class MaskedLanguageModel(nn.Module):
         super().__init__()
         if not hasattr(model, "cls"):
             raise InputError(
-                "model.type must keep its masked-LM head under `cls`, as roformer and bert do, "
-                f"got {model.config.model_type!r}; use one of those"
+                "model.type must keep its language-model head under `cls`, as roformer and bert "
+                f"do, got {model.config.model_type!r}; use one of those"
             )
         if takes_packed_rows(model) and not isinstance(model, RoFormerPreTrainedModel):
             raise InputError(
@@ -55,6 +57,11 @@ class MaskedLanguageModel(nn.Module):
     def packed(self) -> bool:
         """Whether batches come as one packed row: where the kernel knows borders."""
         return takes_packed_rows(self.model)
+
+    @property
+    def causal(self) -> bool:
+        """Whether every next token is predicted, instead of masked ones."""
+        return bool(getattr(self.model.config, "is_decoder", False))
 
     def forward(
         self, input_ids: Tensor, places: Tensor, targets: Tensor, **layout: Any
@@ -74,6 +81,8 @@ class MaskedLanguageModel(nn.Module):
             Two scalars: loss in nats, float32, and a count.
         """
         encoder = self.model.base_model
+        if self.causal:
+            layout["use_cache"] = False
         hidden = encoder(input_ids=input_ids, **layout).last_hidden_state
         scores = self.model.cls(hidden.flatten(0, 1)[places])  # [n, V]
         return cross_entropy(scores, targets)

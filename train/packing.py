@@ -212,19 +212,20 @@ def examples(
     index: NDArray[np.int64],
     visit: NDArray[np.int64],
     special: SpecialTokens,
-    mask_rate: float,
+    mask_rate: float | None,
     seed: int,
     packed: bool = False,
     capacity: int | None = None,
 ) -> dict[str, Any]:
-    """Masked examples of the given sequences.
+    """The given sequences, and what is to be predicted of them.
 
     Args:
         sequences: Where they come from.
         index: [B] which.
         visit: [B] how often each was seen before: every time it is masked anew.
         special: The tokenizer's ids.
-        mask_rate: Share of tokens to predict.
+        mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
+            those before it, and corrupts nothing.
         seed: The run's.
         packed: All in one row instead of rows padded to the longest.
         capacity: Fill `places` and `targets` up to a multiple of this, with `IGNORED` targets: a
@@ -236,7 +237,8 @@ def examples(
         position_ids: [1, T] int64, from 0 for each sequence,
         cu_seq_lens_q: [B + 1] int32, 0 and the ends of sequences, and
         max_length_q: int, tokens of the longest.
-        places: [n] int64, where the predicted tokens stand in the flattened input_ids.
+        places: [n] int64, where the predicted tokens stand in the flattened input_ids, or without
+            masks those before them.
         targets: [n] int64, their original ids.
     """
     start, size = sequences.spans(index)
@@ -246,8 +248,12 @@ def examples(
         ids[row, 0], ids[row, n + 1] = special.first, special.last
         ids[row, 1 : n + 1] = sequences.store.read(a, n)
     real = np.arange(L) < size[:, None] + 2
-    corrupted, chosen = corrupt(ids, index, visit, special, mask_rate, seed)
-    targets = ids[chosen]
+    if mask_rate is None:
+        corrupted, chosen = ids, np.arange(L) < size[:, None]  # [CLS] comes before the first token
+        targets = np.roll(ids, -1, axis=1)[chosen]
+    else:
+        corrupted, chosen = corrupt(ids, index, visit, special, mask_rate, seed)
+        targets = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(real.astype(np.int64))}
     if packed:
         layout = borders_of(size + 2)
@@ -275,8 +281,10 @@ def borders_of(lengths: NDArray[np.int64]) -> dict[str, Any]:
     }
 
 
-def mask_capacity(tokens: int, mask_rate: float) -> int:
+def mask_capacity(tokens: int, mask_rate: float | None) -> int:
     """Predicted tokens that so many tokens hardly ever exceed: 6 standard deviations, in eights."""
+    if mask_rate is None:
+        return tokens
     most = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
     return 8 * math.ceil(most / 8)
 
@@ -301,7 +309,7 @@ class Steps(Dataset):
         special: The tokenizer's ids.
         batch_size: Sequences a step, over all processes.
         micro_batch: Sequences a process takes at once.
-        mask_rate: Share of tokens to predict.
+        mask_rate: As in `examples`.
         seed: The run's.
         processes: How many share the work.
         rank: Which of them this is.
@@ -315,7 +323,7 @@ class Steps(Dataset):
         special: SpecialTokens,
         batch_size: int,
         micro_batch: int,
-        mask_rate: float,
+        mask_rate: float | None,
         seed: int,
         processes: int = 1,
         rank: int = 0,

@@ -22,7 +22,7 @@ import roformer
 from roformer import attention, dropout, modeling_roformer
 from roformer.attention import UNPADDED
 from train import objective
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.optim import adamw
 from train.packing import borders_of
 
@@ -167,7 +167,7 @@ def training_step(name: str, work: Work, batch: Batch) -> Step:
         targets = labels.flatten()[places]
         inputs = {"input_ids": ids, "attention_mask": mask, "places": places, "targets": targets}
     loop = name in (OURS, OUR_BERT)
-    module: Any = MaskedLanguageModel(model) if loop else model
+    module: Any = LanguageModel(model) if loop else model
     if work.compiled and name != STOCK:
         module = torch.compile(module, dynamic=False)
     optimizer = adamw(model, 1e-4, 0.01)

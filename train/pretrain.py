@@ -39,7 +39,7 @@ from train.interruptions import (
 )
 from train.journal import Journal, refuse_other_settings
 from train.launch import run_command, start_accelerator
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
 from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, require_shares
 from train.run_folder import Saver, alone, no_room, resume, save_model
@@ -77,7 +77,7 @@ def main(settings: PretrainSettings) -> Path:
     with no_room(folder):
         tokenizer, stores, held_out = prepare_data(settings, stages, accelerator)
         objective = make_objective(settings, tokenizer)
-        steps = make_steps(stages, stores, tokenizer, objective.packed, accelerator)
+        steps = make_steps(stages, stores, tokenizer, objective, accelerator)
         with alone(folder, accelerator):
             refuse_other_settings(folder, settings)  # it may have begun while this one waited
             accelerator.init_trackers("tracker")
@@ -93,7 +93,7 @@ def main(settings: PretrainSettings) -> Path:
 def train(
     settings: PretrainSettings,
     accelerator: Accelerator,
-    objective: MaskedLanguageModel,
+    objective: LanguageModel,
     steps: Stages,
     held_out: Sequences,
     folder: Path,
@@ -173,7 +173,7 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
     config = model_config(settings.model, settings.corpus.length)
     with torch.device("meta"):  # an activation, kernel or head that does not exist is said here
         fresh = dataclasses.replace(settings.model, init=None)
-        MaskedLanguageModel(build(fresh, config, settings.run.seed))
+        LanguageModel(build(fresh, config, settings.run.seed))
     optim = settings.optim
     require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
     for part in ("train", "validation"):
@@ -198,7 +198,7 @@ def prepare_data(
 
 def make_objective(
     settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> MaskedLanguageModel:
+) -> LanguageModel:
     """The model with its loss, in float32."""
     config = model_config(settings.model, settings.corpus.length, tokenizer)
     model = build(settings.model, config, settings.run.seed)
@@ -206,14 +206,14 @@ def make_objective(
         # transformers renamed it after 5.17
         renamed = getattr(model, "activation_checkpointing_enable", None)
         (renamed or model.gradient_checkpointing_enable)()
-    return MaskedLanguageModel(model)
+    return LanguageModel(model)
 
 
 def make_steps(
     stages: list[PretrainSettings],
     stores: list[TokenStore],
     tokenizer: PreTrainedTokenizerBase,
-    packed: bool,
+    objective: LanguageModel,
     accelerator: Accelerator,
 ) -> Stages:
     """This process's share of every step.
@@ -225,17 +225,18 @@ def make_steps(
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = Sequences(store, corpus.length, corpus.weights)
-        most = mask_capacity(optim.micro_batch * corpus.length, corpus.mask_rate)
+        rate = None if objective.causal else corpus.mask_rate
+        most = mask_capacity(optim.micro_batch * corpus.length, rate)
         steps = Steps(
             sequences,
             SpecialTokens.of(tokenizer, corpus.whole_word),
             optim.batch_size,
             optim.micro_batch,
-            corpus.mask_rate,
+            rate,
             seed_of(stage.run.seed, number),
             accelerator.num_processes,
             accelerator.process_index,
-            packed=packed,
+            packed=objective.packed,
             capacity=most if compiled else None,
         )
         parts.append((number_of_steps(optim, sequences.mean_length), steps))
@@ -270,7 +271,7 @@ def dry_run(
 
 
 def fit(
-    steps: Stages, model: nn.Module, objective: MaskedLanguageModel, accelerator: Accelerator
+    steps: Stages, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
 ) -> None:
     """Make micro-batches smaller where they would not fit into memory."""
     for part in steps.parts:

@@ -15,11 +15,12 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import roformer
 from train.curves import Run, read_log
 from train.folders import whole_folder
+from train.initialise import head_for
 from train.launch import run_command
 from train.settings import require
 
@@ -63,7 +64,7 @@ def main(settings: PublishSettings) -> Path:
     finished = (source / "tokenizer_config.json").is_file()
     require(finished, "run", "must hold a finished model", settings.run, "let it end")
     config = AutoConfig.from_pretrained(source)
-    model = AutoModelForMaskedLM.from_pretrained(source, dtype=DTYPES[settings.dtype])
+    model = head_for(config).from_pretrained(source, dtype=DTYPES[settings.dtype])
     tokenizer = AutoTokenizer.from_pretrained(source)
     output = Path(settings.output)
     with whole_folder(output) as unfinished:

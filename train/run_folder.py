@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint
 from train.journal import Journal, changed_settings, write_header
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.settings import InputError, PretrainSettings, require
 
 
@@ -134,7 +134,7 @@ class Saver:
 
 
 def save_model(
-    objective: MaskedLanguageModel,
+    objective: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     accelerator: Accelerator,

@@ -39,7 +39,7 @@ class ModelSettings:
     """The encoder that is trained."""
 
     type: str = "roformer"
-    """transformers' model type: roformer, bert, or any other with a masked-LM head."""
+    """transformers' model type: roformer, bert, or any other with a language-model head."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of that type's configuration class; the vocabulary size comes from the tokenizer."""
     init: str | None = None
@@ -67,14 +67,15 @@ class CorpusSettings:
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     tokenizer: str = "runs/vocabulary"
-    """Folder, hub id or vocab.txt of the tokenizer."""
+    """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8."""
     vocabulary_size: int | None = None
     """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet;
     null takes what is there."""
     length: int = 128
     """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
     mask_rate: float = 0.15
-    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay."""
+    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay. A decoder
+    (model.config.is_decoder) predicts every next token instead."""
     whole_word: bool = False
     """Choose words instead of tokens; what becomes of each of their tokens is decided alone."""
     cache: str = "runs/tokens"
@@ -239,7 +240,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Pretrain an encoder with masked language modelling."""
+    """Pretrain an encoder with masked language modelling, or a decoder with the next token."""
 
     optim: OptimSettings = field(default_factory=OptimSettings)
     model: ModelSettings = field(default_factory=ModelSettings)

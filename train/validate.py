@@ -1,9 +1,9 @@
-"""Masked-LM loss of any saved model on held-out text, at any length.
+"""Loss of any saved language model on held-out text, at any length.
 
     python -m train.validate --model runs/NAME/model --corpus.validation TEXT --length 512
 
 Masks are fixed: 15 % of the tokens, the same for every model and every evaluation, whatever a run
-masks in training, so that losses compare.
+masks in training, so that losses compare. A decoder predicts every next token.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from train import vocabulary
 from train.corpus import tokenise
 from train.initialise import build, model_config
 from train.launch import run_command, start_accelerator
-from train.objective import MaskedLanguageModel
+from train.objective import LanguageModel
 from train.packing import Sequences, SpecialTokens, examples
 from train.settings import CorpusSettings, InputError, ModelSettings, require
 
@@ -68,7 +68,7 @@ def evaluate(
     """Loss and accuracy per predicted token, exact over processes.
 
     Args:
-        model: A `MaskedLanguageModel`, prepared by Accelerate.
+        model: A `LanguageModel`, prepared by Accelerate.
         sequences: Held-out text.
         special: The tokenizer's ids.
         accelerator: Shares the batches out and adds the sums up.
@@ -83,7 +83,8 @@ def evaluate(
     by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
     batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    packed = accelerator.unwrap_model(model).packed
+    objective = accelerator.unwrap_model(model)
+    rate = None if objective.causal else MASK_RATE
     tokens = dataclasses.replace(special, continuing=None)
     was_training = model.training
     model.eval()
@@ -93,7 +94,7 @@ def evaluate(
         # where weights are sharded every process must take part; what is left over does not count
         rows = batches[min(place, len(batches) - 1)]
         first = np.zeros_like(rows)
-        tensors = examples(sequences, rows, first, tokens, MASK_RATE, MASK_SEED, packed)
+        tensors = examples(sequences, rows, first, tokens, rate, MASK_SEED, objective.packed)
         loss, right = model(**send_to_device(tensors, accelerator.device))
         found = (loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double())
         sums += torch.stack(found) * (place < len(batches))
@@ -118,7 +119,7 @@ def load_objective(
     length: int,
     attention: str,
     changes: dict[str, Any] | None = None,
-) -> MaskedLanguageModel:
+) -> LanguageModel:
     """A saved model with its loss, in float32.
 
     Args:
@@ -138,7 +139,7 @@ def load_objective(
         raise InputError(f"model {rule}, got {folder!r}; check the path") from error
     wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
     config = model_config(wanted, length, tokenizer, key="length")
-    return MaskedLanguageModel(build(wanted, config, seed=0, whole=True))
+    return LanguageModel(build(wanted, config, seed=0, whole=True))
 
 
 def main(settings: ValidateSettings) -> dict[str, float]:

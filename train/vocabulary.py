@@ -10,8 +10,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import BertWordPieceTokenizer
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
+from tokenizers import (
+    BertWordPieceTokenizer,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
+from transformers import (
+    AutoTokenizer,
+    BertTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from train.documents import documents
 from train.folders import whole_folder
@@ -20,6 +32,9 @@ from train.settings import CorpusSettings, InputError, require
 
 ALPHABET = 1000
 """Most characters that get pieces of their own, as in bert-base-uncased."""
+
+BYTES = "bytes"
+"""Name of the tokenizer that needs no vocabulary."""
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -99,6 +114,20 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
     save(learn(lambda: documents(corpus, "train"), size), folder, corpus.length)
 
 
+def of_bytes() -> PreTrainedTokenizerBase:
+    """One piece for each of the 256 bytes of UTF-8, after the special tokens."""
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = {piece: number for number, piece in enumerate([*SPECIAL, *signs])}
+    made = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    first = "[CLS]"  # and no end: a decoder goes on from a prompt
+    ids = [(first, pieces[first])]
+    made.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=made, **dict(zip(names, SPECIAL)))
+
+
 def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     """A fast tokenizer from a folder, a vocab.txt or the hub, without truncation or padding.
 
@@ -106,7 +135,9 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
         InputError: There is none, or it is a slow one; `key` is what the message names.
     """
     try:
-        if Path(name).is_file():
+        if name == BYTES:
+            tokenizer = of_bytes()
+        elif Path(name).is_file():
             pieces = Path(name).read_text(encoding="utf-8").splitlines()
             tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
         else:
