@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-smoke \
+.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-glue pair-smoke \
   bench bench-gpu clean
 
 setup: .venv/installed
@@ -107,29 +107,35 @@ PAIR_LAUNCH ?= $(CPU)
 PAIR_READY ?= setup
 PAIR_DIR := runs/pair-$(PAIR)
 PAIR_RUNS := $(foreach seed,$(PAIR_SEEDS),roformer-$(seed) bert-$(seed))
-PAIR_GLUE := --config configs/glue/pair-$(PAIR).yaml --output $(PAIR_DIR)/results.jsonl
 PAIR_WORKERS ?= 2
 comma := ,
 list = [$(subst $() ,$(comma),$(strip $(1)))]
 PAIR_TRAIN = $(if $(TEXT),$(call list,$(foreach folder,$(TEXT),$(wildcard $(folder)/train*))),embedded)
 PAIR_HELD_OUT = $(if $(TEXT),$(wildcard $(firstword $(TEXT))/validation*),embedded)
-PAIR_TASKS = $(call list,$(filter-out ax,$(notdir $(wildcard $(1)/*))))
-pair: $(PAIR_DIR)/tuned $(PAIR_DIR)/lengths.json
+PAIR_TASKS = $(notdir $(wildcard $(1)/*))
+PAIR_LARGE := sst2# gets two seeds: 67,349 rows
+PAIR_ALL := --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))'
+# random weights know nothing of the seed of pretraining, so the first one's stand for all
+PAIR_CONTROL := --models '$(call list,$(wordlist 1,2,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model)))' --random_control true
+# of a folder, tasks and options, if there are tasks
+tune = $(if $(strip $(2)),$(PAIR_LAUNCH) -m finetune.grid --config configs/glue/pair-$(PAIR).yaml --glue_dir $(1) \
+	  --workers $(PAIR_WORKERS) --output $(PAIR_DIR)/results.jsonl --tasks '$(call list,$(2))' $(3) &&)
+both = $(call tune,$(1),$(2),$(3) $(PAIR_ALL)) $(call tune,$(1),$(2),$(3) $(PAIR_CONTROL))
+pair: pair-glue $(PAIR_DIR)/lengths.json
 	$(BIN)/python -m train.curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
 	$(BIN)/python -m finetune.report $(PAIR_DIR)/results.jsonl
 $(PAIR_DIR)/%/finished: | $(PAIR_READY)
+	$(if $(TEXT)$(filter tiny,$(PAIR)),,$(error TEXT must name folders of train* and validation* files; make pair TEXT=FOLDER))
 	$(PAIR_LAUNCH) train/pretrain.py --config configs/pretrain/pair-$(PAIR).yaml \
 	  --config configs/model/$(firstword $(subst -, ,$*))-$(PAIR).yaml --run.folder $(PAIR_DIR) --run.name $* \
 	  --run.seed $(lastword $(subst -, ,$*)) --corpus.train '$(PAIR_TRAIN)' --corpus.validation '$(PAIR_HELD_OUT)'
 	@test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command goes on'; exit 1; }
 	@touch $@
-# every model, then the first seed's beside random weights, which know nothing of the seed of pretraining
-$(PAIR_DIR)/tuned: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
-	$(foreach folder,$(GLUE),$(PAIR_LAUNCH) -m finetune.grid $(PAIR_GLUE) --workers $(PAIR_WORKERS) --glue_dir $(folder) \
-	  --tasks '$(call PAIR_TASKS,$(folder))' --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' && \
-	$(PAIR_LAUNCH) -m finetune.grid $(PAIR_GLUE) --workers $(PAIR_WORKERS) --glue_dir $(folder) \
-	  --tasks '$(call PAIR_TASKS,$(folder))' --random_control true \
-	  --models '$(call list,$(wordlist 1,2,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model)))' && ) touch $@
+pair-glue: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
+	$(if $(GLUE),,$(error GLUE must name folders of tasks; make pair GLUE=FOLDER))
+	$(foreach folder,$(GLUE), \
+	  $(call both,$(folder),$(filter-out ax $(PAIR_LARGE),$(call PAIR_TASKS,$(folder))),) \
+	  $(call both,$(folder),$(filter $(PAIR_LARGE),$(call PAIR_TASKS,$(folder))),--seeds '$(call list,0 1)')) true
 $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
 	  --corpus.validation '$(PAIR_HELD_OUT)' --output $(PAIR_DIR)/lengths.png

@@ -114,11 +114,24 @@ def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[
 
 
 def control_differences(rows: Sequence[Row]) -> list[Difference]:
-    """Each model minus its control: the same architecture and recipe from random weights."""
-    controls = {row.key: row for row in rows if row.kind == "random"}
-    pairs = [(row, controls.get(row.key._replace(control=True))) for row in rows]
+    """Each model minus its control: the same architecture and recipe from random weights.
+
+    A model without one of its own has that of another seed of pretraining: random weights are of
+    none.
+    """
+    random = [row for row in rows if row.kind == "random"]
+    controls = {_beginning(row): row for row in reversed(random)} | {
+        row.key._replace(control=False): row for row in random
+    }
+    pairs = [(row, controls.get(row.key, controls.get(_beginning(row)))) for row in rows]
     return [subtract(f"{a.name} {MINUS} random weights", a, b) for a, b in pairs
             if a.kind == "model" and b is not None]  # fmt: skip
+
+
+def _beginning(row: Row) -> tuple[object, ...]:
+    """What decides a model's random weights, fine-tuned in one way."""
+    (name,) = by_model([row.short])
+    return name, row.model_type, row.key.tokenizer, row.key.way
 
 
 def subtract(title: str, first: Row, second: Row) -> Difference:

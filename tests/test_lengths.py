@@ -58,6 +58,7 @@ def test_rescaled_theta_divides_the_slowest_angle_and_leaves_the_fastest():
 
 def test_only_a_rotation_has_ways_and_only_beyond_training():
     assert list(ways(BertConfig(), 4)) == ["as it is"]
+    assert list(ways(RoFormerConfig(position_encoding="alibi"), 4)) == ["as it is"]
     assert list(ways(RoFormerConfig(), 1)) == list(ways(RoFormerConfig(), 0.5)) == ["as it is"]
 
 
@@ -88,6 +89,9 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
         assert None not in beyond
         assert losses["bert", seed, "as it is", 32] is not None
         assert losses["bert", seed, "as it is", 128] is None
+    wrong = LengthsSettings(folders[:1], long_text, attention="no_such", output=str(output))
+    with pytest.raises(InputError, match="model must be usable"):  # no matter of length
+        main(wrong)
     refused = next(row["refused"] for row in rows if "refused" in row)
     assert refused.startswith("length must be at most the 64 positions of the bert table, got 128")
     said = capsys.readouterr().out

@@ -326,6 +326,24 @@ def test_a_pair_counts_when_both_models_are_above_their_random_weights():
     assert found in pair_grid(table(learned({"cola": 0.0273, "stsb": -0.01})))[0].remarks
 
 
+def test_random_weights_stand_for_every_pretraining_seed():
+    lines = []
+    for seed in (0, 1):
+        for name, kind in (("bert", "bert"), ("roformer", "roformer")):
+            model = f"runs/{name}-{seed}/model"
+            for task in ("sst2", "cola", "stsb"):
+                lines += seeds(model, task, (0.6, 0.64), model_type=kind)
+                if seed == 0:
+                    random = {"random_weights": True, "model_type": kind}
+                    lines += seeds(model, task, (0.5, 0.54), **random)
+    found = table(lines)
+    assert [round(x.tasks["cola"].mean) for x in found.controls] == [10] * 4
+    title = f"RoFormer {MINUS} BERT"
+    titles = [f"{title}, pretraining seed 0", f"{title}, pretraining seed 1",
+              f"{title}, over 2 pretraining seeds"]  # fmt: skip
+    assert [x.split(" counts: ")[0] for x in verdicts(found)] == titles
+
+
 def test_a_pair_without_controls_or_tasks_does_not_count():
     lines = learned({})
     pretrained = [x for x in lines if not x["random_weights"]]

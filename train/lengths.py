@@ -99,6 +99,8 @@ def rows_of(
             try:
                 objective = load_objective(folder, tokenizer, length, settings.attention, changes)
             except InputError as error:
+                if not str(error).startswith("length "):
+                    raise
                 yield head | {"refused": str(error)}
                 continue
             objective = accelerator.prepare_model(objective, evaluation_mode=True)
@@ -124,6 +126,8 @@ def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
     """
     rope = getattr(config, "rope_parameters", None)
     if rope is None or rope["rope_type"] != "default" or factor <= 1:
+        return {PLAIN: {}}
+    if getattr(config, "position_encoding", "rope") != "rope":
         return {PLAIN: {}}
     d = config.rotated_width
     theta = rope["rope_theta"] * factor ** (d / (d - 2))
