@@ -12,7 +12,7 @@ from conftest import ROOT
 MUTATIONS = {
     "query turned backwards": (
         "modeling_roformer.py",
-        "q = rotate(q, rotation, self.interleave)",
+        "q = rotate(q, where, self.interleave)",
         "q = rotate(q, rotation * rotation.new_tensor([1, -1]), self.interleave)",
     ),
     "no causal mask": (
