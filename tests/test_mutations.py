@@ -13,7 +13,7 @@ MUTATIONS = {
     "query turned backwards": (
         "modeling_roformer.py",
         "q = rotate(q, where, self.interleave)",
-        "q = rotate(q, rotation * rotation.new_tensor([1, -1]), self.interleave)",
+        "q = rotate(q, where * where.new_tensor([1, -1]), self.interleave)",
     ),
     "no causal mask": (
         "modeling_roformer.py",
