@@ -61,13 +61,18 @@ def starting(tmp_path: Path) -> Iterator[Start]:
         pipe: int | None = None,
         **environment: str,
     ) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under `nohup`
+            if limits is not None:
+                limits()
+
         # as many threads as here: sums round alike
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
         with (tmp_path / "output").open("ab") as output:
             process = subprocess.Popen(
                 [program, *map(str, arguments)],
                 cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=pipe or output,
-                stderr=pipe or output, preexec_fn=limits, process_group=group,
+                stderr=pipe or output, preexec_fn=prepare, process_group=group,
             )  # fmt: skip
         started.append(process)
         return process
