@@ -111,8 +111,9 @@ PAIR_WORKERS ?= 2
 comma := ,
 list = [$(subst $() ,$(comma),$(strip $(1)))]
 PAIR_TRAIN = $(if $(TEXT),$(call list,$(foreach folder,$(TEXT),$(wildcard $(folder)/train*))),embedded)
-PAIR_HELD_OUT = $(if $(TEXT),$(wildcard $(firstword $(TEXT))/validation*),embedded)
-PAIR_TASKS = $(notdir $(wildcard $(1)/*))
+PAIR_HELD_OUT = $(if $(TEXT),$(call list,$(wildcard $(firstword $(TEXT))/validation*)),embedded)
+PAIR_TASKS = $(notdir $(patsubst %/,%,$(wildcard $(1)/*/)))
+PAIR_LENGTH = $(shell sed -n 's/^  length: *//p' configs/pretrain/pair-$(PAIR).yaml)
 PAIR_LARGE := sst2# gets two seeds: 67,349 rows
 PAIR_ALL := --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))'
 # random weights know nothing of the seed of pretraining, so the first one's stand for all
@@ -138,7 +139,7 @@ pair-glue: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	  $(call both,$(folder),$(filter $(PAIR_LARGE),$(call PAIR_TASKS,$(folder))),--seeds '$(call list,0 1)')) true
 $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
-	  --corpus.validation '$(PAIR_HELD_OUT)' --output $(PAIR_DIR)/lengths.png
+	  --corpus.validation '$(PAIR_HELD_OUT)' --trained $(PAIR_LENGTH) --output $(PAIR_DIR)/lengths.png
 
 pair-smoke: setup ## the road of `make pair` in two minutes: tiny models, installed documentation, demo tasks
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100

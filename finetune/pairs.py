@@ -16,7 +16,8 @@ MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
 class Difference:
     """First row minus second: by label the headline metric, and GLUE's average of these tasks.
 
-    `missing` are tasks that both were run on without a seed for which both have a score.
+    `missing` are tasks that both were run on without a seed for which both have a score; `over` are
+    the differences of single pretraining seeds that this one is taken over.
     """
 
     title: str
@@ -25,6 +26,7 @@ class Difference:
     tasks: dict[str, Comparison]
     average: Comparison | None
     missing: list[str]
+    over: tuple["Difference", ...] = ()
 
     def parts(self) -> Iterator[tuple[str, Comparison, tuple[str, str]]]:
         """Each task by its label, then "average", with where the page lists the runs of both."""
@@ -109,7 +111,8 @@ def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[
             if all(label in d.tasks for d in same.values())
         }
         name = f"{title}, over {len(same)} pretraining seeds, {one.first.way}".removesuffix(", ")
-        whole.append(Difference(name, one.first, one.second, corrected(tasks), None, []))
+        parts = tuple(same.values())
+        whole.append(Difference(name, one.first, one.second, corrected(tasks), None, [], parts))
     return [difference for parts in found.values() for difference in parts] + whole
 
 

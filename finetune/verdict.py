@@ -32,7 +32,7 @@ def _controls(pair: Difference, table: Table) -> list[tuple[Row, Row]]:
 
 def _verdict(pair: Difference, table: Table) -> str:
     doubts = []
-    for row, control in _controls(pair, table):
+    for row, control in (x for part in pair.over or (pair,) for x in _controls(part, table)):
         for label in TASKS_THAT_COUNT:
             cells = row.cells.get(label), control.cells.get(label)
             doubt = _doubt(*cells)

@@ -288,6 +288,11 @@ class RoFormerConfig(PreTrainedConfig):
         rotates = self.position_encoding == "rope"
         rule = f"must be False with position_encoding {self.position_encoding}"
         _require(rotates or not self.rotary_value, "rotary_value", rule, "True")
+        rule = f"must be True with position_encoding {self.position_encoding}"
+        _require(rotates or self.rope_interleave, "rope_interleave", rule, "False")
+        words = self.embedding_size or self.hidden_size
+        odd = self.position_encoding == "sinusoidal" and words % 2 == 1
+        _require(not odd, "embedding_size", "must be even for sinusoids", words)
         width = getattr(self, "head_dim", None)
         rule = f"must be absent, or hidden_size / num_attention_heads = {self.head_width}"
         _require(width in (None, self.head_width), "head_dim", rule, width)
@@ -321,6 +326,13 @@ class RoFormerConfig(PreTrainedConfig):
         for name in ("rotary_value", "add_cross_attention"):
             rule = f"must be False with linear_attention {kind}"
             _require(not getattr(self, name), name, rule, "True")
+        # their factor on the rotation is a temperature of softmax, and here a factor on the output
+        rope_type, rule = (
+            self._rope["rope_type"],
+            f"must have no factor with linear_attention {kind}",
+        )
+        scales = rope_type in ("yarn", "longrope")
+        _require(not scales, "rope_parameters.rope_type", rule, repr(rope_type))
         rule = "must be True with linear_attention favor, whose features have no order"
         _require(kind != "favor" or self.rope_interleave, "rope_interleave", rule, "False")
 

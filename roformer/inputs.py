@@ -63,11 +63,13 @@ def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
     if torch.compiler.is_compiling() or not config.has_position_limit:
         return
     if positions.device.type == "cpu" and positions.numel():
-        last, rows = int(positions.max()), config.max_position_embeddings
-        if not 0 <= int(positions.min()) <= last < rows:
+        first, last = int(positions.min()), int(positions.max())
+        rows = config.max_position_embeddings
+        if first < 0 or last >= rows:
             raise ValueError(
-                f"position_ids must be below the {rows} rows of the table of learned positions, "
-                f"got {last}; shorten the text, or use a position_encoding without a table"
+                f"position_ids must be in the {rows} rows of the table of learned positions, "
+                f"got {first if first < 0 else last}; shorten the text, or use a "
+                "position_encoding without a table"
             )
 
 

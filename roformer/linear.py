@@ -96,7 +96,8 @@ class Features(nn.Module):
     random w, whose product estimates softmax's exp(q k / sqrt(D)).
 
     The random vectors are a function of a seed, saved with the model, and of how often they were
-    drawn: during training anew every `redraw_features` forward passes.
+    drawn: during training anew every `redraw_features` forward passes. Keys of one row and head are
+    on one scale: those whose features are e^87 times smaller than the largest count for nothing.
     """
 
     vectors: Tensor
@@ -166,7 +167,10 @@ class Features(nn.Module):
 
     def _powers(self, x: Tensor) -> Tensor:
         x = x.float() * self.width**-0.25
-        return x @ self.vectors.float().T - x.square().sum(-1, keepdim=True) / 2
+        vectors = self.vectors.float()
+        if self.training:  # they may be drawn anew before the backward pass
+            vectors = vectors.clone()
+        return x @ vectors.T - x.square().sum(-1, keepdim=True) / 2
 
 
 def orthogonal(number: int, width: int, seed: int) -> Tensor:
@@ -251,10 +255,8 @@ def _causal(
     q, k, turned_q, turned_k, v = (_chunks(x, chunk) for x in (q, k, turned_q, turned_k, v))
     added = torch.einsum("bclhm,bclhd->bchmd", turned_k, v)  # of each chunk
     weighed = k.sum(dim=2)
-    products, weights = added.cumsum(dim=1), weighed.cumsum(dim=1)
-    if before is not None:
-        products, weights = products + before.products[:, None], weights + before.weights[:, None]
-    earlier, lighter = products - added, weights - weighed  # up to the chunk, without it
+    products, earlier = _sums(added, None if before is None else before.products)
+    weights, lighter = _sums(weighed, None if before is None else before.weights)
     inside = torch.einsum("bclhm,bcshm->bchls", turned_q, turned_k).tril()
     plain = torch.einsum("bclhm,bcshm->bchls", q, k).tril()
     mixed = torch.einsum("bchls,bcshd->bclhd", inside, v)
@@ -262,6 +264,17 @@ def _causal(
     total = plain.sum(-1).transpose(-1, -2) + torch.einsum("bclhm,bchm->bclh", q, lighter)
     found = _divided(mixed, total).flatten(1, 2)[:, :L]
     return found.to(dtype), Sums(products[:, -1], weights[:, -1], offset)
+
+
+def _sums(added: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of all chunks up to each, and of all before it, [B, chunks, ...].
+
+    The latter are shifted and not subtracted: a large key would take the small ones before it
+    along, and tell them of itself.
+    """
+    first = torch.zeros_like(added[:, :1]) if before is None else before[:, None]
+    sums = torch.cat((first, added), dim=1).cumsum(dim=1)
+    return sums[:, 1:], sums[:, :-1]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -440,12 +440,18 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: An EncoderDecoderModel has given the model a configuration of stock's class,
-                or the features are FAVOR+'s, which have no order.
+                or nothing is rotated, or features of FAVOR+, which have no order.
         """
         if getattr(self.config, "linear_attention", None) == "favor":
             raise ValueError(
                 "set_rope_interleave must not be called with linear_attention favor, got a call: "
                 "random features have no order; leave it out"
+            )
+        encoding = getattr(self.config, "position_encoding", "rope")
+        if encoding != "rope":
+            raise ValueError(
+                "set_rope_interleave must be called on a model that rotates, got "
+                f"position_encoding {encoding}; leave it out"
             )
         if not isinstance(self.config, RoFormerConfig):
             raise ValueError(
@@ -541,6 +547,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             token_type_ids: [B, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers, any start, order and gaps; None counts from 0, or
                 from the end of the cache. A row that counts up from 0 more than once is packed.
+                Encodings that add to scores count tokens behind a cache, whatever is given.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E], what the cross-attention of a decoder reads.
             encoder_attention_mask: [B, S] for it.
@@ -581,7 +588,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         mask: Any = None
         alone = past_key_values is None and encoder_hidden_states is None
         if self.rope_config.linear_attention is not None:
-            layout, mask = self._before_linear(batch, attention_mask)
+            layout, mask = self._before_linear(batch, kwargs)
         elif alone and (kernel == UNPADDED or kernel.startswith("flash")):
             borders = cu_seq_lens_q if _is_one_row(words, attention_mask) else None
             layout, told = self._without_padding(batch, borders, max_length_q, kwargs)
@@ -631,6 +638,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
                 "is_decoder=True, or leave it out"
             )
+        if given is not None and self.rope_config.biases_scores and given.is_compileable:
+            raise ValueError(
+                "past_key_values must be a cache that grows where positions are added to scores, "
+                f"got a {type(given).__name__}; leave cache_implementation out"
+            )
         if given is not None and self.rope_config.depends_on_length:
             raise ValueError(
                 "past_key_values must be None where the rotation depends on the length, because "
@@ -663,7 +675,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         return layout, documents.kernel_options(layout.borders, layout.longest)
 
     def _before_linear(
-        self, batch: documents.Batch, attention_mask: Any
+        self, batch: documents.Batch, options: dict[str, Any]
     ) -> tuple[documents.Apart | None, Tensor | None]:
         """Documents in rows of their own, and which tokens are real; in training new features."""
         if batch.real is None:
@@ -677,6 +689,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
                     module.advance()
         if batch.documents is None:
             return None, batch.real
+        if options.get("output_hidden_states", self.config.output_hidden_states):
+            raise ValueError(
+                "output_hidden_states must be False for packed rows with linear_attention, got "
+                "True: inside, documents stand in rows of their own; give each a row"
+            )
         layout = documents.apart(batch.documents)
         return layout, layout.pack(batch.real)
 

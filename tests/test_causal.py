@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,7 +15,9 @@ from train import vocabulary
 from train.corpus import tokenise
 from train.packing import Sequences, SpecialTokens, examples
 from train.pretrain import main
-from train.settings import CorpusSettings, PretrainSettings, parse
+from train.publish import PublishSettings
+from train.publish import main as publish
+from train.settings import CorpusSettings, InputError, PretrainSettings, parse
 from train.validate import ValidateSettings
 from train.validate import main as validate
 
@@ -56,6 +59,10 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
         assert len(ids) - 1 == len(text.encode())
         assert tokenizer.decode(ids[1:]) == text
     assert len(tokenizer) == 256 + 5
+    pair = tokenizer("a", "b")
+    assert tokenizer.convert_ids_to_tokens(pair["input_ids"]) == ["[CLS]", "a", "[SEP]", "b"]
+    with pytest.raises(InputError, match="corpus.vocabulary_size must be null for bytes, got 300"):
+        vocabulary.learn_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,18 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     said = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert said.shape == (1, 1 + 8 + 10)
     assert tokenizer.decode(said[0], skip_special_tokens=True).startswith("the cat ")
+
+
+def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):
+    run([*pretrain_flags, *BYTES], position_encoding="learned")
+    wanted = PublishSettings(
+        str(tmp_path / "runs" / "tiny"), str(tmp_path / "out"), "a tiny language"
+    )
+    card = ModelCard.load(publish(wanted) / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    for fact in ("to predict the next token", "held-out loss, next token", "import roformer"):
+        assert fact in card.text
+    assert "without a limit" not in card.text
 
 
 def test_the_loss_of_the_log_is_that_of_the_whole_text(pretrain_flags, tmp_path):

@@ -89,9 +89,11 @@ def test_what_does_not_rotate_is_refused(corpus, tokenizer, tmp_path):
     for name, model in (
         ("bert", BertForMaskedLM(BertConfig(**sizes))),
         ("none", RoFormerForMaskedLM(RoFormerConfig(**sizes, position_encoding="none"))),
+        ("elu", RoFormerForMaskedLM(RoFormerConfig(**sizes, linear_attention="elu"))),
+        ("half", RoFormerForMaskedLM(RoFormerConfig(**sizes, rope_interleave=False))),
     ):
         folder = saved(model, tokenizer, tmp_path / name)
-        with pytest.raises(InputError, match="models must be RoFormers that rotate"):
+        with pytest.raises(InputError, match="models must be RoFormers with softmax"):
             main(DecaySettings([folder], corpus, output=str(tmp_path / "x.png")))
 
 

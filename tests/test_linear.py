@@ -137,6 +137,17 @@ def test_features_stay_finite_and_positive_far_from_zero(heads):
                 assert inside.all(), "a weighted mean without rotation"
 
 
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_large_key_at_the_end_tells_those_before_it_nothing(kind):
+    torch.manual_seed(0)
+    heads = torch.randn(3, 1, 2 * CHUNK, H, D) * torch.tensor([4.0, 4.0, 1.0]).view(3, 1, 1, 1, 1)
+    heads[1, :, -1] *= 0.2  # FAVOR+: a short key is the largest feature, by many orders
+    features = features_of(kind)
+    whole, _ = linear_attention(*heads, features, None, causal=True)
+    parts, _ = linear_attention(*heads[:, :, :-1], features, None, causal=True)
+    same(whole[:, :-1], parts, 1e-4)
+
+
 # ---- the model
 
 
@@ -346,6 +357,17 @@ def test_compiled_and_in_half_precision_it_is_near(kind):
             "add_cross_attention must be False with linear_attention elu",
         ),
         ({"linear_attention": "favor", "rope_interleave": False}, "rope_interleave must be True"),
+        (
+            {
+                "linear_attention": "elu",
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            "rope_parameters.rope_type must have no factor with linear_attention elu, got 'yarn'",
+        ),
         ({"linear_attention": "favor", "random_features": 7}, "random_features must be even"),
         (
             {"linear_attention": "favor", "redraw_features": -1},
@@ -356,6 +378,18 @@ def test_compiled_and_in_half_precision_it_is_near(kind):
 def test_what_does_not_go_together_is_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         RoFormerConfig(vocab_size=V, **TINY_MODEL, **fields)
+
+
+def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
+    model = RoFormerModel(config_of("favor", redraw_features=1)).train()
+    ids = torch.randint(5, V, (1, 8))
+    (model(ids).last_hidden_state.sum() + model(ids).last_hidden_state.pow(2).sum()).backward()
+
+
+def test_hidden_states_of_packed_rows_are_refused():
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(ValueError, match="output_hidden_states must be False for packed rows"):
+        model_of("elu")(torch.ones(1, 5).long(), position_ids=positions, output_hidden_states=True)
 
 
 def test_calls_that_need_scores_or_keys_are_refused():

@@ -14,6 +14,7 @@ from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, R
 from roformer.configuration_roformer import ENCODINGS
 from roformer.positions import alibi_slopes, sinusoids, t5_buckets
 from train.initialise import adopt_bert
+from train.settings import InputError
 
 B, L, V = 2, 12, 60
 RELATIVE = ("rope", "transformer_xl", "t5", "alibi")
@@ -256,7 +257,7 @@ def test_a_table_of_positions_ends_and_others_do_not():
     for encoding in ENCODINGS:
         model = model_of(encoding)
         if encoding == "learned":
-            with pytest.raises(ValueError, match="below the 64 rows of the table .* got 69"):
+            with pytest.raises(ValueError, match="in the 64 rows of the table .* got 69"):
                 model(long)
             assert model.config.has_position_limit
         else:
@@ -264,11 +265,30 @@ def test_a_table_of_positions_ends_and_others_do_not():
             assert not model.config.has_position_limit
 
 
+def test_what_an_encoding_cannot_do_is_refused_by_name(ids):
+    with pytest.raises(ValueError, match="set_rope_interleave must be called on a model that"):
+        model_of("transformer_xl").set_rope_interleave(False)
+    decoder = enlarge(RoFormerForCausalLM(config_of("alibi")))
+    with pytest.raises(ValueError, match="must be a cache that grows .* got a StaticCache"):
+        decoder.generate(ids, max_new_tokens=4, cache_implementation="static", pad_token_id=0)
+    learned, first = model_of("learned"), torch.arange(-1, L - 1)[None]
+    with pytest.raises(ValueError, match="in the 64 rows of the table .* got -1"):
+        learned(ids, position_ids=first)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**TINY_MODEL, vocab_size=V))
+    with pytest.raises(InputError, match="must need no weights that a BERT lacks"):
+        adopt_bert(RoFormerForMaskedLM(config_of("t5")), bert)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"position_encoding": "rotary"}, "position_encoding must be one of rope, learned"),
         ({"position_encoding": "t5", "rotary_value": True}, "rotary_value must be False with"),
+        ({"position_encoding": "t5", "rope_interleave": False}, "rope_interleave must be True"),
+        (
+            {"position_encoding": "sinusoidal", "embedding_size": 15},
+            "embedding_size must be even for sinusoids, got 15",
+        ),
         (
             {"position_encoding": "none", "rope_parameters": {"rope_theta": 500.0}},
             "rope_parameters must be left out with position_encoding none",

@@ -123,8 +123,14 @@ def of_model(
     """
     tokenizer = vocabulary.load(folder, key="models")
     saved = AutoConfig.from_pretrained(folder)
-    fits = isinstance(saved, RoFormerConfig) and saved.position_encoding == "rope"
-    require(fits, "models", "must be RoFormers that rotate", folder, "leave it out")
+    fits = (
+        isinstance(saved, RoFormerConfig)
+        and (saved.position_encoding, saved.linear_attention) == ("rope", None)
+        and saved.rope_interleave
+        and (saved.rope_parameters or {}).get("rope_type") == "default"
+    )
+    rule = "must be RoFormers with softmax whose adjacent pairs turn by plain angles"
+    require(fits, "models", rule, folder, "leave it out")
     trained = ModelSettings(init=folder, attention="eager")
     config = model_config(trained, corpus.length, tokenizer)
     beginning = ModelSettings(attention="eager")

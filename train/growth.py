@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,9 @@ def main(settings: GrowthSettings) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     for length in settings.lengths:
         for kind in settings.kinds:
-            with context.Pool(1) as alone:
-                found = alone.apply(cost, (kind, length, settings.causal, settings.rounds, threads))
+            with ProcessPoolExecutor(1, context) as alone:
+                wanted = kind, length, settings.causal, settings.rounds, threads
+                found = alone.submit(cost, *wanted).result()
             rows.append(found)
             print(f"{kind}, {length}: {found['seconds']:.4f} s, {found['megabytes']:.0f} MB",
                   flush=True)  # fmt: skip

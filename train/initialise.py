@@ -177,4 +177,6 @@ def adopt_bert(model: PreTrainedModel, bert: PreTrainedModel) -> None:
         for name, value in bert.state_dict().items()
         if (learned or "position_embeddings" not in name) and "pooler" not in name
     }
-    model.load_state_dict(weights)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    rule, found = "must need no weights that a BERT lacks", missing[:1]
+    require(not missing, "model.config", rule, found, "train it from random weights")

@@ -150,7 +150,8 @@ class Interruptions:
 
     def _watch(self) -> None:
         """Count the seconds without a sign, but not those in which the process was stopped, by
-        Ctrl-Z for instance: whatever passed, a look is one tick.
+        Ctrl-Z for instance: whatever passed, a look is one tick. A process that never lets Python
+        run again is ended by the others.
         """  # noqa: D205 one sentence
         while not self.over.wait(TICK):
             self.quiet += TICK

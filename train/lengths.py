@@ -198,7 +198,7 @@ def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
 
     figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     found = means(rows)
-    colours = dict(zip(dict.fromkeys(model for model, _ in found), COLOURS))
+    colours = dict(zip(dict.fromkeys(model for model, _ in found), COLOURS * len(found)))
     styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
     for (model, way), losses in found.items():
         places = [length for length, values in losses.items() if values]

@@ -72,7 +72,8 @@ def main(settings: PublishSettings) -> Path:
         tokenizer.save_pretrained(unfinished)
         count = model.num_parameters()
         example = EXAMPLE.format(mask=tokenizer.mask_token)
-        card(settings, config.model_type, count, example).save(unfinished / "README.md")
+        kind = json.loads((unfinished / "config.json").read_text())["model_type"]
+        card(settings, kind, count, example).save(unfinished / "README.md")
     size = sum(file.stat().st_size for file in output.iterdir())
     print(f"{output}: {count:,} parameters, {size / 1e6:.1f} MB")
     return output
@@ -91,23 +92,24 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
     made = yaml.safe_load((folder / "settings.yaml").read_text())
     machine = json.loads((folder / "environment.json").read_text())
     log = read_log(settings.run)
+    causal = bool(made["model"]["config"].get("is_decoder"))
     data = ModelCardData(
         language="en",
         license=settings.licence,
         library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=[kind, "masked-lm"],
+        pipeline_tag="text-generation" if causal else "fill-mask",
+        tags=[kind, "causal-lm" if causal else "masked-lm"],
     )
     title = Path(settings.output).name
     sections = [
         f"# {title}",
-        _what(kind, parameters, made),
+        _what(kind, parameters, made, causal),
         "## Use",
-        f"```python\n{_code(kind, example)}\n```",
+        f"```python\n{_code(kind, example, causal)}\n```",
         _classes(kind),
         "## Training",
         f"Text: {settings.text}.",
-        _table(_facts(made, machine, log)),
+        _table(_facts(made, machine, log, causal)),
         "All of its settings:",
         f"```yaml\n{yaml.safe_dump(made, sort_keys=False).strip()}\n```",
         "## Limits",
@@ -117,21 +119,27 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
-def _what(kind: str, parameters: int, made: dict[str, Any]) -> str:
+def _what(kind: str, parameters: int, made: dict[str, Any], causal: bool) -> str:
     shape = made["model"]["config"]
     layers, width = shape.get("num_hidden_layers"), shape.get("hidden_size")
     size = f" of {layers} layers and width {width}" if layers and width else ""
     names = {"roformer": "RoFormer", "roformer_plus": "RoFormer", "bert": "BERT"}
     source = " (Su et al. 2021, arXiv:2104.09864)" if "roformer" in kind else ""
     name = names.get(kind, kind)
-    return (
-        f"A {name}{source}{size}, {parameters:,} parameters, pretrained with masked language "
-        "modelling from random weights."
-    )
+    how = "to predict the next token" if causal else "with masked language modelling"
+    init = made["model"]["init"]
+    start = "random weights" if init is None else f"`{init}`"
+    return f"A {name}{source}{size}, {parameters:,} parameters, pretrained {how} from {start}."
 
 
-def _code(kind: str, example: str) -> str:
+def _code(kind: str, example: str, causal: bool) -> str:
     ours = "import roformer  # knows roformer_plus\n" if kind == "roformer_plus" else ""
+    if causal:
+        return (
+            f"{ours}from transformers import pipeline\n\n"
+            'write = pipeline("text-generation", model=".")  # this folder, or its hub id\n'
+            'print(write("The ")[0]["generated_text"])'
+        )
     return (
         f"{ours}from transformers import pipeline\n\n"
         'fill = pipeline("fill-mask", model=".")  # this folder, or its hub id\n'
@@ -142,18 +150,23 @@ def _code(kind: str, example: str) -> str:
 def _classes(kind: str) -> str:
     if "roformer" not in kind:
         return "transformers' own class; nothing else is needed."
+    if kind == "roformer_plus":
+        return "Settings that transformers' own RoFormer lacks: it needs `import roformer`."
     return (
         "`roformer.RoFormerForMaskedLM.from_pretrained` loads the same folder without a limit of "
         "length, and faster; transformers' own RoFormer gives the same scores."
     )
 
 
-def _facts(made: dict[str, Any], machine: dict[str, Any], log: Run) -> list[tuple[str, str]]:
+def _facts(
+    made: dict[str, Any], machine: dict[str, Any], log: Run, causal: bool
+) -> list[tuple[str, str]]:
+    what = "next token" if causal else "15 % masked"
     end, last = log.held_out[-1], log.training[-1]
     return [
         ("steps", f"{end['step']:,}"),
         ("tokens", f"{end['tokens']:,}"),
-        ("held-out loss, 15 % masked", f"{end['validation_loss']:.3f} nats a predicted token"),
+        (f"held-out loss, {what}", f"{end['validation_loss']:.3f} nats a predicted token"),
         ("held-out accuracy", f"{100 * end['validation_accuracy']:.1f} %"),
         ("training loss at the end", f"{last['loss']:.3f}"),
         ("seed", str(made["run"]["seed"])),

@@ -101,6 +101,8 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
     size, folder = corpus.vocabulary_size, corpus.tokenizer
     if size is None:
         return
+    remedy = "set it to null"
+    require(folder != BYTES, "corpus.vocabulary_size", "must be null for bytes", size, remedy)
     if Path(folder).exists():
         there = len(load(folder))
         rule, remedy = (
@@ -123,7 +125,10 @@ def of_bytes() -> PreTrainedTokenizerBase:
     made.decoder = decoders.ByteLevel()
     first = "[CLS]"  # and no end: a decoder goes on from a prompt
     ids = [(first, pieces[first])]
-    made.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
+    ids.append(("[SEP]", pieces["[SEP]"]))
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", pair=f"{first} $A [SEP] $B:1", special_tokens=ids
+    )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     return PreTrainedTokenizerFast(tokenizer_object=made, **dict(zip(names, SPECIAL)))
 
