@@ -1,6 +1,7 @@
 """The log of a run: what a killed run wrote past its checkpoint goes, the rest stays."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ from accelerate import Accelerator
 
 from conftest import TINY_MODEL
 from roformer import RoFormerConfig
-from train.journal import Journal, changed_settings, environment, forget_after, write_header
+from train.journal import (
+    NOTHING,
+    Journal,
+    changed_settings,
+    environment,
+    forget_after,
+    write_header,
+)
 from train.settings import InputError, OptimSettings, PretrainSettings
 
 
@@ -20,7 +28,7 @@ def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 4]
 
 
-START = {"step": 0, "tokens": 100, "seconds": 50.0, "pending": [0.0] * 5}
+START = NOTHING | {"step": 0, "tokens": 100, "seconds": 50.0}
 CONFIG = RoFormerConfig(vocab_size=60, **TINY_MODEL)
 BATCHES = ((10.0, 2, 7), (30.0, 8, 9))
 
@@ -40,6 +48,25 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
         journal.training(2, 0.5, torch.tensor(3.0))
     row = json.loads((tmp_path / "log.jsonl").read_text())
     assert (row["loss"], row["accuracy"], row["tokens"]) == (4.0, 0.2, 116)
+
+
+def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with Journal(accelerator, tmp_path, START, 20, CONFIG, 1e12) as journal:
+        add(journal, *BATCHES[0])
+        time.sleep(0.2)  # slow steps, and no report before the end
+        state = {"step": 9} | journal.state()
+    with Journal(accelerator, tmp_path, state, 20, CONFIG, 1e12) as journal:
+        add(journal, *BATCHES[1])
+        with journal.clock.paused():
+            time.sleep(1.0)
+        journal.validation(9, {"validation_loss": 1.0})
+        journal.training(10, 0.5, torch.tensor(3.0))
+    evaluated, trained = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert 0.02 <= trained["seconds_per_step"] < 0.1
+    assert trained["tokens_per_second"] == pytest.approx(16 / trained["seconds_per_step"] / 10, 0.1)
+    assert evaluated["tokens"] == trained["tokens"] == 116
+    assert trained["seconds"] >= 51.2  # of 50 before, 0.2 and 1.0; written to a hundredth
 
 
 def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
@@ -77,7 +104,8 @@ def started(tmp_path, **optim):
 
 def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch):
     folder, settings, accelerator = started(tmp_path)
-    write_header(folder, settings, accelerator, 0, {})
+    write_header(folder, settings, accelerator, 0, 7, {})
+    assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
     before = (folder / "settings.yaml").read_text()
     _, other, _ = started(tmp_path, learning_rate=0.5)
     assert changed_settings(folder, other) == {"optim.learning_rate": (1e-3, 0.5)}
@@ -88,9 +116,9 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_header(folder, other, accelerator, 7, changed_settings(folder, other))
+            write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other))
     assert (folder / "settings.yaml").read_text() == before
-    write_header(folder, other, accelerator, 7, changed_settings(folder, other))
+    write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other))
     assert not changed_settings(folder, other)
 
 

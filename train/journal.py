@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from train.flops import step_flops
+from train.launch import redraw_seconds
 from train.settings import PretrainSettings, require
 
 Batch = dict[str, Tensor]
@@ -136,6 +138,7 @@ def write_header(
     settings: PretrainSettings,
     accelerator: Accelerator,
     step: int,
+    parameters: int,
     changed: dict[str, tuple[Any, Any]],
 ) -> None:
     """Write environment.json and settings.yaml, when a run begins or goes on under other settings.
@@ -145,7 +148,8 @@ def write_header(
     """
     file, notes = folder / "settings.yaml", ""
     if not file.exists():
-        text = json.dumps(environment(accelerator), indent=2)
+        about = environment(accelerator) | {"parameters": parameters}
+        text = json.dumps(about, indent=2)
         (folder / "environment.json").write_text(text + "\n")
     elif not changed:
         return
@@ -163,19 +167,41 @@ def write_header(
     unfinished.replace(file)
 
 
+NOTHING: dict[str, Any] = {
+    "tokens": 0, "seconds": 0.0, "reported": 0, "pending": [0.0] * 5, "unreported": [0.0, 0.0],
+}  # fmt: skip
+"""What `Journal.state` would return before the first step."""
+
+
 @dataclass
 class Clock:
     """Seconds of the run, and what they went into since the last report."""
 
     before: float
-    started: float = field(default_factory=time.perf_counter)
-    reported: float = 0.0
+    trained: float = 0.0
+    """Seconds since the last report without pauses, up to where `since` begins."""
     waited: float = 0.0
+    """Those of them that were spent waiting for batches."""
+    started: float = field(default_factory=time.perf_counter)
+    since: float = field(default_factory=time.perf_counter)
 
     @property
     def seconds(self) -> float:
         """Wall-clock of the run so far, over all its launches."""
         return self.before + time.perf_counter() - self.started
+
+    def training(self) -> float:
+        """Seconds of training since the last report."""
+        now = time.perf_counter()
+        self.trained, self.since = self.trained + now - self.since, now
+        return self.trained
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no training: it takes the run's time and does not slow it."""
+        self.training()
+        yield
+        self.since = time.perf_counter()
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, with the time that was waited for each counted."""
@@ -197,7 +223,7 @@ class Journal:
     Args:
         accelerator: Adds up over processes and feeds the tracker.
         folder: The run's folder.
-        state: `step`, and what `state` returned when it was reached, or zeros.
+        state: `step`, and what `state` returned when it was reached, or `NOTHING`.
         steps: Steps of the whole run, for the bar; None when its end is a time.
         config: The encoder's, for the count of operations.
         peak: Operations a second of one device.
@@ -213,20 +239,18 @@ class Journal:
         peak: float,
     ) -> None:
         self.accelerator, self.config, self.peak = accelerator, config, peak
-        self.tokens, self.step = state["tokens"], state["step"]
+        self.tokens, self.step = state["tokens"], state["reported"]
         self.validation_loss = state.get("validation_loss")
         self.last_loss: float | None = None
-        self.clock = Clock(state["seconds"])
-        self.clock.reported = self.clock.started
+        self.clock = Clock(state["seconds"], *state["unreported"])
         self._clear()
         main = accelerator.is_main_process
         if main:  # what was counted since the last report when the checkpoint was written
             self.sums += torch.tensor(
                 state["pending"], dtype=torch.float64, device=self.sums.device
             )
-        self.bar = tqdm(
-            total=steps, initial=state["step"], unit="step", disable=not main, dynamic_ncols=True
-        )
+        looks = {"unit": "step", "dynamic_ncols": True, "mininterval": redraw_seconds()}
+        self.bar = tqdm(total=steps, initial=state["step"], disable=not main, **looks)
         self.stream: TextIO | None = None
         if main:
             forget_after(folder / "log.jsonl", state["step"])
@@ -240,7 +264,9 @@ class Journal:
         return {
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
+            "reported": self.step,
             "pending": self.accelerator.reduce(self.sums).tolist(),
+            "unreported": [self.clock.training(), self.clock.waited],
             "validation_loss": self.validation_loss,
         }
 
@@ -255,8 +281,7 @@ class Journal:
         """Report the steps since the last report."""
         loss, right, predicted, tokens, squares = self.accelerator.reduce(self.sums).tolist()
         self.tokens += int(tokens)
-        now = time.perf_counter()
-        elapsed, steps = now - self.clock.reported, max(step - self.step, 1)
+        elapsed, steps = self.clock.training(), max(step - self.step, 1)
         flops = step_flops(self.config, tokens, squares, predicted)
         row = {
             "step": step,
@@ -275,22 +300,18 @@ class Journal:
         if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
         self.last_loss, self.step = row["loss"], step
-        self.clock.reported, self.clock.waited = now, 0.0
+        self.clock.trained = self.clock.waited = 0.0
         self._clear()
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
         self._write(row)
 
     def validation(self, step: int, scores: dict[str, float]) -> None:
-        """Report an evaluation; its time does not count as training speed."""
+        """Report an evaluation, at the tokens of all steps so far."""
         self.validation_loss = scores["validation_loss"]
+        tokens = self.tokens + int(self.accelerator.reduce(self.sums)[3])
         seconds = round(self.clock.seconds, 2)
-        self._write({"step": step, "tokens": self.tokens, "seconds": seconds, **scores})
-        self.pause_over()
-
-    def pause_over(self) -> None:
-        """Leave out of the training speed what was done since the last report of it."""
-        self.clock.reported = time.perf_counter()
+        self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 
     def warn(self, line: str) -> None:
         """Say something above the bar, once for all processes."""
