@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-glue pair-smoke \
-  bench bench-gpu clean
+  encodings performer comparisons-smoke bench bench-gpu clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml configs/constraints.txt
@@ -37,7 +37,7 @@ test: setup ## lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile
 
 test-slow: setup ## tests that take minutes or need the data named by ROFORMER_DATA
 	$(BIN)/python -m pytest -m 'slow and not gpu'
@@ -98,8 +98,20 @@ RESULTS ?= results.jsonl
 report: setup
 	$(BIN)/python -m finetune.report $(RESULTS)
 
+# Text for the runs below. TEXT: folders of train* files; held out: validation* of the first.
+comma := ,
+list = [$(subst $() ,$(comma),$(strip $(1)))]
+TRAIN = $(if $(TEXT),$(call list,$(foreach folder,$(TEXT),$(wildcard $(folder)/train*))),embedded)
+HELD_OUT = $(if $(TEXT),$(call list,$(wildcard $(firstword $(TEXT))/validation*)),embedded)
+NO_TEXT = $(error TEXT must name folders of train* and validation* files, got none; add TEXT=FOLDER)
+# of a configuration, a folder and a name ending in the seed
+LENGTH = $(shell sed -n 's/^  length: *//p' configs/pretrain/$(1).yaml)
+AS_NAMED = --config configs/pretrain/$(1).yaml --run.folder runs/$(1) --run.name $(2) \
+	  --run.seed $(lastword $(subst -, ,$(2))) --corpus.train '$(TRAIN)' --corpus.validation '$(HELD_OUT)'
+FINISH = @test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command goes on'; exit 1; }; touch $@
+
 # The controlled pair: RoFormer and BERT with the same text, order, masks and seeds. Started again, it goes on; -j2 makes
-# two runs at once. TEXT: folders of train* files (held out: validation* of the first); GLUE: folders of tasks.
+# two runs at once. GLUE: folders of tasks.
 #   make -j2 pair TEXT=wikipedia GLUE='glue glue_reduced' OMP_NUM_THREADS=1
 PAIR ?= small# the scale: configs/pretrain/pair-$(PAIR).yaml and configs/model/*-$(PAIR).yaml
 PAIR_SEEDS ?= 0 1
@@ -108,12 +120,7 @@ PAIR_READY ?= setup
 PAIR_DIR := runs/pair-$(PAIR)
 PAIR_RUNS := $(foreach seed,$(PAIR_SEEDS),roformer-$(seed) bert-$(seed))
 PAIR_WORKERS ?= 2
-comma := ,
-list = [$(subst $() ,$(comma),$(strip $(1)))]
-PAIR_TRAIN = $(if $(TEXT),$(call list,$(foreach folder,$(TEXT),$(wildcard $(folder)/train*))),embedded)
-PAIR_HELD_OUT = $(if $(TEXT),$(call list,$(wildcard $(firstword $(TEXT))/validation*)),embedded)
 PAIR_TASKS = $(notdir $(patsubst %/,%,$(wildcard $(1)/*/)))
-PAIR_LENGTH = $(shell sed -n 's/^  length: *//p' configs/pretrain/pair-$(PAIR).yaml)
 PAIR_LARGE := sst2# gets two seeds: 67,349 rows
 PAIR_ALL := --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))'
 # random weights know nothing of the seed of pretraining, so the first one's stand for all
@@ -126,12 +133,10 @@ pair: pair-glue $(PAIR_DIR)/lengths.json
 	$(BIN)/python -m train.curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
 	$(BIN)/python -m finetune.report $(PAIR_DIR)/results.jsonl
 $(PAIR_DIR)/%/finished: | $(PAIR_READY)
-	$(if $(TEXT)$(filter tiny,$(PAIR)),,$(error TEXT must name folders of train* and validation* files; make pair TEXT=FOLDER))
-	$(PAIR_LAUNCH) train/pretrain.py --config configs/pretrain/pair-$(PAIR).yaml \
-	  --config configs/model/$(firstword $(subst -, ,$*))-$(PAIR).yaml --run.folder $(PAIR_DIR) --run.name $* \
-	  --run.seed $(lastword $(subst -, ,$*)) --corpus.train '$(PAIR_TRAIN)' --corpus.validation '$(PAIR_HELD_OUT)'
-	@test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command goes on'; exit 1; }
-	@touch $@
+	$(if $(TEXT)$(filter tiny,$(PAIR)),,$(NO_TEXT))
+	$(PAIR_LAUNCH) train/pretrain.py --config configs/model/$(firstword $(subst -, ,$*))-$(PAIR).yaml \
+	  $(call AS_NAMED,pair-$(PAIR),$*)
+	$(FINISH)
 pair-glue: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(if $(GLUE),,$(error GLUE must name folders of tasks; make pair GLUE=FOLDER))
 	$(foreach folder,$(GLUE), \
@@ -139,11 +144,48 @@ pair-glue: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	  $(call both,$(folder),$(filter $(PAIR_LARGE),$(call PAIR_TASKS,$(folder))),--seeds '$(call list,0 1)')) true
 $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
-	  --corpus.validation '$(PAIR_HELD_OUT)' --trained $(PAIR_LENGTH) --output $(PAIR_DIR)/lengths.png
+	  --corpus.validation '$(HELD_OUT)' --trained $(call LENGTH,pair-$(PAIR)) --output $(PAIR_DIR)/lengths.png
 
 pair-smoke: setup ## the road of `make pair` in two minutes: tiny models, installed documentation, demo tasks
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
 	$(MAKE) pair PAIR=tiny TEXT= GLUE=runs/pair-tiny/tasks
+
+# What RoPE is compared with, on one small model each, seed by seed: the encodings of position; and Performer's linear
+# attention with and without RoPE, beside softmax. -j2 and going on as for the pair.
+#   make -j2 encodings performer TEXT=wikipedia OMP_NUM_THREADS=1
+SCALE ?= small# configs/pretrain/encodings-$(SCALE).yaml and performer-$(SCALE).yaml
+ENCODINGS ?= rope learned sinusoidal transformer_xl t5 alibi none
+ENCODING_SEEDS ?= 0 1 2
+ENCODING_LENGTHS = $(foreach factor,1 2 4 8,$(shell expr $(factor) '*' $(call LENGTH,encodings-$(SCALE))))
+PERFORMERS ?= favor_rope favor_none softmax_rope# attention, encoding
+PERFORMER_SEEDS ?= 0 1
+ENCODING_DIR := runs/encodings-$(SCALE)
+PERFORMER_DIR := runs/performer-$(SCALE)
+ENCODING_RUNS := $(foreach seed,$(ENCODING_SEEDS),$(ENCODINGS:%=$(ENCODING_DIR)/%-$(seed)))
+PERFORMER_RUNS := $(foreach seed,$(PERFORMER_SEEDS),$(PERFORMERS:%=$(PERFORMER_DIR)/%-$(seed)))
+encodings: $(ENCODING_RUNS:%=%/finished)
+	$(CPU) -m train.lengths --models '$(call list,$(ENCODING_RUNS:%=%/model))' --corpus.validation '$(HELD_OUT)' \
+	  --lengths '$(call list,$(ENCODING_LENGTHS))' --trained $(firstword $(ENCODING_LENGTHS)) \
+	  --output $(ENCODING_DIR)/lengths.png
+	$(BIN)/python -m train.contest --runs '$(call list,$(ENCODING_RUNS))' --lengths $(ENCODING_DIR)/lengths.json \
+	  --output $(ENCODING_DIR)/contest.png
+$(ENCODING_DIR)/%/finished: | setup
+	$(if $(TEXT)$(filter tiny,$(SCALE)),,$(NO_TEXT))
+	$(CPU) train/pretrain.py $(call AS_NAMED,encodings-$(SCALE),$*) \
+	  --model.config.position_encoding $(firstword $(subst -, ,$*))
+	$(FINISH)
+performer: $(PERFORMER_RUNS:%=%/finished)
+	$(BIN)/python -m train.contest --runs '$(call list,$(PERFORMER_RUNS))' --output $(PERFORMER_DIR)/contest.png \
+	  --title 'Next byte: linear attention with and without RoPE, and softmax'
+$(PERFORMER_DIR)/%/finished: | setup
+	$(if $(TEXT)$(filter tiny,$(SCALE)),,$(NO_TEXT))
+	$(CPU) train/pretrain.py $(call AS_NAMED,performer-$(SCALE),$*) \
+	  --model.config.position_encoding $(word 2,$(subst -, ,$(subst _, ,$*))) \
+	  --model.config.linear_attention $(patsubst softmax,null,$(firstword $(subst _, ,$*)))
+	$(FINISH)
+
+comparisons-smoke: setup ## their road in a minute: tiny models, installed documentation
+	$(MAKE) encodings performer SCALE=tiny TEXT= ENCODINGS='rope learned' ENCODING_SEEDS='0 1' PERFORMER_SEEDS=0
 
 bench: setup ## training and inference against transformers' models on this CPU: 10 minutes
 	$(BIN)/python -m train.bench

@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from train import vocabulary
 from train.documents import Source, documents_of, ending, find_files, sources
 from train.folders import whole_folder
-from train.launch import run_command
+from train.launch import redraw_seconds, run_command
 from train.settings import CorpusSettings, require
 from train.store import TokenStore
 
@@ -62,7 +62,8 @@ def tokenise(corpus: CorpusSettings, part: str, tokenizer: PreTrainedTokenizerBa
     """
     shards: list[Path] = []
     counts: list[int] = []
-    with tqdm(desc=f"tokenising {part}", unit=" documents", delay=1) as bar:
+    often = {"delay": 1, "mininterval": redraw_seconds()}
+    with tqdm(desc=f"tokenising {part}", unit=" documents", **often) as bar:
         builder = _Builder(corpus, part, tokenizer, _tokenizer_hash(tokenizer), bar)
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]

@@ -3,30 +3,35 @@
 Training loss faint (the mean of each logging interval), held-out loss with markers, against steps,
 tokens and wall-clock. Runs whose names differ in a last `-0`, `-1`, ... are seeds of one model: a
 line for their mean, a band for their range. Of two models the difference is drawn too, seed by
-seed. The numbers go into a JSON file beside the picture.
+seed. The numbers go into a JSON file beside the picture. Where all runs read bytes, losses are bits
+a byte.
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from train.launch import run_command
+from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import InputError, require
+from train.vocabulary import BYTES
 
 Rows = list[dict[str, Any]]
 Floats = NDArray[np.float64]
 
+NATS, BITS = "nats a predicted token", "bits a byte"
+
 AXES = (("step", 1e3, "steps (thousands)"), ("tokens", 1e6, "tokens (millions)"),
         ("seconds", 60, "wall-clock (minutes)"))  # fmt: skip
-COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown")
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,37 @@ class Run:
     name: str
     training: Rows
     held_out: Rows
+    parameters: int | None = None
+    bytewise: bool = False
+
+
+def read_runs(folders: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
+    """Model -> seed -> run, and the unit of the losses.
+
+    Raises:
+        InputError: A folder holds no run, or two runs have one name.
+    """
+    runs = {Path(folder).name: read_log(folder) for folder in folders}
+    models = by_model([Path(folder).name for folder in folders])
+    unit = NATS
+    if all(run.bytewise for run in runs.values()):
+        runs, unit = {name: in_bits(run) for name, run in runs.items()}, BITS
+    return {
+        m: {seed: runs[name] for seed, name in seeds.items()} for m, seeds in models.items()
+    }, unit
+
+
+def in_bits(run: Run) -> Run:
+    """The run with its losses divided by ln 2."""
+    training, held_out = (
+        [row | {key: row[key] / math.log(2)} for row in rows]
+        for rows, key in ((run.training, "loss"), (run.held_out, "validation_loss"))
+    )
+    return replace(run, training=training, held_out=held_out)
 
 
 def read_log(run: str) -> Run:
-    """Training rows and evaluation rows of a run.
+    """Training rows and evaluation rows of a run, and what else is known of it.
 
     Raises:
         InputError: It has no log, or none of either kind yet.
@@ -64,7 +96,12 @@ def read_log(run: str) -> Run:
     held_out = [row for row in rows if "validation_loss" in row]
     if not training or not held_out:
         raise InputError(f"runs must have logged and evaluated, got {run}; wait, or run it longer")
-    return Run(Path(run).name, training, held_out)
+    about = Path(run) / "environment.json"
+    parameters = json.loads(about.read_text()).get("parameters") if about.is_file() else None
+    file = Path(run) / "settings.yaml"
+    settings = yaml.safe_load(file.read_text()) if file.is_file() else {"corpus": {}}
+    bytewise = settings["corpus"].get("tokenizer") == BYTES
+    return Run(Path(run).name, training, held_out, parameters, bytewise)
 
 
 def by_model(names: Sequence[str]) -> dict[str, dict[int, str]]:
@@ -137,44 +174,36 @@ def difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str,
     }
 
 
-def draw(models: Mapping[str, Mapping[int, Run]], title: str, output: Path) -> None:
+def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output: Path) -> None:
     """Write the picture."""
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(2, 2, figsize=(10.5, 7.4), layout="constrained")
-    losses, last = grid.flat[:3], grid.flat[3]
-    for axis, (key, unit, label) in zip(losses, AXES):
+    axes = axes_of(2, 2, 10.5, 7.4)
+    *losses, last = axes
+    for axis, (key, scale, label) in zip(losses, AXES):
         for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
-            draw_model(axis, key, unit, name, list(seeds.values()), colour)
+            draw_model(axis, key, scale, name, list(seeds.values()), colour)
         axis.set_xlabel(label)
-        axis.set_ylabel("loss (nats a predicted token)")
+        axis.set_ylabel(f"loss ({unit})")
     losses[0].legend(title="held out (dots); training (faint)", frameon=False)
     last.set_visible(len(models) == 2 and draw_difference(last, models))
-    for axis in grid.flat:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+    last.figure.suptitle(title)
+    save(axes, output)
 
 
 def draw_model(
-    axis: Any, key: str, unit: float, name: str, runs: Sequence[Run], colour: str
+    axis: Any, key: str, scale: float, name: str, runs: Sequence[Run], colour: str
 ) -> None:
     """Every run's training loss; the mean over runs of the held-out loss, and its range."""
     for run in runs:
         x, loss = columns(run.training, key, "loss")
-        axis.plot(x / unit, loss, color=colour, alpha=0.25, linewidth=0.8)
+        axis.plot(x / scale, loss, color=colour, alpha=0.25, linewidth=0.8)
     places = common_places(key, runs)
     table = np.stack([losses_at(key, run, places) for run in runs])  # [seeds, places]
     end = np.mean([run.held_out[-1]["validation_loss"] for run in runs])
     many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
     marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
-    axis.plot(places / unit, table.mean(0), label=f"{name} ({end:.3f} at the end{many})", **marks)
+    axis.plot(places / scale, table.mean(0), label=f"{name} ({end:.3f} at the end{many})", **marks)
     if len(runs) > 1:
-        axis.fill_between(places / unit, table.min(0), table.max(0), color=colour, alpha=0.2)
+        axis.fill_between(places / scale, table.min(0), table.max(0), color=colour, alpha=0.2)
 
 
 def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
@@ -199,26 +228,22 @@ def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
 def main(settings: CurvesSettings) -> None:
     """Read, draw, write the numbers, say where."""
     output = Path(settings.output)
-    rule = "must end in .png or .svg"
-    require(output.suffix in (".png", ".svg"), "output", rule, settings.output, "rename it")
-    logs = {Path(run).name: read_log(run) for run in settings.runs}
-    runs = list(logs.values())
-    models = {
-        model: {seed: logs[name] for seed, name in seeds.items()}
-        for model, seeds in by_model([Path(run).name for run in settings.runs]).items()
-    }
-    draw(models, settings.title, output)
+    require_picture(settings.output)
+    models, unit = read_runs(settings.runs)
+    runs = [run for seeds in models.values() for run in seeds.values()]
+    draw(models, unit, settings.title, output)
     numbers = {
+        "unit": unit,
         "at_equal_tokens": at_equal("tokens", runs),
         "at_equal_time": at_equal("seconds", runs),
         "difference": difference(*models.values()) if len(models) == 2 else None,
         "runs": {run.name: {"training": run.training, "held_out": run.held_out} for run in runs},
     }
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    for key, unit, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
+    for key, scale, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
         equal = at_equal(key, runs)
         losses = ", ".join(f"{n} {v:.3f}" for n, v in equal["validation_loss"].items())
-        print(f"held-out loss at {equal[key] / unit:.1f} {name}: {losses}")
+        print(f"held-out loss at {equal[key] / scale:.1f} {name}: {losses}")
     print(f"curves: {output}")
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,11 +27,11 @@ from roformer import RoFormerConfig
 from roformer.rotary import inverse_frequencies
 from train import vocabulary
 from train.corpus import tokenise
-from train.curves import COLOURS
 from train.initialise import build, model_config
 from train.launch import run_command, start_accelerator
 from train.lengths import run_name
 from train.packing import Sequences, SpecialTokens, examples
+from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import CorpusSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]
@@ -66,8 +66,7 @@ class DecaySettings:
             require(fits, "widths", "must be even and at least 2", width, "heads turn in pairs")
         for theta in self.thetas:
             require(theta > 1, "thetas", "must be above 1", theta, "the paper has 10000")
-        picture = Path(self.output).suffix in (".png", ".svg")
-        require(picture, "output", "must end in .png or .svg", self.output, "rename it")
+        require_picture(self.output)
 
 
 def bound(distances: Floats, width: int, theta: float) -> Floats:
@@ -181,10 +180,7 @@ def queries_and_keys(model: Any, inputs: dict[str, Tensor], width: int) -> tuple
 
 def draw(numbers: dict[str, Any], output: Path) -> None:
     """Three panels: the bound for bases, for widths, and what scores do."""
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    axes = axes_of(1, 3, 14, 4.2)
     x = numbers["distances"]
     for axis, kind in zip(axes, ("thetas", "widths")):
         for row, colour in zip(numbers["bound"][kind], COLOURS):
@@ -197,17 +193,14 @@ def draw(numbers: dict[str, Any], output: Path) -> None:
     axes[2].set_ylabel("score as a cosine: mean; dotted, mean of its size")
     for axis in axes:
         axis.set_xlabel("distance m − n in tokens")  # noqa: RUF001 the sign
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+    save(axes, output)
 
 
 def main(settings: DecaySettings) -> dict[str, Any]:
     """Compute, draw, write the numbers, print where scores begin and end."""
     roformer.use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
     width, theta = 64, 10000.0  # a base model's head, the paper's base

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import transformers
 from accelerate import Accelerator
@@ -25,9 +24,10 @@ from transformers import AutoConfig, PreTrainedConfig
 import roformer
 from train import vocabulary
 from train.corpus import tokenise
-from train.curves import COLOURS, by_model
+from train.curves import by_model
 from train.launch import run_command, start_accelerator
 from train.packing import Sequences, SpecialTokens
+from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import CorpusSettings, InputError, require
 from train.validate import evaluate, load_objective
 
@@ -59,8 +59,7 @@ class LengthsSettings:
             require(length >= 8, "lengths", "must be at least 8", length, "128 is usual")
         require(self.trained >= 8, "trained", "must be at least 8", self.trained, "128 is usual")
         require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
-        picture = Path(self.output).suffix in (".png", ".svg")
-        require(picture, "output", "must end in .png or .svg", self.output, "rename it")
+        require_picture(self.output)
 
 
 def main(settings: LengthsSettings) -> list[dict[str, Any]]:
@@ -71,9 +70,8 @@ def main(settings: LengthsSettings) -> list[dict[str, Any]]:
     rows = [row for model in settings.models for row in rows_of(model, settings, accelerator)]
     if accelerator.is_main_process:
         output = Path(settings.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         draw(rows, settings)
+        output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         print(table(rows, settings.lengths))
         print(f"picture: {output}")
     return rows
@@ -192,19 +190,24 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
-    """Loss against length: colour for the model, line style for the way, band for the seeds."""
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
+    """Write the picture."""
+    (axis,) = axes_of(1, 1, 7.5, 4.6)
+    draw_on(axis, rows, settings.trained)
+    save([axis], Path(settings.output))
 
-    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+
+def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int) -> None:
+    """Loss against length: colour for the model, line style for the way, band for the seeds."""
     found = means(rows)
+    lengths = sorted({row["length"] for row in rows})
     colours = dict(zip(dict.fromkeys(model for model, _ in found), COLOURS * len(found)))
     styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
+    plain = len(styles) == 1
     for (model, way), losses in found.items():
         places = [length for length, values in losses.items() if values]
         values = [losses[length] for length in places]
         look: dict[str, Any] = {"linestyle": styles[way], "marker": "o", "markersize": 4}
-        look |= {"color": colours[model], "label": f"{model}, {way}"}
+        look |= {"color": colours[model], "label": model if plain else f"{model}, {way}"}
         axis.plot(places, [np.mean(x) for x in values], **look)
         if all(len(x) > 1 for x in values):
             low, high = [min(x) for x in values], [max(x) for x in values]
@@ -214,16 +217,12 @@ def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
             height = float(np.mean(values[-1])) if values else 0.0
             axis.plot(refused, [height] * len(refused), "x", color=colours[model], markersize=8,
                       label=f"{model}: refused, its table of positions has ended")  # fmt: skip
-    axis.axvline(settings.trained, color="black", linewidth=0.8, linestyle=":")
+    axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
-    axis.set_xticks(settings.lengths, [str(length) for length in settings.lengths])
-    axis.set_xlabel(f"length in tokens; trained up to {settings.trained}")
+    axis.set_xticks(lengths, [str(length) for length in lengths])
+    axis.set_xlabel(f"length in tokens; trained up to {trained}")
     axis.set_ylabel("held-out loss (nats a predicted token)")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
-    figure.savefig(settings.output, dpi=130)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint
-from train.journal import Journal, changed_settings, write_header
+from train.journal import NOTHING, Journal, changed_settings, write_header
 from train.objective import LanguageModel
 from train.settings import InputError, PretrainSettings, require
 
@@ -78,10 +78,9 @@ def resume(
     """
     with accelerator.main_process_first():  # which sets damaged ones aside
         path = checkpoint.newest(folder)
-    fresh: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "pending": [0.0] * 5}
-    state = fresh | {"data": data}
+    state = NOTHING | {"step": 0, "data": data}
     if path is not None:
-        state = checkpoint.load(path, model, optimizer)
+        state |= checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
     same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
     remedy = "choose another run.name, or set run.allow_drift true"
@@ -95,7 +94,8 @@ def resume(
         changed = changed_settings(folder, settings)
         if not same:
             changed[f"the tokens of {keys}"] = state["data"], data
-        write_header(folder, settings, accelerator, state["step"], changed)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        write_header(folder, settings, accelerator, state["step"], size, changed)
     return state
 
 
