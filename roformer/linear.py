@@ -18,6 +18,7 @@ a chunk.
 """
 
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,16 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import rotate
+from .rotary import is_traced, rotate
 
 CHUNK = 64
 """Tokens of a decoder that look at each other directly; earlier ones are sums."""
+
+BLOCK = 4096
+"""Tokens of an encoder whose features are in memory at once, without gradients."""
+
+NOTHING = -1e30
+"""Offset where there are no keys: any other counts before it."""
 
 LEAST = 1e-3
 """Added to relu, as in Performer: a token without any positive coordinate would see nothing."""
@@ -47,6 +54,17 @@ class Sums(NamedTuple):
     products: Tensor
     weights: Tensor
     offset: Tensor
+
+    def on(self, offset: Tensor) -> "Sums":
+        """The same sums with another offset, [B, H]."""
+        factor = (self.offset - offset).exp()[..., None]
+        return Sums(self.products * factor[..., None], self.weights * factor, offset)
+
+    def plus(self, other: "Sums") -> "Sums":
+        """The sums over the tokens of both."""
+        offset = torch.maximum(self.offset, other.offset)
+        one, two = self.on(offset), other.on(offset)
+        return Sums(one.products + two.products, one.weights + two.weights, offset)
 
 
 class LinearCache(Cache):
@@ -154,7 +172,7 @@ class Features(nn.Module):
             if real is not None:
                 powers = powers.masked_fill(~real[..., None, None], -math.inf)
             offset = powers.amax(dim=(1, 3)).detach()  # the largest feature is 1
-            offset = offset.masked_fill(offset == -math.inf, 0.0)
+            offset = offset.clamp(min=NOTHING)
             return (powers - offset[:, None, :, None]).exp(), offset
         features = self._plain(key)
         if real is not None:
@@ -218,25 +236,52 @@ def linear_attention(
         [B, L, H, D] of the value's dtype; and the sums over all tokens so far.
     """
     with torch.autocast(query.device.type, enabled=False):
+        if not causal:
+            return _bidirectional(query, key, value, features, table, interleave, real)
         q = features.of_queries(query)
         k, offset = features.of_keys(key, real)
-        v = value.float()
         if before is not None:  # both on one scale
             common = torch.maximum(offset, before.offset)
             k = k * (offset - common).exp()[:, None, :, None]
-            shrink = (before.offset - common).exp()[..., None]
-            before = Sums(before.products * shrink[..., None], before.weights * shrink, common)
-            offset = common
-        turned_q, turned_k = (
-            (q, k) if table is None else (rotate(x, table, interleave) for x in (q, k))
-        )
-        if causal:
-            return _causal(q, k, turned_q, turned_k, v, offset, before, value.dtype)
-        products = torch.einsum("blhm,blhd->bhmd", turned_k, v)
-        weights = k.sum(dim=1)
-        mixed = torch.einsum("blhm,bhmd->blhd", turned_q, products)
-        total = torch.einsum("blhm,bhm->blh", q, weights)
-        return _divided(mixed, total).to(value.dtype), Sums(products, weights, offset)
+            offset, before = common, before.on(common)
+        turned_q, turned_k = (_turned(x, table, interleave) for x in (q, k))
+        return _causal(q, k, turned_q, turned_k, value.float(), offset, before, value.dtype)
+
+
+def _turned(x: Tensor, table: Tensor | None, interleave: bool) -> Tensor:
+    return x if table is None else rotate(x, table, interleave)
+
+
+def _bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: Features,
+    table: Tensor | None,
+    interleave: bool,
+    real: Tensor | None,
+) -> tuple[Tensor, Sums]:
+    """First the sums over all blocks of keys, then what each block of queries makes of them."""
+    L = query.shape[1]  # noqa: N806
+    size = L if is_traced() else BLOCK  # traced, the length may stand for any
+    blocks = [
+        (slice(i, i + size), None if table is None else table[..., i : i + size, :, :])
+        for i in range(0, L, size)
+    ]
+
+    def summed(block: slice, angles: Tensor | None) -> Sums:
+        k, offset = features.of_keys(key[:, block], None if real is None else real[:, block])
+        turned, v = _turned(k, angles, interleave), value[:, block].float()
+        return Sums(torch.einsum("blhm,blhd->bhmd", turned, v), k.sum(dim=1), offset)
+
+    def read(block: slice, angles: Tensor | None) -> Tensor:
+        q = features.of_queries(query[:, block])
+        mixed = torch.einsum("blhm,bhmd->blhd", _turned(q, angles, interleave), sums.products)
+        total = torch.einsum("blhm,bhm->blh", q, sums.weights)
+        return _divided(mixed, total).to(value.dtype)
+
+    sums = reduce(Sums.plus, (summed(*block) for block in blocks))
+    return torch.cat([read(*block) for block in blocks], dim=1), sums
 
 
 def _causal(

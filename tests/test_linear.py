@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import roformer
 from conftest import TINY_MODEL, enlarge
-from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
+from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel, linear
 from roformer.configuration_roformer import FEATURES
 from roformer.linear import CHUNK, Features, LinearCache, linear_attention, orthogonal
 from roformer.rotary import inverse_frequencies, rotation_table
@@ -87,18 +87,38 @@ def oracle(heads, features, positions, causal, real):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("kind", FEATURES)
-def test_it_is_the_papers_equation(kind, rotated, causal, heads):
+def test_it_is_the_papers_equation(kind, rotated, causal, heads, monkeypatch):
+    monkeypatch.setattr(linear, "BLOCK", 64)  # three blocks, padding alone in one of a row
     features = features_of(kind)
     positions = torch.arange(L) if rotated else None
     width = 32 if kind == "favor" else D
     table = rotation_table(positions[None], inverse_frequencies(width)) if rotated else None
     real = torch.ones(B, L, dtype=torch.bool)
-    real[1, 100:] = False
+    real[1, 60:] = False
     found, _ = linear_attention(*heads, features, table, real=real, causal=causal)
     expected = oracle(heads, features, positions, causal, real)
     error = (found.double() - expected)[real].abs().max() / expected[real].abs().max()
     assert error < 1e-5
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_alone_says_nothing_of_the_scale_of_favors_keys(causal, heads, monkeypatch):
+    monkeypatch.setattr(linear, "BLOCK", 50)
+    features = features_of("favor")
+    heads[:2] *= 12.0  # features of e^-100 and less
+    real = torch.ones(B, L, dtype=torch.bool)
+    real[:, :50] = False
+    alone, _ = linear_attention(*heads[:, :, 50:], features, None, causal=causal)
+    if causal:
+        _, before = linear_attention(
+            *heads[:, :, :50], features, None, real=real[:, :50], causal=True
+        )
+        padded, _ = linear_attention(*heads[:, :, 50:], features, None, causal=True, before=before)
+    else:
+        padded = linear_attention(*heads, features, None, real=real)[0][:, 50:]
+    same(padded, alone)
+    assert padded.abs().amax() > 0.1
 
 
 def test_random_features_estimate_the_kernel_of_softmax(heads):

@@ -5,7 +5,6 @@ absolute times are this machine's. Only real tokens are counted. First the outpu
 compared with float64, so that nothing wrong is fast.
 """
 
-import ctypes
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ from train.bench_check import differences
 from train.bench_table import Row, draw, line_of, tables
 from train.flops import measured_peak, step_flops
 from train.journal import environment
-from train.launch import run_command
+from train.launch import keep_freed_memory, run_command
 from train.packing import Sequences, SpecialTokens, Steps
 from train.peers import (
     BERT,
@@ -224,18 +223,6 @@ def forward(bench: Bench) -> None:
             bench.against("forward", work, {STOCK: 1.3, BERT: 0.97}, forward_step)
     work = bench.work(size="base", batch=4, bf16=True, dropout=0.0, padded=True)
     bench.against("forward", work, {STOCK: None, BERT: None}, forward_step)
-
-
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what tensors give back, as other allocators do; it cannot be undone."""
-    change = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if change is not None:
-        change(MMAP_MAX, 0)
-        change(TRIM_THRESHOLD, -1)
 
 
 def kept(bench: Bench) -> None:

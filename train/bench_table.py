@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.pictures import axes_of, save
+
 
 @dataclass(frozen=True)
 class Row:
@@ -60,19 +62,15 @@ def tables(rows: Sequence[Row], meanings: dict[str, str]) -> str:
 
 def draw(rows: Sequence[Row], theirs: str, file: Path) -> None:
     """Speed-ups over a peer with what was asked, and cost against length."""
-    try:
-        import matplotlib as mpl
-    except ImportError:  # not on every machine that is lent
-        print("warning: no picture, matplotlib is not installed", file=sys.stderr)
-        return
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
-
     ratios = [r for r in rows if r.unit == "x" and r.peer == theirs][::-1]
     curves = [r for r in rows if r.part == "length" and r.unit.startswith("x")]
     if not ratios or not curves:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+    try:
+        left, right = axes_of(1, 2, 13, 5.2)
+    except ImportError:  # not on every machine that is lent
+        print("warning: no picture, matplotlib is not installed", file=sys.stderr)
+        return
     for place, row in enumerate(ratios):
         assert row.low is not None
         assert row.high is not None
@@ -92,8 +90,4 @@ def draw(rows: Sequence[Row], theirs: str, file: Path) -> None:
     right.set_xlabel("tokens a sequence")
     right.set_ylabel("cost of a token, the shortest = 1")
     right.legend(frameon=False)
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save([left, right], file)

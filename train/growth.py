@@ -1,8 +1,9 @@
 """What a layer of attention costs against the length: `python -m train.growth`.
 
 Softmax (torch's fused kernel, O(L^2) time) beside linear attention (O(L)), forward passes of one
-text. Every length of every kind is a process of its own, so that its peak of memory is its own. The
-slope of log cost over log length, fitted from `LEAST` tokens on, is 1 for linear and 2 for squared.
+text, freed memory kept as in training. Every length of every kind is a process of its own, so that
+its peak of memory is its own. The slope of log cost over log length, fitted from `LEAST` tokens on,
+is 1 for linear and 2 for squared.
 """
 
 import json
@@ -15,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 
 from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_roformer import FEATURES
-from train.curves import COLOURS
 from train.journal import environment
-from train.launch import run_command, start_accelerator
+from train.launch import keep_freed_memory, run_command, start_accelerator
+from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import require
 
 SOFTMAX = "softmax"
@@ -43,7 +43,7 @@ class GrowthSettings:
     """softmax, and the features of linear attention."""
     causal: bool = False
     """Measure decoders."""
-    rounds: int = 3
+    rounds: int = 5
     """Forward passes that are timed; the median counts."""
     output: str = "results/growth.png"
     """Picture to write; the numbers go beside it, ending in .json."""
@@ -55,8 +55,7 @@ class GrowthSettings:
         rule = f"must be of {', '.join(KINDS)}"
         require(not unknown, "kinds", rule, unknown, "leave it out for all")
         require(self.rounds >= 1, "rounds", "must be at least 1", self.rounds, "try 3")
-        picture = Path(self.output).suffix in (".png", ".svg")
-        require(picture, "output", "must end in .png or .svg", self.output, "rename it")
+        require_picture(self.output)
 
 
 def cost(kind: str, length: int, causal: bool, rounds: int, threads: int) -> dict[str, Any]:
@@ -69,6 +68,7 @@ def cost(kind: str, length: int, causal: bool, rounds: int, threads: int) -> dic
         rounds: Passes that are timed.
         threads: Of torch.
     """
+    keep_freed_memory()  # or tensors of more than 32 MB would cost more a token than smaller ones
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config = RoFormerConfig(
@@ -124,10 +124,7 @@ def slope(rows: list[dict[str, Any]], key: str) -> float | None:
 
 def draw(rows: list[dict[str, Any]], settings: GrowthSettings) -> None:
     """Seconds and megabytes against length, both axes by the logarithm."""
-    mpl.use("Agg")  # no screen is needed
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    axes = axes_of(1, 2, 10, 4.2)
     for axis, (key, label) in zip(axes, (("seconds", "seconds"), ("megabytes", "peak, MB"))):
         for kind, colour in zip(settings.kinds, COLOURS):
             own = [row for row in rows if row["kind"] == kind and row[key] > 0]
@@ -139,17 +136,13 @@ def draw(rows: list[dict[str, Any]], settings: GrowthSettings) -> None:
         axis.set_yscale("log" if axis.lines else "linear")
         axis.set_xlabel("tokens")
         axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
-    figure.savefig(settings.output, dpi=130)
-    plt.close(figure)
+    save(axes, Path(settings.output))
 
 
 def main(settings: GrowthSettings) -> list[dict[str, Any]]:
     """Measure, draw, write the numbers, print slopes."""
     output = Path(settings.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     threads, rows = torch.get_num_threads(), []
     context = multiprocessing.get_context("spawn")
     for length in settings.lengths:
@@ -166,10 +159,10 @@ def main(settings: GrowthSettings) -> list[dict[str, Any]]:
         for kind in settings.kinds
     }  # fmt: skip
     about = environment(start_accelerator()) | {"causal": settings.causal}
+    draw(rows, settings)
     output.with_suffix(".json").write_text(
         json.dumps(about | {"slopes": slopes, "rows": rows}, indent=1) + "\n"
     )
-    draw(rows, settings)
     for kind, by_key in slopes.items():
         words = [f"{x:.2f} in {key}" for key, x in by_key.items() if x is not None]
         if words:
