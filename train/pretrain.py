@@ -149,9 +149,10 @@ def train(
             if done % run.log_every == 0 or ended:
                 journal.training(done, rate_now, norm)
             if done % run.validate_every == 0 or ended:
-                chosen, micro = first_of(held_out, run.validation_sequences), optim.micro_batch
-                alive = interruptions.alive
-                scores = evaluate(model, held_out, steps.special, accelerator, micro, chosen, alive)
+                chosen = first_of(held_out, run.validation_sequences)
+                how = steps.special, accelerator, optim.micro_batch, chosen, interruptions.alive
+                with journal.clock.paused():
+                    scores = evaluate(model, held_out, *how)
                 journal.validation(done, scores)
             if done % run.save_every == 0 or ended or any(reasons):
                 finite.settle()
