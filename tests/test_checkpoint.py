@@ -256,6 +256,78 @@ os._exit(0)  # now and then a thread of torch's own aborts an orderly end
 """
 
 
+AS_ACCELERATE_SHARDS = f"""
+import os, sys, torch
+import torch.distributed as dist
+import transformers
+from types import SimpleNamespace
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from conftest import enlarge
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from train import checkpoint
+from train.objective import LanguageModel
+from train.optim import adamw
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+fields = dict(vocab_size=60, **{TINY_MODEL}, hidden_dropout_prob=0.0,
+              attention_probs_dropout_prob=0.0)
+ids = torch.arange(5, 53).view(2, 24)
+places = torch.arange(0, 48, 3)
+
+class OnCpu(Accelerator):  # Accelerate shards on GPUs alone: this is its own code, on a CPU
+    def __init__(self, efficient):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+            cpu_ram_efficient_loading=efficient)
+        self.state = SimpleNamespace(fsdp_plugin=plugin, mixed_precision="no",
+                                     dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+        self._models = []
+    torch_device_mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parallelism_config = SimpleNamespace(fsdp_dim_names=("dp",))
+    mixed_precision, device, is_fsdp2 = "no", torch.device("cpu"), True
+    is_main_process = property(lambda self: dist.get_rank() == 0)
+    process_index = property(lambda self: dist.get_rank())
+    fp8_backend = None
+    def _prepare_one(self, thing, first_pass=False, device_placement=None):
+        return thing
+
+def trained(kind, efficient):
+    torch.manual_seed(1)
+    if kind == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**fields))
+    else:
+        model = enlarge(RoFormerForMaskedLM(RoFormerConfig(**fields)))
+    objective = LanguageModel(model).train()
+    optimizer = adamw(objective, 1e-2, 0.01)
+    if efficient is not None:
+        objective, optimizer = OnCpu(efficient)._prepare_fsdp2(objective, optimizer)
+    for _ in range(3):
+        loss, _ = objective(ids, places, ids.flatten()[places], attention_mask=torch.ones_like(ids))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return checkpoint.weights(model)
+
+for kind in ("roformer", "bert"):
+    expected = trained(kind, None)
+    for efficient in (False, True):
+        for name, weight in trained(kind, efficient).items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
+print("equal", flush=True)
+dist.barrier()
+os._exit(0)  # now and then a thread of torch's own aborts an orderly end
+"""
+
+
+def test_what_accelerate_shards_trains_every_weight_as_whole_ones_are(tmp_path):
+    (tmp_path / "sharded.py").write_text(AS_ACCELERATE_SHARDS)
+    run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    done = command(*run, tmp_path / "sharded.py", PYTHONPATH="tests")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2
+
+
 def test_sharded_weights_and_moments_are_saved_whole_and_loaded_into_either_form(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED)
     run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")

@@ -51,7 +51,13 @@ class LanguageModel(nn.Module):
         if head is not None and getattr(head, "bias", None) is not None:
             # without tied weights nothing reads it, in transformers' models neither
             head.bias.requires_grad_(head.bias is head.decoder.bias)
-        self._no_split_modules = model._no_split_modules  # what FSDP keeps in one piece
+        # what FSDP shards piece by piece: layers; not the embeddings, which the output layer shares
+        names = model._no_split_modules or ()
+        self._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
+
+    def tie_weights(self) -> None:
+        """Share the embeddings with the output layer; Accelerate asks for it after sharding."""
+        self.model.tie_weights()
 
     @property
     def packed(self) -> bool:
