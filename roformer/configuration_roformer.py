@@ -39,6 +39,8 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, 
         (),
     ),
 }
+# their factor on sine and cosine is a temperature of softmax, and elsewhere a factor on the output
+_SCALING = ("yarn", "longrope")
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WHOLE = {"partial_rotary_factor": 1.0}
 _LEAST = {  # and whether only more than that will do
@@ -155,6 +157,8 @@ class RoFormerConfig(PreTrainedConfig):
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_name_or_path" in self.__dict__ and name in ("rope_theta", "partial_rotary_factor"):
+            name, value = "rope_parameters", self._rope | {name: value}
         if name != "rope_parameters" or "_name_or_path" not in self.__dict__:
             return super().__setattr__(name, value)
         # settings given later, by hand or to `from_pretrained`, are completed and checked at once
@@ -163,10 +167,15 @@ class RoFormerConfig(PreTrainedConfig):
             given.setdefault("rope_type", given.pop("type"))
         super().__setattr__(name, _PLAIN_ROPE | given)
         try:
-            self._check_rope()
+            self.check_rope()
         except ValueError:
             super().__setattr__(name, before)
             raise
+
+    @property
+    def word_width(self) -> int:
+        """Width of the word embeddings."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def head_width(self) -> int:
@@ -176,6 +185,13 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def _rope(self) -> dict[str, Any]:
         return self.rope_parameters or {}
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the angles, as `rope_parameters` has it; may be set by this name too."""
+        if "rope_theta" not in self._rope:  # while transformers completes them, it has none
+            raise AttributeError("rope_theta")
+        return self._rope["rope_theta"]
 
     @property
     def rotated_width(self) -> int:
@@ -247,7 +263,7 @@ class RoFormerConfig(PreTrainedConfig):
         """
         self._check_sizes()
         self._check_choices()
-        self._check_rope()
+        self.check_rope()
 
     def _check_sizes(self) -> None:
         for name in _SIZES:
@@ -290,9 +306,8 @@ class RoFormerConfig(PreTrainedConfig):
         _require(rotates or not self.rotary_value, "rotary_value", rule, "True")
         rule = f"must be True with position_encoding {self.position_encoding}"
         _require(rotates or self.rope_interleave, "rope_interleave", rule, "False")
-        words = self.embedding_size or self.hidden_size
-        odd = self.position_encoding == "sinusoidal" and words % 2 == 1
-        _require(not odd, "embedding_size", "must be even for sinusoids", words)
+        odd = self.position_encoding == "sinusoidal" and self.word_width % 2 == 1
+        _require(not odd, "embedding_size", "must be even for sinusoids", self.word_width)
         width = getattr(self, "head_dim", None)
         rule = f"must be absent, or hidden_size / num_attention_heads = {self.head_width}"
         _require(width in (None, self.head_width), "head_dim", rule, width)
@@ -326,17 +341,21 @@ class RoFormerConfig(PreTrainedConfig):
         for name in ("rotary_value", "add_cross_attention"):
             rule = f"must be False with linear_attention {kind}"
             _require(not getattr(self, name), name, rule, "True")
-        # their factor on the rotation is a temperature of softmax, and here a factor on the output
-        rope_type, rule = (
-            self._rope["rope_type"],
-            f"must have no factor with linear_attention {kind}",
-        )
-        scales = rope_type in ("yarn", "longrope")
-        _require(not scales, "rope_parameters.rope_type", rule, repr(rope_type))
+        rope_type = self._rope["rope_type"]
+        rule = f"must have no factor with linear_attention {kind}"
+        _require(rope_type not in _SCALING, "rope_parameters.rope_type", rule, repr(rope_type))
+        # the rules of other types are for the coordinates of a head, and these are random features
+        plain, rule = rope_type == "default", "must be 'default' with linear_attention favor"
+        _require(kind != "favor" or plain, "rope_parameters.rope_type", rule, repr(rope_type))
         rule = "must be True with linear_attention favor, whose features have no order"
         _require(kind != "favor" or self.rope_interleave, "rope_interleave", rule, "False")
 
-    def _check_rope(self) -> None:
+    def check_rope(self) -> None:
+        """Refuse settings of the rotation that fit no rope type, or not this model.
+
+        Raises:
+            ValueError: As the class says.
+        """
         rope = self._rope
         kind = rope["rope_type"]
         rule = f"must be one of {', '.join(_ROPE_KEYS)}"
@@ -351,7 +370,7 @@ class RoFormerConfig(PreTrainedConfig):
             _require(found is not None, f"rope_parameters.{name}", rule, found)
         for name in sorted(set(rope) - allowed):
             rule = f"must be absent with rope_type {kind}"
-            _require(False, f"rope_parameters.{name}", rule, f"{rope[name]}; check the spelling")
+            raise ValueError(f"rope_parameters.{name} {rule}, got {rope[name]}; check the spelling")
         for name, (least, more) in _LEAST.items():
             value = rope.get(name)
             inside = value is None or _is_number(value)
@@ -373,6 +392,8 @@ class RoFormerConfig(PreTrainedConfig):
         plain = _WHOLE | rope == _WHOLE | _PLAIN_ROPE
         rule = f"must be left out with position_encoding {self.position_encoding}"
         _require(self.position_encoding == "rope" or plain, "rope_parameters", rule, rope)
+        rule = f"must be False with rope_type {kind}, whose factor is no rotation"
+        _require(not (self.rotary_value and kind in _SCALING), "rotary_value", rule, "True")
         cached = self.is_decoder and self.use_cache and self.depends_on_length
         rule = f"must be False in a decoder with rope_type {kind}, because cached keys were turned"
         rule += " for a shorter row"

@@ -30,22 +30,23 @@ def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
 def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
     """The document of each token, from positions that start anew.
 
-    A row is packed when its positions count up by one from 0, apart from returns to 0. Any other
-    row, with gaps, a shift or another order, is one document with unusual positions.
+    A row is packed when its positions count up by one, apart from returns to 0; its first document
+    may have begun in an earlier row. Any other row, with gaps or in another order, is one document
+    with unusual positions.
 
     Args:
         positions: [B, L].
         real: [B, L], False for padding, whose positions mean nothing.
 
     Returns:
-        [B, L] int64, counting from 0 in each row; None when no row is packed, unless that is not
-        to be known while compiling.
+        [B, L] int64, counting from 0 in each row; None when no row is packed, which while compiling
+        is not to be known.
     """
-    starts = (positions == 0) & real
-    follows = positions == positions.roll(1, dims=-1) + 1  # the first starts or is no document
+    first = real & (real.cumsum(dim=-1) == 1)  # with padding on the left, not the first of the row
+    starts = ((positions == 0) | first) & real
+    follows = positions == positions.roll(1, dims=-1) + 1
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
-    counted &= (numbers > 0) | ~real
     numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
     if not torch.compiler.is_compiling() and not numbers.any():
         return None
@@ -118,11 +119,12 @@ def arrange(
         real = attention_mask[:, -L:].to(words.device).bool()
     if borders is not None:
         owners = from_borders(borders.to(words.device), (B, L))
-        positions = positions_within(owners) if position_ids is None else position_ids.view(-1, L)
-        return Batch(positions, real, owners)
+        if position_ids is None:
+            return Batch(positions_within(owners), real, owners)
+        return Batch(position_ids.to(words.device).long().view(-1, L), real, owners)
     if position_ids is None:
         return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
-    positions = position_ids.to(words.device).view(-1, L)
+    positions = position_ids.to(words.device).long().view(-1, L)
     numbers: Tensor | None = None
     if real is not None and isinstance(start, int) and start == 0:
         numbers = from_positions(positions.expand(B, L), real)

@@ -24,11 +24,11 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .inputs import require_shape
-from .modeling_roformer import (
-    RoFormerModel,
-    RoFormerOnlyMLMHead,
-    RoFormerPreTrainedModel,
-)
+from .layers import RoFormerOnlyMLMHead
+from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
+
+ENCODE: dict[str, Any] = {"return_dict": True, "use_cache": False}
+"""What heads ask of the encoder, whatever the configuration says for those who call it directly."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
@@ -41,9 +41,9 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.cls = RoFormerOnlyMLMHead(config)
-        if not config.use_bias:
+        self.roformer = RoFormerModel(self.config)
+        self.cls = RoFormerOnlyMLMHead(self.config)
+        if not self.config.use_bias:
             tied = self._tied_weights_keys.items()
             self._tied_weights_keys = {k: v for k, v in tied if not k.endswith("bias")}
         self.post_init()
@@ -102,9 +102,6 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """
         if sparse_prediction and labels is None:
             raise ValueError("labels must be given with sparse_prediction, got None")
-        if labels is not None:
-            rows = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore
-            require_shape("labels", labels, tuple(rows))
         outputs = self.roformer(
             input_ids,
             attention_mask,
@@ -113,9 +110,10 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             inputs_embeds,
             encoder_hidden_states,
             encoder_attention_mask,
-            **kwargs,
+            **(ENCODE | kwargs),
         )
         hidden_states = outputs.last_hidden_state
+        _require_labels(labels, hidden_states)
         if sparse_prediction and labels is not None:
             labelled = labels != -100
             hidden_states, labels = hidden_states[labelled], labels[labelled]
@@ -187,8 +185,10 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             encoder_attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
+        _require_labels(labels, outputs.last_hidden_state)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.cls(outputs.last_hidden_state[:, kept])
         return CausalLMOutputWithCrossAttentions(
@@ -199,6 +199,12 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
         )
+
+
+def _require_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
+    """Refuse labels that are not one for each token, [B, L]."""
+    if labels is not None:
+        require_shape("labels", labels, tuple(hidden_states.shape[:2]))
 
 
 def _loss(
@@ -232,9 +238,9 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.roformer = RoFormerModel(config)
-        self.classifier = RoFormerClassificationHead(config)
+        self.num_labels = self.config.num_labels
+        self.roformer = RoFormerModel(self.config)
+        self.classifier = RoFormerClassificationHead(self.config)
         self.post_init()
 
     @can_return_tuple
@@ -262,9 +268,8 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
         logits = self.classifier(_summary(outputs.last_hidden_state, attention_mask, "first"))
         loss = None
         if labels is not None:
@@ -300,8 +305,8 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.roformer = RoFormerModel(self.config)
+        self.classifier = nn.Linear(self.config.hidden_size, 1)
         self.post_init()
 
     @can_return_tuple
@@ -340,7 +345,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             x if x is None or x.ndim < 3 else x.flatten(0, 1)
             for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
-        outputs = self.roformer(*flat, **kwargs)
+        outputs = self.roformer(*flat, **(ENCODE | kwargs))
         summary = _summary(outputs.last_hidden_state, flat[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(summary).view(-1, choices)
@@ -366,10 +371,10 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.roformer = RoFormerModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.num_labels = self.config.num_labels
+        self.roformer = RoFormerModel(self.config)
+        self.dropout = nn.Dropout(self.config.hidden_dropout_prob)
+        self.classifier = nn.Linear(self.config.hidden_size, self.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -397,9 +402,9 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
+        _require_labels(labels, outputs.last_hidden_state)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         return TokenClassifierOutput(
             loss=_loss(self, logits, labels, config=self.config, **kwargs),
@@ -414,8 +419,8 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.roformer = RoFormerModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.roformer = RoFormerModel(self.config)
+        self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
         self.post_init()
 
     @can_return_tuple
@@ -445,9 +450,12 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         Returns:
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
         """
-        outputs = self.roformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
+        for name, places in (("start", start_positions), ("end", end_positions)):
+            if places is not None:
+                rows = outputs.last_hidden_state.shape[:1]
+                require_shape(f"{name}_positions", places, tuple(rows), (*rows, 1))
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

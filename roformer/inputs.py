@@ -17,12 +17,21 @@ INTEGERS = (torch.int64, torch.int32)
 
 def check_tokens(
     config: RoFormerConfig,
+    size: int,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:
     """Refuse tokens that contradict each other or the configuration.
+
+    Args:
+        config: Of the model.
+        size: Rows of the word embeddings, which may have been resized since.
+        input_ids: As `RoFormerModel.forward`, like the rest.
+        inputs_embeds: Likewise.
+        token_type_ids: Likewise.
+        position_ids: Likewise.
 
     Raises:
         ValueError: As the module says.
@@ -34,12 +43,11 @@ def check_tokens(
         return
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
-        width = config.embedding_size or config.hidden_size
-        require_shape("inputs_embeds", inputs_embeds, (None, None, width))
+        require_shape("inputs_embeds", inputs_embeds, (None, None, config.word_width))
         rows = tuple(inputs_embeds.shape[:2])
     if input_ids is not None:
         require_shape("input_ids", input_ids, (None, None))
-        _require_ids("input_ids", input_ids, config.vocab_size)
+        _require_ids("input_ids", input_ids, size)
         rows = tuple(input_ids.shape)
     if token_type_ids is not None:
         require_shape("token_type_ids", token_type_ids, rows)
@@ -93,14 +101,7 @@ def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor 
     if isinstance(attention_mask, Tensor):
         ready = ((B, None, L, None), (1, None, L, None))
         require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
-        flat = attention_mask.ndim == 2 and attention_mask.is_floating_point()
-        if flat and attention_mask.device.type == "cpu":
-            other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-            if len(other):
-                raise ValueError(
-                    f"attention_mask of two dimensions must be 0 and 1, got {other[0].item():g}; "
-                    "scores to be added go into four dimensions"
-                )
+        _require_zeros_and_ones("attention_mask", attention_mask)
     if borders is not None:
         _check_borders(borders, B * L, int(start), attention_mask)
 
@@ -152,6 +153,7 @@ def check_source(
         S = states.shape[1]  # noqa: N806
         whole = ((B, None, L, S), (1, None, L, S))
         require_shape("encoder_attention_mask", attention_mask, (B, S), *whole)
+        _require_zeros_and_ones("encoder_attention_mask", attention_mask)
 
 
 def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
@@ -168,6 +170,16 @@ def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
             return
     options = " or ".join(str(list(s)).replace("None", "any") for s in dict.fromkeys(allowed))
     raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
+
+
+def _require_zeros_and_ones(name: str, mask: Tensor) -> None:
+    if mask.ndim == 2 and mask.is_floating_point() and mask.device.type == "cpu":
+        other = mask[(mask != 0) & (mask != 1)]
+        if len(other):
+            raise ValueError(
+                f"{name} of two dimensions must be 0 and 1, got {other[0].item():g}; "
+                "scores to be added go into four dimensions"
+            )
 
 
 def _require_ids(name: str, ids: Tensor, size: int) -> None:

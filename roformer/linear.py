@@ -79,6 +79,10 @@ class LinearCache(Cache):
         """Tokens so far, padding included."""
         return self.tokens
 
+    def reset(self) -> None:
+        """No tokens."""
+        self.sums, self.tokens = {}, 0
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order, for beam search."""
         self.batch_select_indices(beam_idx)
@@ -262,12 +266,12 @@ def _bidirectional(
     real: Tensor | None,
 ) -> tuple[Tensor, Sums]:
     """First the sums over all blocks of keys, then what each block of queries makes of them."""
-    L = query.shape[1]  # noqa: N806
-    size = L if is_traced() else BLOCK  # traced, the length may stand for any
-    blocks = [
-        (slice(i, i + size), None if table is None else table[..., i : i + size, :, :])
-        for i in range(0, L, size)
-    ]
+    blocks = [(slice(None), table)]
+    if not is_traced():  # traced, the length may stand for any
+        blocks = [
+            (slice(i, i + BLOCK), None if table is None else table[..., i : i + BLOCK, :, :])
+            for i in range(0, query.shape[1], BLOCK)
+        ]
 
     def summed(block: slice, angles: Tensor | None) -> Sums:
         k, offset = features.of_keys(key[:, block], None if real is None else real[:, block])

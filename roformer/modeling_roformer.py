@@ -1,388 +1,44 @@
 """RoFormer: a BERT encoder whose self-attention rotates queries and keys by their position.
 
-Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864). Module and parameter names are those of
-transformers' own RoFormer, so that checkpoints pass both ways; what differs is that positions come
-from `position_ids`, angles stay exact, the rotation is computed once a forward, not a layer, and
-every attention kernel works, with documents in packed rows kept apart.
+Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864). What differs from transformers' own RoFormer
+is that positions come from `position_ids`, angles stay exact, the rotation is computed once a
+forward, not a layer, and every attention kernel works, with documents in packed rows kept apart.
 
-Legend: B batch, L tokens, S keys, T tokens without padding, E width, H heads, D head width,
-V vocabulary.
+Legend: B batch, L tokens, S keys, E width, H heads, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_causal_mask,
-    packed_sequence_mask_function,
-)
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from . import documents
-from .attention import UNPADDED, eager_attention
+from .attention import UNPADDED
 from .configuration_roformer import RoFormerConfig
-from .dropout import Dropout, is_plain
+from .dropout import is_plain
 from .inputs import check_masks, check_positions, check_source, check_tokens
-from .linear import Features, LinearCache, linear_attention
-from .positions import TransformerXLTerms, distances, score_bias, sinusoids
-from .rotary import frequencies, half_split_order, rotate, rotation_table
+from .layers import (
+    RoFormerAttention,
+    RoFormerEmbeddings,
+    RoFormerEncoder,
+    RoFormerLayer,
+    RoFormerLMPredictionHead,
+    RoFormerSelfAttention,
+)
+from .linear import Features, LinearCache
+from .masks import cross_mask, is_flash, kernel_for_masks, self_mask, with_bias
+from .positions import Distances, TransformerXLTerms, distances, score_bias
+from .rotary import frequencies, rotation_table
 
 logger = logging.get_logger(__name__)
-
-KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
-"""Activations whose backward pass reads what went in; others, as relu, read what came out."""
-
-
-def _embedding_width(config: RoFormerConfig) -> int:
-    return config.embedding_size or config.hidden_size
-
-
-def _norm(config: RoFormerConfig, width: int) -> nn.Module:
-    if config.norm_type == "rms_norm":
-        return nn.RMSNorm(width, eps=config.layer_norm_eps, elementwise_affine=False)
-    return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.use_bias)
-
-
-class RoFormerEmbeddings(nn.Module):
-    """Word and token-type embeddings, normalised; positions enter here for two encodings alone."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        width = _embedding_width(config)
-        self.word_embeddings = nn.Embedding(
-            config.vocab_size, width, padding_idx=config.pad_token_id
-        )
-        if config.type_vocab_size:
-            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
-        if config.position_encoding == "learned":
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
-        self.has_sinusoids = config.position_encoding == "sinusoidal"
-        self.LayerNorm = _norm(config, width)
-        self.dropout = Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        positions: Tensor,
-    ) -> Tensor:
-        """[B, L] ids, or [B, L, embedding_size] vectors, to [B, L, embedding_size]."""
-        words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if hasattr(self, "position_embeddings"):
-            words = words + self.position_embeddings(positions)
-        elif self.has_sinusoids:  # words as large as sinusoids: Vaswani et al., section 3.4
-            width = words.shape[-1]
-            words = words * width**0.5 + sinusoids(positions, width).to(words.dtype)
-        if hasattr(self, "token_type_embeddings"):
-            if token_type_ids is None:
-                token_type_ids = torch.zeros(1, dtype=torch.long, device=words.device)
-            words = words + self.token_type_embeddings(token_type_ids)
-        return self.dropout(self.LayerNorm(words))
-
-
-class RoFormerSelfAttention(nn.Module):
-    """Multi-head attention whose scores know positions m and n by m - n only (equation 16).
-
-    `where` is what it must know of positions: for RoPE the table of rotations, for Transformer-XL
-    distances, for other encodings nothing.
-
-    As cross-attention, keys and values come from an encoder and nothing is rotated: its positions
-    and the decoder's have no common origin.
-    """
-
-    def __init__(self, config: RoFormerConfig, layer_idx: int, crosses: bool = False) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.crosses = crosses
-        self.heads = (config.num_attention_heads, config.head_width)
-        self.rotates = config.position_encoding == "rope" and not crosses
-        self.interleave = config.rope_interleave
-        self.scaling = config.head_width**-0.5
-        self.is_causal = config.is_decoder and not crosses
-        if config.position_encoding == "transformer_xl" and not crosses:
-            self.relative = TransformerXLTerms(config)
-        if config.linear_attention is not None:
-            self.features = Features(config)
-        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        where: Any,
-        source: Tensor | None,
-        past_key_values: Cache | None,
-        implementation: str,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
-        if hasattr(self, "features"):
-            return self._by_features(hidden_states, attention_mask, where, past_key_values), None
-        heads = (*hidden_states.shape[:-1], *self.heads)
-        q = self.query(hidden_states).view(heads)  # [B, L, H, D]
-        if hasattr(self, "relative"):
-            q, scores = self.relative(q, where)
-            attention_mask = with_bias(attention_mask, scores * self.scaling)
-        elif self.rotates:
-            q = rotate(q, where, self.interleave)
-        k, v = self._keys_and_values(
-            hidden_states if source is None else source, where, past_key_values
-        )
-        # transformers looks for this very call to know that kernels can be changed at run time
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        context, probabilities = attend(
-            self,
-            q.transpose(1, 2),  # [B, H, L, D]
-            k,
-            v,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
-            **kwargs,
-        )
-        return context.flatten(-2), probabilities
-
-    def _by_features(
-        self, hidden_states: Tensor, real: Tensor | None, where: Any, cache: Any
-    ) -> Tensor:
-        """Linear attention: `real` [B, L] is False for padding, `cache` a `LinearCache`."""
-        heads = (*hidden_states.shape[:-1], *self.heads)
-        q, k, v = (x(hidden_states).view(heads) for x in (self.query, self.key, self.value))
-        before = None if cache is None else cache.sums.get(self.layer_idx)
-        turns = where, self.interleave
-        mixed, sums = linear_attention(q, k, v, self.features, *turns, real, self.is_causal, before)
-        if cache is not None:
-            cache.sums[self.layer_idx] = sums
-        return mixed.flatten(-2)
-
-    def _keys_and_values(
-        self, source: Tensor, where: Any, past_key_values: Cache | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values, [B, H, S, D], with those of earlier calls in front."""
-        cache = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            cache = past_key_values.self_attention_cache
-            if self.crosses:
-                cache = past_key_values.cross_attention_cache
-                if past_key_values.is_updated.get(self.layer_idx):
-                    layer = cache.layers[self.layer_idx]
-                    return layer.keys, layer.values
-                past_key_values.is_updated[self.layer_idx] = True
-        elif self.crosses:
-            cache = None  # a cache of one part holds the decoder's own
-        heads = (*source.shape[:-1], *self.heads)
-        k, v = self.key(source).view(heads), self.value(source).view(heads)
-        if self.rotates:
-            k = rotate(k, where, self.interleave)
-            if self.config.rotary_value:
-                v = rotate(v, where, self.interleave)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
-
-
-class RoFormerResidual(nn.Module):
-    """Projection, dropout, sum with the input, normalisation: how both halves of a layer end."""
-
-    def __init__(self, config: RoFormerConfig, width: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, config.hidden_size, bias=config.use_bias)
-        self.LayerNorm = _norm(config, config.hidden_size)
-        self.dropout = Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self, x: Tensor, residual: Tensor, again: Callable[[], Tensor] | None = None
-    ) -> Tensor:
-        """[B, L, width] and [B, L, E] to [B, L, E].
-
-        With `again`, which computes x, x itself is not kept for the backward pass.
-        """
-        # a layer put in the place of ours (LoRA) may keep x in another form
-        if again is None or type(self.dense) is not nn.Linear or not _keeps_tensors():
-            projected = self.dense(x)
-        else:
-            with _recomputed(x, again):
-                projected = self.dense(x)
-        return self.LayerNorm(self.dropout(projected) + residual)
-
-
-@contextmanager
-def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """Within, `x` is not kept for the backward pass but computed again there.
-
-    Used for activations that keep their input in any case: without their output a layer keeps 14
-    instead of 18 times [B, L, E] of a base model, for one more activation.
-    """
-    place = x.untyped_storage()._cdata  # not x itself: hooks live as long as what they packed
-
-    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        if tensor.untyped_storage()._cdata != place:
-            return tensor
-        shape = tensor.shape
-        return lambda: again().view(shape)
-
-    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
-
-
-def _keeps_tensors() -> bool:
-    """Whether a backward pass of the ordinary kind will follow.
-
-    Compilers choose what to keep by themselves, a checkpoint keeps nothing, and torch.func allows
-    no hooks.
-    """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    inside_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    return not (inside_checkpoint or torch._C._are_functorch_transforms_active())
-
-
-class RoFormerAttention(nn.Module):
-    """Self-attention, or cross-attention, and its residual."""
-
-    def __init__(self, config: RoFormerConfig, layer_idx: int, crosses: bool = False) -> None:
-        super().__init__()
-        self.self = RoFormerSelfAttention(config, layer_idx, crosses)
-        self.output = RoFormerResidual(config, config.hidden_size)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E]."""
-        context, _ = self.self(hidden_states, *args, **kwargs)
-        return self.output(context, hidden_states)
-
-
-class RoFormerIntermediate(nn.Module):
-    """The widening half of the feed-forward block."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.intermediate_act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L, E] to [B, L, intermediate_size] twice: before and after the activation."""
-        widened = self.dense(hidden_states)
-        return widened, self.intermediate_act_fn(widened)
-
-
-class RoFormerLayer(GradientCheckpointingLayer):
-    """Attention, in a decoder cross-attention, and feed-forward, each normalised after its sum."""
-
-    def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.attention = RoFormerAttention(config, layer_idx)
-        if config.add_cross_attention:
-            self.crossattention = RoFormerAttention(config, layer_idx, crosses=True)
-        self.intermediate = RoFormerIntermediate(config)
-        self.output = RoFormerResidual(config, config.intermediate_size)
-        self.recomputes = config.hidden_act in KEEP_THEIR_INPUT
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        where: Any,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[B, L, E] to [B, L, E]."""
-        attended = self.attention(
-            hidden_states, attention_mask, where, None, past_key_values, **kwargs
-        )
-        if encoder_hidden_states is not None:
-            attended = self.crossattention(
-                attended,
-                encoder_attention_mask,
-                where,
-                encoder_hidden_states,
-                past_key_values,
-                **kwargs,
-            )
-        before, after = self.intermediate(attended)
-        again = partial(self.intermediate.intermediate_act_fn, before)
-        return self.output(after, attended, again if self.recomputes else None)
-
-
-class RoFormerEncoder(nn.Module):
-    """The stack of layers."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(
-            RoFormerLayer(config, i) for i in range(config.num_hidden_layers)
-        )
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E]."""
-        for layer in self.layer:
-            hidden_states = layer(hidden_states, *args, **kwargs)
-        return hidden_states
-
-
-class RoFormerPredictionHeadTransform(nn.Module):
-    """Dense, activation, normalisation: from encoder width to embedding width."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        width = _embedding_width(config)
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.use_bias)
-        self.transform_act_fn = ACT2FN[config.hidden_act]
-        self.LayerNorm = _norm(config, width)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., E] to [..., embedding_size]."""
-        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
-
-
-class RoFormerLMPredictionHead(nn.Module):
-    """Scores over the vocabulary; the decoder shares the word embeddings when they are tied."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.transform = RoFormerPredictionHeadTransform(config)
-        self.decoder = nn.Linear(_embedding_width(config), config.vocab_size, bias=config.use_bias)
-        if config.use_bias:
-            # stock saves the bias under this second name; it is tied to the decoder's own
-            self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., E] to [..., V]."""
-        return self.decoder(self.transform(hidden_states))
-
-
-class RoFormerOnlyMLMHead(nn.Module):
-    """The language-model head, under the name the checkpoints give it."""
-
-    def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.predictions = RoFormerLMPredictionHead(config)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., E] to [..., V]."""
-        return self.predictions(hidden_states)
 
 
 class RoFormerPreTrainedModel(PreTrainedModel):
@@ -413,6 +69,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"encoder\.embed_positions\.weight"]  # noqa: RUF012
 
     def __init__(self, config: RoFormerConfig, *args: Any, **kwargs: Any) -> None:
+        config = _as_ours(config)
         config.check()  # fields may have been edited since it was made
         super().__init__(config, *args, **kwargs)
 
@@ -440,7 +97,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: An EncoderDecoderModel has given the model a configuration of stock's class,
-                or nothing is rotated, or features of FAVOR+, which have no order.
+                or it has adapters, or nothing is rotated, or only features of FAVOR+ are.
         """
         if getattr(self.config, "linear_attention", None) == "favor":
             raise ValueError(
@@ -458,38 +115,70 @@ class RoFormerPreTrainedModel(PreTrainedModel):
                 "set_rope_interleave must be called on a model with a configuration of its own, "
                 f"got {type(self.config).__module__}'s; convert it before it is composed"
             )
-        modules = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
-        for module in modules:
-            attention = module.self
-            if attention.interleave != interleave and not attention.crosses:
-                _permute_attention(module, interleave)
-            attention.interleave = interleave
-        # models made from one configuration share it, and the others are not converted
-        own = copy.copy(self.config) if self.config is modules[0].self.config else self.config
-        own.rope_interleave = interleave
+        blocks = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
+        for block in blocks:
+            for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
+                if type(linear) is not nn.Linear:
+                    raise ValueError(
+                        "set_rope_interleave must be called on plain linear layers, got "
+                        f"{type(linear).__name__}; merge adapters or convert before"
+                    )
+        for block in blocks:
+            block.set_interleave(interleave)
+        self._own_config().rope_interleave = interleave
+
+    def _own_config(self) -> RoFormerConfig:
+        """The configuration, of this model alone: models made from one configuration share it."""
+        layer = next(m for m in self.modules() if isinstance(m, RoFormerSelfAttention))
+        # the part of a composed model is described by the whole's configuration, which is its own
+        own = copy.copy(self.config) if self.config is layer.config else self.config
         for holder in self.modules():
             for name in ("config", "rope_config"):
                 if hasattr(holder, name):
                     setattr(holder, name, own)
+        return own
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Write model and configuration; see transformers' `PreTrainedModel.save_pretrained`."""
+        pairings = {m.interleave for m in self.modules() if _rotates(m)}
+        if len(pairings) == 1 and isinstance(self.config, RoFormerConfig):
+            (interleave,) = pairings  # a part alone may have been converted
+            if interleave != self.config.rope_interleave:
+                self._own_config().rope_interleave = interleave
+        super().save_pretrained(*args, **kwargs)
 
 
-def _permute_attention(module: RoFormerAttention, interleave: bool) -> None:
-    attention, config = module.self, module.self.config
-    order = half_split_order(config.head_width, config.rotated_width)
-    order = order.argsort() if interleave else order
-    turned = [attention.query, attention.key]
-    if config.rotary_value:
-        turned.append(attention.value)
-        _permute(module.output.dense.weight, order, dim=1)
-    for linear in turned:
-        for parameter in linear.parameters():
-            _permute(parameter, order, dim=0)
+def _rotates(module: nn.Module) -> bool:
+    return isinstance(module, RoFormerSelfAttention) and module.rotates
 
 
-def _permute(parameter: Tensor, order: Tensor, dim: int) -> None:
-    """Reorder the coordinates of each head in place."""
-    heads = parameter.unflatten(dim, (-1, len(order)))
-    parameter.copy_(heads.index_select(dim + 1, order.to(parameter.device)).flatten(dim, dim + 1))
+def _as_ours(config: PreTrainedConfig) -> RoFormerConfig:
+    """A configuration of this class; from transformers' own RoFormer the same fields."""
+    if isinstance(config, RoFormerConfig):
+        return config
+    if getattr(config, "model_type", None) != RoFormerConfig.model_type:
+        found = f"{type(config).__module__}.{type(config).__name__}"
+        raise ValueError(f"config must be a RoFormerConfig, got {found}; make one of its fields")
+    own = RoFormerConfig.from_dict(config.to_dict())
+    own._attn_implementation = config._attn_implementation
+    return own
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the layers of a call attend.
+
+    Attributes:
+        kernel: Of attention.
+        mask: What it is told by a mask.
+        layout: Other rows in which tokens stand meanwhile, or None.
+        options: What it is told besides.
+    """
+
+    kernel: str
+    mask: Any
+    layout: documents.Apart | documents.Unpadded | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class RoFormerModel(RoFormerPreTrainedModel):
@@ -497,10 +186,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
+        config = self.config  # ours, where stock's was given
         self.embeddings = RoFormerEmbeddings(config)
-        if config.embedding_size != config.hidden_size:
-            width = _embedding_width(config)
-            self.embeddings_project = nn.Linear(width, config.hidden_size, bias=config.use_bias)
+        width, wider = config.word_width, config.hidden_size
+        if width != wider:
+            self.embeddings_project = nn.Linear(width, wider, bias=config.use_bias)
         self.encoder = RoFormerEncoder(config)
         self.score_bias = score_bias(config)
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
@@ -546,8 +236,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 which is taken as it is: causality and documents are its business.
             token_type_ids: [B, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers, any start, order and gaps; None counts from 0, or
-                from the end of the cache. A row that counts up from 0 more than once is packed.
-                Encodings that add to scores count tokens behind a cache, whatever is given.
+                from the end of the cache. A row that counts up by one, and from 0 again and again,
+                is packed; its first document may begin anywhere. Encodings that add to scores
+                count tokens behind a cache, whatever is given.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E], what the cross-attention of a decoder reads.
             encoder_attention_mask: [B, S] for it.
@@ -565,56 +256,52 @@ class RoFormerModel(RoFormerPreTrainedModel):
             ValueError: Inputs contradict each other or the configuration; ids outside the
                 vocabulary are noticed on CPU only, so that no step waits for another device.
         """
-        check_tokens(self.rope_config, input_ids, inputs_embeds, token_type_ids, position_ids)
+        config = self.rope_config
+        size = getattr(self.get_input_embeddings(), "num_embeddings", config.vocab_size)
+        check_tokens(config, size, input_ids, inputs_embeds, token_type_ids, position_ids)
         rows = input_ids if inputs_embeds is None else inputs_embeds
         assert rows is not None, "one of the two has been given"
-        given, past_key_values = (
-            past_key_values,
-            self._cache(past_key_values, use_cache, encoder_hidden_states),
-        )
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = self._cache(past_key_values, use_cache, encoder_hidden_states)
+        start = 0 if cache is None else cache.get_seq_length()
         check_masks(rows, start, attention_mask, cu_seq_lens_q)
-        check_source(self.rope_config, rows, encoder_hidden_states, encoder_attention_mask)
+        check_source(config, rows, encoder_hidden_states, encoder_attention_mask)
         batch = documents.arrange(rows, start, attention_mask, position_ids, cu_seq_lens_q)
-        check_positions(self.rope_config, batch.positions)
+        check_positions(config, batch.positions)
+        if batch.documents is not None and cache is not None:
+            cache = _no_cache_for_packed_rows(past_key_values)
         words = self._embed(input_ids, token_type_ids, inputs_embeds, batch.positions)
-        if batch.documents is not None and past_key_values is not None:
-            past_key_values = _no_cache_for_packed_rows(given)
+        # only Transformer-XL's table must reach as far as the farthest tokens
+        gaps = position_ids is not None or batch.documents is not None
+        gaps = gaps and config.position_encoding == "transformer_xl"
+        where, bias = self._where(batch, start, gaps)
+        source, alone = encoder_hidden_states, cache is None and encoder_hidden_states is None
+        borders = cu_seq_lens_q if _is_one_row(words, attention_mask) else None
         kernel = self._kernel(kwargs)
-        given_positions = position_ids is not None or batch.documents is not None
-        where, bias = self._where(batch, start, given_positions)
-        told: dict[str, Any] = {}
-        layout: documents.Apart | documents.Unpadded | None = None
-        mask: Any = None
-        alone = past_key_values is None and encoder_hidden_states is None
-        if self.rope_config.linear_attention is not None:
-            layout, mask = self._before_linear(batch, kwargs)
-        elif alone and (kernel == UNPADDED or kernel.startswith("flash")):
-            borders = cu_seq_lens_q if _is_one_row(words, attention_mask) else None
-            layout, told = self._without_padding(batch, borders, max_length_q, kwargs)
+        plan = self._without_mask(kernel, batch, borders, max_length_q, alone, kwargs)
+        if plan is None:
+            kernel = kernel_for_masks(kernel, batch.documents)
+            mask = self._mask(kernel, words, attention_mask, batch.documents, cache, bias)
+            plan = _Plan(kernel, mask)
+        layout = plan.layout
         if layout is not None:
-            if where is not None:
+            if isinstance(where, Tensor):
                 where = layout.pack(where.expand(*words.shape[:2], -1, -1))
             words = layout.pack(words)
-        if not told and self.rope_config.linear_attention is None:
-            kernel = _masked(kernel, batch.documents)
-            mask = self._mask(kernel, words, attention_mask, batch.documents, past_key_values)
-            mask = mask if bias is None else with_bias(mask, bias.to(words.dtype))
         hidden_states = self.encoder(
             words,
-            mask,
+            plan.mask,
             where,
-            encoder_hidden_states,
-            self._cross_mask(kernel, words, encoder_hidden_states, encoder_attention_mask),
-            past_key_values=past_key_values,
-            implementation=kernel,
-            **(kwargs | told),
+            source,
+            cross_mask(self.config, plan.kernel, words, source, encoder_attention_mask),
+            past_key_values=cache,
+            implementation=plan.kernel,
+            **(kwargs | plan.options),
         )
-        if isinstance(past_key_values, LinearCache):
-            past_key_values.tokens += rows.shape[1]
+        if isinstance(cache, LinearCache):
+            cache.tokens += rows.shape[1]
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden_states if layout is None else layout.unpack(hidden_states),
-            past_key_values=past_key_values,
+            past_key_values=cache,
         )
 
     def _embed(
@@ -657,22 +344,40 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return own
         return EncoderDecoderCache(own, DynamicCache(config=self.config))
 
-    def _without_padding(
+    def _without_mask(
         self,
+        kernel: str,
         batch: documents.Batch,
         borders: Tensor | None,
         longest: int | None,
+        alone: bool,
         options: dict[str, Any],
-    ) -> tuple[documents.Unpadded | None, dict[str, Any]]:
-        """One row of real tokens, and what kernels for variable lengths must be told of it."""
-        if borders is not None:  # it is that row already
-            return None, documents.kernel_options(borders.to(batch.positions.device), longest)
-        layout = None
-        if batch.real is not None and self._may_drop_padding(options):
-            layout = documents.unpad(batch.real, batch.documents)
+    ) -> _Plan | None:
+        """The plan of what needs no mask: linear attention, and kernels that know borders.
+
+        Args:
+            kernel: Of attention.
+            batch: What the call holds.
+            borders: Of documents, where they come as one row without padding.
+            longest: Tokens of the longest of them, if known.
+            alone: Whether neither a cache nor an encoder is attended to.
+            options: Of the call.
+        """
+        if self.rope_config.linear_attention is not None:
+            rows, real = self._before_linear(batch, options)
+            return _Plan(kernel, real, rows)
+        if not alone or not (kernel == UNPADDED or is_flash(kernel)):
+            return None
+        if borders is not None:
+            told = documents.kernel_options(borders.to(batch.positions.device), longest)
+            return _Plan(kernel, None, None, told)
+        if batch.real is None or not self._may_drop_padding(options):
+            return None
+        layout = documents.unpad(batch.real, batch.documents)
         if layout is None:
-            return None, {}
-        return layout, documents.kernel_options(layout.borders, layout.longest)
+            return None
+        told = documents.kernel_options(layout.borders, layout.longest)
+        return _Plan(kernel, None, layout, told)
 
     def _before_linear(
         self, batch: documents.Batch, options: dict[str, Any]
@@ -680,8 +385,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """Documents in rows of their own, and which tokens are real; in training new features."""
         if batch.real is None:
             raise ValueError(
-                "attention_mask must be [B, S] with linear_attention, got four dimensions; there "
-                "are no scores it could be added to"
+                "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
+                "static caches make them; leave cache_implementation out"
             )
         if self.training and self.rope_config.linear_attention == "favor":
             for module in self.modules():  # here, for a checkpointed layer runs twice
@@ -698,14 +403,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
         return layout, layout.pack(batch.real)
 
     def _where(
-        self, batch: documents.Batch, start: int | Tensor, given: bool
-    ) -> tuple[Any, Tensor | None]:
+        self, batch: documents.Batch, start: int | Tensor, gaps: bool
+    ) -> tuple[Tensor | Distances | None, Tensor | None]:
         """What layers must know of positions, and what all of them add to their scores."""
         if self.rope_config.position_encoding == "rope":
             return self._rotation(batch), None
         if not self.rope_config.biases_scores:
             return None, None
-        found = distances(batch.positions, int(start), given)
+        found = distances(batch.positions, int(start), gaps)
         return found, None if self.score_bias is None else self.score_bias(found)
 
     def _rotation(self, batch: documents.Batch) -> Tensor:
@@ -714,6 +419,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Computed from the configuration on every call: a buffer would be cast by `.bfloat16()`, left
         uninitialised by a load on the meta device, and wrong after an edit of the configuration.
         """
+        if not torch.compiler.is_compiling():
+            self.rope_config.check_rope()  # its settings are a dict, which anybody may have edited
         lengths = batch.lengths() if self.rope_config.depends_on_length else None
         theta, scaling = frequencies(self.rope_config, lengths, batch.positions.device)
         if lengths is None and batch.documents is not None and is_plain(batch.positions):
@@ -725,7 +432,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
     def _kernel(self, options: dict[str, Any]) -> str:
         """Name of the attention kernel; only the eager one returns probabilities."""
         chosen = self.config._attn_implementation or "eager"
-        if options.get("output_attentions", self.config.output_attentions) and chosen != "eager":
+        wanted = options.get("output_attentions", self.config.output_attentions)
+        if wanted and self.rope_config.linear_attention is not None:
+            raise ValueError(
+                "output_attentions must be False with linear_attention, got True: there are no "
+                "probabilities; leave it out"
+            )
+        if wanted and chosen != "eager":
             logger.warning_once(
                 f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
                 "output_attentions=True are computed by the eager kernel"
@@ -753,39 +466,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
         words: Tensor,
         attention_mask: Tensor | None,
         numbers: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
+        bias: Tensor | None,
     ) -> Any:
-        """What the kernel must know of padding, causality and documents, in the form it wants."""
-        kernel = "eager" if self.rope_config.biases_scores else kernel  # numbers, to be added to
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
-            return _ready_made(kernel, words, attention_mask)
-        options: dict[str, Any] = {}
-        if numbers is not None:
-            options["and_mask_function"] = packed_sequence_mask_function(numbers)
-        make: Callable[..., Any] = create_bidirectional_mask
-        if self.is_causal:
-            make, options["past_key_values"] = create_causal_mask, past_key_values
-        return make(self._config_for(kernel), words, attention_mask=attention_mask, **options)
-
-    def _cross_mask(
-        self, kernel: str, words: Tensor, source: Tensor | None, attention_mask: Tensor | None
-    ) -> Any:
-        if source is None or attention_mask is None:
-            return None
-        if attention_mask.ndim == 4:
-            return _ready_made(kernel, words, attention_mask)
-        config = self._config_for(kernel)
-        return create_bidirectional_mask(
-            config, words, attention_mask=attention_mask, encoder_hidden_states=source
-        )
-
-    def _config_for(self, kernel: str) -> RoFormerConfig:
-        """The configuration with the kernel of this call: masks are made in its form."""
-        if kernel == self.config._attn_implementation:
-            return self.config
-        config = copy.copy(self.config)
-        config._attn_implementation = kernel
-        return config
+        """Padding, causality and documents for the kernel, and what positions add to scores."""
+        form = "eager" if self.rope_config.biases_scores else kernel  # numbers, to be added to
+        options = attention_mask, numbers, self.is_causal, cache
+        mask = self_mask(self.config, form, words, *options)
+        return mask if bias is None else with_bias(mask, bias.to(words.dtype))
 
 
 def _is_one_row(words: Tensor, attention_mask: Any) -> bool:
@@ -816,36 +504,3 @@ def _linear_cache(given: Cache | None, wanted: bool) -> Cache | None:
             f"{type(given).__name__} of {given.get_seq_length()} tokens; leave it out"
         )
     return LinearCache() if wanted or given is not None else None
-
-
-def _masked(kernel: str, numbers: Tensor | None) -> str:
-    """The kernel that takes a mask of documents: flash kernels know borders, and drop masks."""
-    if numbers is None or not kernel.startswith("flash"):
-        return kernel
-    logger.warning_once(
-        f"attn_implementation={kernel!r} keeps documents apart in whole rows only; calls with a "
-        "cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
-    )
-    return "sdpa"
-
-
-def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """What is added to scores: a mask, if there is one, and what positions say."""
-    return bias if mask is None else mask + bias.to(mask.dtype)
-
-
-def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
-    """A [B or 1, 1 or H, L, S] mask as that kernel takes it: sdpa takes bools, the others sums."""
-    if kernel.startswith("flash"):
-        raise ValueError(
-            f"attention_mask must be [B, S] with attn_implementation={kernel!r}, got shape "
-            f"{tuple(mask.shape)}; use sdpa for masks of four dimensions"
-        )
-    if mask.is_floating_point():
-        mask = mask.to(words.dtype)
-    else:
-        mask = mask.bool()
-        if kernel not in ("sdpa", UNPADDED):
-            least = torch.finfo(words.dtype).min
-            mask = torch.zeros_like(mask, dtype=words.dtype).masked_fill(~mask, least)
-    return mask.expand(words.shape[0], -1, -1, -1)

@@ -58,20 +58,21 @@ class Distances(NamedTuple):
     reach: int
 
 
-def distances(positions: Tensor, start: int, given: bool) -> Distances:
+def distances(positions: Tensor, start: int, gaps: bool) -> Distances:
     """Of the tokens of a call to each other, or behind a cache to all tokens so far.
 
     Args:
         positions: [1 or B, L].
         start: Tokens in the cache; their positions are not kept, so behind it tokens are counted.
-        given: Whether the caller chose the positions, which may then have gaps.
+        gaps: Whether tokens may be further apart than there are tokens, and `reach` must know; it
+            waits for the device.
     """
     if start:
         queries = torch.arange(start, start + positions.shape[-1], device=positions.device)[None]
         keys = torch.arange(start + positions.shape[-1], device=positions.device)[None]
         return Distances(queries[..., None] - keys[:, None], keys.shape[-1])
     between = positions[..., None] - positions[:, None]
-    return Distances(between, int(between.abs().max()) if given else positions.shape[-1])
+    return Distances(between, int(between.abs().max()) if gaps else positions.shape[-1])
 
 
 def t5_buckets(between: Tensor, causal: bool) -> Tensor:

@@ -196,13 +196,36 @@ def test_dropout_acts_in_training_and_only_there(name, kernel, config):
 def test_what_looks_like_no_packing_is_one_document(config):
     model = model_with(config, "sdpa")
     ids = torch.randint(0, 60, (1, 6))
-    for positions in ([3, 4, 5, 0, 1, 2], [0, 1, 2, 10, 11, 12], [0, 2, 4, 0, 2, 4]):
+    for positions in ([3, 5, 4, 0, 1, 2], [0, 1, 2, 10, 11, 12], [0, 2, 4, 0, 2, 4]):
         together = model(ids, position_ids=torch.tensor([positions]))[0]
         changed = ids.clone()
         changed[0, 5] = (ids[0, 5] + 1) % 60
         assert not torch.equal(
             together[0, 0], model(changed, position_ids=torch.tensor([positions]))[0][0, 0]
         )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_first_document_of_a_row_may_have_begun_in_an_earlier_one(kernel, config):
+    model = model_with(config, kernel)
+    ids = torch.randint(1, 60, (1, 10))
+    positions = torch.tensor([[5, 6, 7, 0, 1, 2, 0, 1, 2, 3]])
+    together = model(ids, position_ids=positions)[0][0]
+    for a, b in ((0, 3), (3, 6), (6, 10)):
+        alone = model(ids[:, a:b], position_ids=positions[:, a:b])[0][0]
+        torch.testing.assert_close(together[a:b], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_flash_kernels_of_the_hub_know_the_borders_and_unknown_kernels_are_refused(config):
+    for name in ("somebody/flash-attn9", "mine"):
+        AttentionInterface.register(name, borders_only)
+    AttentionMaskInterface.register("somebody/flash-attn9", flash_attention_mask)
+    ids, positions = torch.randint(1, 60, (1, 5)), torch.tensor([[0, 1, 2, 0, 1]])
+    expected = model_with(config, "eager")(ids, position_ids=positions)[0]
+    model = model_with(config, "somebody/flash-attn9")
+    torch.testing.assert_close(model(ids, position_ids=positions)[0], expected)
+    with pytest.raises(ValueError, match="attn_implementation must take a mask for packed rows"):
+        model_with(config, "mine")(ids, position_ids=positions)
 
 
 def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, caplog):

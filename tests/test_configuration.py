@@ -49,6 +49,8 @@ FOREIGN = [
         ({"rotary_value": "yes"}, "rotary_value must be True or False, got 'yes'"),
         ({"rope_interleave": "half"}, "rope_interleave must be True or False, got 'half'"),
         ({"head_dim": 8}, "head_dim must be absent, or .* = 16, got 8"),
+        ({"rotary_value": True, "rope_parameters": ROPES["yarn"] | {"rope_type": "yarn"}},
+         "rotary_value must be False with rope_type yarn, whose factor is no rotation, got True"),
     ],
 )  # fmt: skip
 def test_impossible_fields_are_refused_by_name(fields, message):
@@ -117,6 +119,25 @@ def test_what_stock_cannot_express_is_saved_as_the_second_type(fields, tmp_path)
         assert type(again) is RoFormerConfig
         assert {k: getattr(again, k) for k in fields} == {k: getattr(config, k) for k in fields}
         assert again.to_dict()["model_type"] == "roformer_plus"
+
+
+@pytest.mark.parametrize(("name", "value"), [("rope_theta", 500.0), ("partial_rotary_factor", 0.5)])
+def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, config, tmp_path):
+    config.save_pretrained(tmp_path)
+    setattr(config, name, value)
+    for changed in (
+        config,
+        RoFormerConfig(**SIZES, **{name: value}),
+        RoFormerForMaskedLM(config).config,
+    ):
+        assert changed.rope_parameters[name] == value
+        assert not changed.is_stock
+        assert name not in changed.to_dict()
+    if name == "rope_theta":
+        assert RoFormerConfig.from_pretrained(tmp_path, rope_theta=500.0).rope_theta == 500.0
+    with pytest.raises(ValueError, match=f"rope_parameters.{name} must"):
+        setattr(config, name, -1.0)
+    assert config.rope_parameters[name] == value
 
 
 def test_the_type_follows_later_edits(config):

@@ -46,11 +46,19 @@ def test_a_causal_model_is_causal_whatever_its_configuration_says(config):
     assert not config.is_decoder  # the caller's is left alone
 
 
+def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids(config):
+    model = encoder_decoder(config, roformer)
+    for part in (model.encoder, model.decoder):
+        part.resize_token_embeddings(70)
+    ids = torch.full((1, 5), 65)
+    assert model(ids, decoder_input_ids=ids).logits.shape[-1] == 70
+
+
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(kernel, rope):
     config = rope_config(rope)
-    config.rotary_value = True
+    config.rotary_value = rope != "yarn"
     model = enlarge(RoFormerForCausalLM(config))
     model.set_attn_implementation(kernel)
     ids = torch.randint(0, 60, (2, 12))

@@ -388,6 +388,13 @@ def test_compiled_and_in_half_precision_it_is_near(kind):
             },
             "rope_parameters.rope_type must have no factor with linear_attention elu, got 'yarn'",
         ),
+        (
+            {
+                "linear_attention": "favor",
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            },
+            "rope_parameters.rope_type must be 'default' with linear_attention favor, got 'linear'",
+        ),
         ({"linear_attention": "favor", "random_features": 7}, "random_features must be even"),
         (
             {"linear_attention": "favor", "redraw_features": -1},
@@ -398,6 +405,31 @@ def test_compiled_and_in_half_precision_it_is_near(kind):
 def test_what_does_not_go_together_is_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         RoFormerConfig(vocab_size=V, **TINY_MODEL, **fields)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_an_exported_program_takes_any_length(kind):
+    model = model_of(kind)
+    batch, length = (torch.export.Dim(name, min=2, max=4096) for name in ("batch", "length"))
+    shapes = {"input_ids": {0: batch, 1: length}}
+    example = {"input_ids": torch.randint(5, V, (2, 10))}
+    program = torch.export.export(model, (), example, dynamic_shapes=shapes).module()
+    for shape in ((3, 17), (2, 80)):
+        ids = torch.randint(5, V, shape)
+        same(program(input_ids=ids)[0], hidden(model, ids), 1e-5)
+
+
+def test_a_cache_that_is_reset_knows_nothing():
+    model = model_of("elu", is_decoder=True)
+    cache, ids = LinearCache(), torch.randint(5, V, (1, 6))
+    first = model(ids, past_key_values=cache).last_hidden_state
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).last_hidden_state, first)
+
+
+def test_probabilities_are_refused_for_there_are_none():
+    with pytest.raises(ValueError, match="output_attentions must be False with linear_attention"):
+        model_of("elu")(torch.ones(1, 5).long(), output_attentions=True)
 
 
 def test_two_losses_may_share_a_backward_pass_that_draws_between_them():

@@ -77,10 +77,18 @@ def test_the_widest_tensors_are_kept_once(activation, config):
     config.hidden_act = activation
     model = RoFormerForMaskedLM(config).train()
     seen = []
-    for layer in model.roformer.encoder.layer:
-        layer.intermediate.register_forward_hook(
-            lambda m, args, out: seen.extend(StorageWeakRef(t.untyped_storage()) for t in out)
-        )
+
+    def watch(function):
+        def watched(given):
+            made = function(given)
+            seen.extend(StorageWeakRef(t.untyped_storage()) for t in (given, made))
+            return made
+
+        return watched
+
+    for layer in model.roformer.encoder.layer:  # not by a hook: with one everything is kept
+        act = layer.intermediate.intermediate_act_fn
+        act.forward = watch(act.forward)
     loss = model(**example()).loss
     assert [ref.expired() for ref in seen] == {
         "gelu": [False, True] * 2,  # the input of the activation is kept, its output is not
@@ -200,6 +208,26 @@ def test_compilation_finds_no_graph_break(head, given, config):
         compiled(**inputs)[0][kept], model(**inputs)[0][kept], atol=1e-5, rtol=1e-4
     )
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("place", ["intermediate", "intermediate.act", "output", "output.dense"])
+def test_a_hook_in_the_feed_forward_half_has_the_gradients_of_what_it_made(place, config):
+    """Where a hook changes the activation, its output is not computed again without it."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = enlarge(RoFormerForMaskedLM(config)).train()
+    for layer in model.roformer.encoder.layer:
+        part = layer.get_submodule(place.replace(".act", ".intermediate_act_fn"))
+        if place.startswith("output"):
+            part.register_forward_pre_hook(lambda module, given: (given[0] * 1.5, *given[1:]))
+        else:
+            part.register_forward_hook(lambda module, given, made: made * 1.5)
+    model(**example()).loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    for layer in model.roformer.encoder.layer:
+        layer.keeps_its_input = False  # as for relu: nothing is computed again
+    model(**example()).loss.backward()
+    torch.testing.assert_close(found, gradients(model))
 
 
 @pytest.mark.slow

@@ -225,6 +225,49 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(fields, share, tmp_p
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_part_that_was_converted_is_saved_as_what_it_is(config, tmp_path):
+    model = enlarge(RoFormerForMaskedLM(config))
+    ids = torch.randint(0, 60, (2, 30))
+    model.roformer.set_rope_interleave(False)
+    model.save_pretrained(tmp_path)
+    again = RoFormerForMaskedLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.eval()(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-5)
+
+
+def test_adapters_are_not_permuted_with_the_weights(config):
+    model = RoFormerModel(config)
+    attention = model.encoder.layer[1].attention.self
+    attention.key = nn.Sequential(attention.key)
+    before = model.encoder.layer[0].attention.self.query.weight.clone()
+    with pytest.raises(ValueError, match="must be called on plain linear layers, got Sequential"):
+        model.set_rope_interleave(False)
+    assert torch.equal(model.encoder.layer[0].attention.self.query.weight, before)
+
+
+@pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
+def test_a_configuration_of_stocks_class_will_do(ours, stock, config, tmp_path):
+    model = ours(config)
+    model.save_pretrained(tmp_path)
+    theirs = transformers.RoFormerConfig.from_pretrained(tmp_path)
+    again = ours.from_pretrained(tmp_path, config=theirs, attn_implementation="eager")
+    assert type(again.config) is RoFormerConfig
+    assert again.config._attn_implementation == "eager"
+    assert again.config.to_dict()["summary_type"] == "first"
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+    with pytest.raises(ValueError, match="config must be a RoFormerConfig, got .*BertConfig"):
+        ours(transformers.BertConfig())
+
+
+@pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
+def test_tuples_come_out_where_the_configuration_asks_for_them(ours, stock, config):
+    model = enlarge(ours(config))
+    inputs = inputs_for(ours)
+    expected = model(**inputs).to_tuple()
+    config.return_dict = False
+    assert torch.equal(model(**inputs)[0], expected[0])
+
+
 def test_the_half_split_layout_is_llamas(config):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -373,6 +416,23 @@ def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, confi
 
 
 @pytest.mark.parametrize(
+    ("head", "labels"),
+    [
+        (RoFormerForMaskedLM, {"labels": (2, 4)}),
+        (RoFormerForCausalLM, {"labels": (2, 4)}),
+        (RoFormerForTokenClassification, {"labels": (2, 5, 1)}),
+        (RoFormerForQuestionAnswering, {"start_positions": (2, 5), "end_positions": (2,)}),
+    ],
+)
+def test_labels_of_the_wrong_shape_are_refused_by_name(head, labels, config):
+    made = {name: torch.zeros(shape, dtype=torch.long) for name, shape in labels.items()}
+    with pytest.raises(ValueError, match=f"{next(iter(labels))} must have the shape"):
+        head(config)(torch.zeros(2, 5, dtype=torch.long), **made)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        head(config)(**made)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("input_ids", 60, "input_ids must be at least 0 and below 60, got 60"),
@@ -406,6 +466,22 @@ def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
     assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
+
+
+def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
+    model = RoFormerModel(config)
+    model.config.rope_parameters["rope_type"] = "yran"
+    with pytest.raises(ValueError, match="rope_type must be one of default, .* got 'yran'"):
+        model(torch.zeros(1, 5, dtype=torch.long))
+
+
+def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config, monkeypatch):
+    config.is_decoder = True
+    model = RoFormerForMaskedLM(config)
+    seen = []
+    model.roformer.register_forward_hook(lambda m, args, out: seen.append(out.past_key_values))
+    model(torch.zeros(1, 5, dtype=torch.long))
+    assert seen == [None]
 
 
 def test_converting_one_model_leaves_another_of_the_same_configuration(config):

@@ -11,12 +11,12 @@ from conftest import ROOT
 
 MUTATIONS = {
     "query turned backwards": (
-        "modeling_roformer.py",
+        "layers.py",
         "q = rotate(q, where, self.interleave)",
         "q = rotate(q, where * where.new_tensor([1, -1]), self.interleave)",
     ),
     "no causal mask": (
-        "modeling_roformer.py",
+        "masks.py",
         "make, options[\"past_key_values\"] = create_causal_mask, past_key_values",
         "options[\"past_key_values\"] = past_key_values",
     ),
@@ -41,13 +41,13 @@ MUTATIONS = {
         "dim=-1).float()",
     ),
     "no dropout in attention": (
-        "modeling_roformer.py",
+        "layers.py",
         "dropout=self.config.attention_probs_dropout_prob if self.training else 0.0",
         "dropout=0.0",
     ),
     "documents see each other": (
-        "modeling_roformer.py",
-        "options[\"and_mask_function\"] = packed_sequence_mask_function(numbers)",
+        "masks.py",
+        "options[\"and_mask_function\"] = packed_sequence_mask_function(documents)",
         "pass",
     ),
     "rotation depends on the longest row": (

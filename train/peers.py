@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import roformer
-from roformer import attention, dropout, modeling_roformer
+from roformer import attention, dropout, layers, modeling_roformer
 from roformer.attention import UNPADDED
 from train import objective
 from train.objective import LanguageModel
@@ -220,7 +220,7 @@ def without_positions(step: Step) -> Step:
     def tables(positions: Tensor, *rest: object) -> Tensor:
         return torch.zeros(*positions.shape, 1, 2, device=positions.device)
 
-    same = (modeling_roformer, "rotate", lambda x, *rest: x)
+    same = (layers, "rotate", lambda x, *rest: x)
     return with_other(step, same, (modeling_roformer, "rotation_table", tables))
 
 
