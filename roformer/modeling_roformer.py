@@ -125,26 +125,23 @@ class RoFormerPreTrainedModel(PreTrainedModel):
                     )
         for block in blocks:
             block.set_interleave(interleave)
-        self._own_config().rope_interleave = interleave
+        # models made from one configuration share it, and the others are not converted; the part of
+        # a composed model is described by the whole's configuration, which is no layer's
+        shared = self.config is blocks[0].self.config
+        self._describe(copy.copy(self.config) if shared else self.config, interleave)
 
-    def _own_config(self) -> RoFormerConfig:
-        """The configuration, of this model alone: models made from one configuration share it."""
-        layer = next(m for m in self.modules() if isinstance(m, RoFormerSelfAttention))
-        # the part of a composed model is described by the whole's configuration, which is its own
-        own = copy.copy(self.config) if self.config is layer.config else self.config
+    def _describe(self, config: RoFormerConfig, interleave: bool) -> None:
+        config.rope_interleave = interleave
         for holder in self.modules():
             for name in ("config", "rope_config"):
                 if hasattr(holder, name):
-                    setattr(holder, name, own)
-        return own
+                    setattr(holder, name, config)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Write model and configuration; see transformers' `PreTrainedModel.save_pretrained`."""
         pairings = {m.interleave for m in self.modules() if _rotates(m)}
-        if len(pairings) == 1 and isinstance(self.config, RoFormerConfig):
-            (interleave,) = pairings  # a part alone may have been converted
-            if interleave != self.config.rope_interleave:
-                self._own_config().rope_interleave = interleave
+        if pairings == {not getattr(self.config, "rope_interleave", None)}:
+            self._describe(copy.copy(self.config), *pairings)  # a part alone was converted
         super().save_pretrained(*args, **kwargs)
 
 
