@@ -1,4 +1,4 @@
-"""The benchmark: turns, ratios, the check that comes first, and the whole road at no size."""
+"""The benchmark: turns, ratios, the check that comes first, and the whole command at tiny sizes."""
 
 import json
 
@@ -120,7 +120,7 @@ def test_all_tables_are_written_and_nothing_is_asked_of_a_trial(tmp_path, monkey
 
 
 def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
-    """A machine with a GPU is lent with what torch needs, and little more."""
+    """A machine with a GPU may have what torch needs, and little more."""
     without = "sys.modules |= dict.fromkeys(('datasets', 'evaluate', 'matplotlib'))"
     start = "runpy.run_module('train.bench', run_name='__main__')"
     code = f"import runpy, sys; {without}; {start}"
@@ -130,8 +130,8 @@ def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
     assert (tmp_path / "bench.md").exists()
 
 
-def test_the_road_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
-    """Traced as compilation does, without its machine code: it must not fail where time is lent."""
+def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
+    """Traced as compilation does, without its machine code: a fault is found before a GPU is used."""
     compiled = []
 
     def traced(module, **options):

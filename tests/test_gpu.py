@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `python -m pytest -m gpu`. Not run so far: no GPU has been lent."""
+"""What needs a CUDA device: `python -m pytest -m gpu`. Not run on a GPU so far."""
 
 import copy
 

@@ -64,7 +64,7 @@ class BenchSettings:
     rounds: int = 3
     """Times every peer has its turn, after one that does not count."""
     scale: str = "full"
-    """full, or tiny: the same road with models and texts of no size, to try it out."""
+    """full, or tiny: the same steps with tiny models and texts, to try them out."""
     output: str = "results/bench-cpu.json"
     """File for the numbers; the table (.md) and the picture (.png) go beside it."""
 

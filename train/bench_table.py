@@ -61,14 +61,14 @@ def tables(rows: Sequence[Row], meanings: dict[str, str]) -> str:
 
 
 def draw(rows: Sequence[Row], theirs: str, file: Path) -> None:
-    """Speed-ups over a peer with what was asked, and cost against length."""
+    """Speed-ups over a peer with their targets, and cost against length."""
     ratios = [r for r in rows if r.unit == "x" and r.peer == theirs][::-1]
     curves = [r for r in rows if r.part == "length" and r.unit.startswith("x")]
     if not ratios or not curves:
         return
     try:
         left, right = axes_of(1, 2, 13, 5.2)
-    except ImportError:  # not on every machine that is lent
+    except ImportError:  # a machine that only measures may lack matplotlib
         print("warning: no picture, matplotlib is not installed", file=sys.stderr)
         return
     for place, row in enumerate(ratios):

@@ -1,9 +1,9 @@
 """What a layer of attention costs against the length: `python -m train.growth`.
 
 Softmax (torch's fused kernel, O(L^2) time) beside linear attention (O(L)), forward passes of one
-text, freed memory kept as in training. Every length of every kind is a process of its own, so that
-its peak of memory is its own. The slope of log cost over log length, fitted from `LEAST` tokens on,
-is 1 for linear and 2 for squared.
+text. Freed memory is kept, which training does not do. Every length of every kind is a process of
+its own, so that its peak of memory is its own. The slope of log cost over log length, fitted from
+`LEAST` tokens on, is 1 for linear and 2 for squared.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What the project's pictures have in common: no screen, a grid, no frame, one set of colours.
 
-matplotlib is imported when something is drawn: machines that are lent may lack it.
+matplotlib is imported only when something is drawn: a machine that only trains may lack it.
 """
 
 from pathlib import Path

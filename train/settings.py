@@ -182,8 +182,8 @@ class RunSettings:
     workers: int = 0
     """Processes beside each training process that make its batches ahead of time."""
     max_hours: float | None = None
-    """Hours after which this launch saves and ends, for machines that are lent by the hour; the
-    same command goes on."""
+    """Hours after which this launch saves and ends, for machines with a time limit; the same
+    command continues the run."""
     peak_tflops: float | None = None
     """What the accelerator can do in 10^12 operations a second, for the log's share of it (mfu);
     null measures a large matrix product."""

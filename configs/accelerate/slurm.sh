@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Run: sbatch configs/accelerate/slurm.sh --config configs/pretrain/NAME.yaml ...   (from the clone, after `make setup`)
+# Run: ACCELERATE_MIXED_PRECISION=bf16 sbatch configs/accelerate/slurm.sh --config configs/pretrain/NAME.yaml ...
+#      (from the clone, after `make setup`; torchrun sets no precision by itself)
 # Cost: two machines of eight GPUs
-# Expect: not run: no such machines so far; tested with two CPU processes and a stand-in for SLURM
+# Expect: not run on GPUs; tested with two CPU processes and a stand-in for SLURM
 #SBATCH --job-name=roformer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -10,9 +11,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
-# Two minutes before its time is up the job gets USR1: all ranks save the same step and leave, and the job queues again.
-# The same command goes on from there; without a checkpoint of its own to write, it would have lost the hours since the last.
-# SLURM sends the signal to the step and not to this shell, so the step says by its exit code, 75, that it goes on later.
+# Two minutes before its time is up the job receives USR1: all ranks save the same step and exit, and the job is queued
+# again and continues from that checkpoint; without it the work since the last regular checkpoint would be lost.
+# SLURM sends the signal to the step and not to this shell, so the step exits with 75 to say that it is to be continued.
 set -uo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun bash -c '
