@@ -131,7 +131,7 @@ def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
 
 
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
-    """Traced as compilation does, without its machine code: a fault is found before a GPU is used."""
+    """Traced as compilation does, without machine code: faults show before a GPU is used."""
     compiled = []
 
     def traced(module, **options):
