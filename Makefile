@@ -8,10 +8,10 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-glue pair-smoke \
-  encodings performer comparisons-smoke bench bench-gpu clean
+.PHONY: help setup demo test test-slow test-oldest test-hf lint type check smoke pretrain glue report pair pair-glue \
+  pair-smoke encodings performer comparisons-smoke bench bench-gpu clean
 
-setup: .venv/installed
+setup: .venv/installed ## make .venv with everything that the other targets use
 .venv/installed: pyproject.toml configs/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: PYTHON must be 3.11 or later, got %d.%d; make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "setting up .venv (about 2 minutes the first time)"
@@ -55,7 +55,7 @@ test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supp
 	  'transformers==5.17.0' 'huggingface_hub<2' --editable '.[dev]'
 	@touch $@
 
-# the common tests of transformers' source distribution, as a package on the path
+# the common tests of transformers' source distribution, importable as a package
 HF_VERSION := $(shell sed -n 's/^transformers==//p' configs/constraints.txt)
 HF_TESTS := .hf-tests/$(HF_VERSION)
 test-hf: setup $(HF_TESTS) ## transformers' own tests of a model, over our classes
@@ -68,34 +68,35 @@ $(HF_TESTS): | setup
 	  --strip-components=2 transformers-$(HF_VERSION)/tests
 	rm $@.part/*.tar.gz && mv $@.part $@
 
-lint: setup
+lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-type: setup
+type: setup ## mypy
 	$(BIN)/mypy
 
-check: lint type test
+check: lint type test ## lint, types and tests, one after the other
 
-smoke: setup ## the demo's road in a minute: two tiny models, one task
-	$(CPU) train/pretrain.py --run.name smoke-roformer --run.folder runs/smoke --optim.tokens 100000
-	$(CPU) train/pretrain.py --run.name smoke-bert --run.folder runs/smoke --optim.tokens 100000 --model.type bert
+SMOKE := --optim.tokens 100000 --optim.warmup_steps 5
+smoke: setup ## every step of the demo in a minute: two tiny models, one task
+	$(CPU) train/pretrain.py --run.name smoke-roformer --run.folder runs/smoke $(SMOKE)
+	$(CPU) train/pretrain.py --run.name smoke-bert --run.folder runs/smoke $(SMOKE) --model.type bert
 	$(BIN)/python -m finetune.demo_tasks --output runs/smoke/tasks --train_rows 200 --validation_rows 100
 	$(CPU) -m finetune.grid --config configs/glue/demo.yaml --glue_dir runs/smoke/tasks --tasks '[demo-order]' \
 	  --models '[runs/smoke/smoke-roformer/model, runs/smoke/smoke-bert/model]' --output runs/smoke/results.jsonl
 	$(BIN)/python -m finetune.report runs/smoke/results.jsonl
 
 # make pretrain ARGS='--config configs/pretrain/small.yaml --config configs/model/roformer-small.yaml ...'
-pretrain: setup
+pretrain: setup ## pretrain a model with ARGS='--config ...'
 	$(CPU) train/pretrain.py $(ARGS)
 
 # make glue ARGS='--model runs/NAME/model --task rte --glue_dir FOLDER'
-glue: setup
+glue: setup ## fine-tune a model on one task with ARGS='--model ... --task ...'
 	$(CPU) finetune/glue.py $(ARGS)
 
 # make report RESULTS=runs/demo/results.jsonl
 RESULTS ?= results.jsonl
-report: setup
+report: setup ## tables and figures of RESULTS=FILE
 	$(BIN)/python -m finetune.report $(RESULTS)
 
 # Text for the runs below. TEXT: folders of train* files; held out: validation* of the first.
@@ -108,9 +109,9 @@ NO_TEXT = $(error TEXT must name folders of train* and validation* files, got no
 LENGTH = $(shell sed -n 's/^  length: *//p' configs/pretrain/$(1).yaml)
 AS_NAMED = --config configs/pretrain/$(1).yaml --run.folder runs/$(1) --run.name $(2) \
 	  --run.seed $(lastword $(subst -, ,$(2))) --corpus.train '$(TRAIN)' --corpus.validation '$(HELD_OUT)'
-FINISH = @test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command goes on'; exit 1; }; touch $@
+FINISH = @test -e $(@D)/model/tokenizer_config.json || { echo 'not finished: the same command continues'; exit 1; }; touch $@
 
-# The controlled pair: RoFormer and BERT with the same text, order, masks and seeds. Started again, it goes on; -j2 makes
+# The controlled pair: RoFormer and BERT with the same text, order, masks and seeds. Run again, it continues; -j2 makes
 # two runs at once. GLUE: folders of tasks.
 #   make -j2 pair TEXT=wikipedia GLUE='glue glue_reduced' OMP_NUM_THREADS=1
 PAIR ?= small# the scale: configs/pretrain/pair-$(PAIR).yaml and configs/model/*-$(PAIR).yaml
@@ -123,13 +124,13 @@ PAIR_WORKERS ?= 2
 PAIR_TASKS = $(notdir $(patsubst %/,%,$(wildcard $(1)/*/)))
 PAIR_LARGE := sst2# gets two seeds: 67,349 rows
 PAIR_ALL := --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))'
-# random weights know nothing of the seed of pretraining, so the first one's stand for all
+# random weights do not depend on pretraining, so those of the first seed serve for all
 PAIR_CONTROL := --models '$(call list,$(wordlist 1,2,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model)))' --random_control true
 # of a folder, tasks and options, if there are tasks
 tune = $(if $(strip $(2)),$(PAIR_LAUNCH) -m finetune.grid --config configs/glue/pair-$(PAIR).yaml --glue_dir $(1) \
 	  --workers $(PAIR_WORKERS) --output $(PAIR_DIR)/results.jsonl --tasks '$(call list,$(2))' $(3) &&)
 both = $(call tune,$(1),$(2),$(3) $(PAIR_ALL)) $(call tune,$(1),$(2),$(3) $(PAIR_CONTROL))
-pair: pair-glue $(PAIR_DIR)/lengths.json
+pair: pair-glue $(PAIR_DIR)/lengths.json ## RoFormer and BERT over pretraining seeds: TEXT=FOLDER GLUE=FOLDER
 	$(BIN)/python -m train.curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
 	$(BIN)/python -m finetune.report $(PAIR_DIR)/results.jsonl
 $(PAIR_DIR)/%/finished: | $(PAIR_READY)
@@ -146,12 +147,12 @@ $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
 	  --corpus.validation '$(HELD_OUT)' --trained $(call LENGTH,pair-$(PAIR)) --output $(PAIR_DIR)/lengths.png
 
-pair-smoke: setup ## the road of `make pair` in two minutes: tiny models, installed documentation, demo tasks
+pair-smoke: setup ## every step of `make pair` in two minutes: tiny models, installed documentation, demo tasks
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
 	$(MAKE) pair PAIR=tiny TEXT= GLUE=runs/pair-tiny/tasks
 
 # What RoPE is compared with, on one small model each, seed by seed: the encodings of position; and Performer's linear
-# attention with and without RoPE, beside softmax. -j2 and going on as for the pair.
+# attention with and without RoPE, and softmax. -j2 and running again work as for the pair.
 #   make -j2 encodings performer TEXT=wikipedia OMP_NUM_THREADS=1
 SCALE ?= small# configs/pretrain/encodings-$(SCALE).yaml and performer-$(SCALE).yaml
 ENCODINGS ?= rope learned sinusoidal transformer_xl t5 alibi none
@@ -163,7 +164,7 @@ ENCODING_DIR := runs/encodings-$(SCALE)
 PERFORMER_DIR := runs/performer-$(SCALE)
 ENCODING_RUNS := $(foreach seed,$(ENCODING_SEEDS),$(ENCODINGS:%=$(ENCODING_DIR)/%-$(seed)))
 PERFORMER_RUNS := $(foreach seed,$(PERFORMER_SEEDS),$(PERFORMERS:%=$(PERFORMER_DIR)/%-$(seed)))
-encodings: $(ENCODING_RUNS:%=%/finished)
+encodings: $(ENCODING_RUNS:%=%/finished) ## seven encodings of position on one small model: TEXT=FOLDER
 	$(CPU) -m train.lengths --models '$(call list,$(ENCODING_RUNS:%=%/model))' --corpus.validation '$(HELD_OUT)' \
 	  --lengths '$(call list,$(ENCODING_LENGTHS))' --trained $(firstword $(ENCODING_LENGTHS)) \
 	  --output $(ENCODING_DIR)/lengths.png
@@ -174,7 +175,7 @@ $(ENCODING_DIR)/%/finished: | setup
 	$(CPU) train/pretrain.py $(call AS_NAMED,encodings-$(SCALE),$*) \
 	  --model.config.position_encoding $(firstword $(subst -, ,$*))
 	$(FINISH)
-performer: $(PERFORMER_RUNS:%=%/finished)
+performer: $(PERFORMER_RUNS:%=%/finished) ## linear attention with and without RoPE: TEXT=FOLDER
 	$(BIN)/python -m train.contest --runs '$(call list,$(PERFORMER_RUNS))' --output $(PERFORMER_DIR)/contest.png \
 	  --title 'Next byte: linear attention with and without RoPE, and softmax'
 $(PERFORMER_DIR)/%/finished: | setup
@@ -184,10 +185,10 @@ $(PERFORMER_DIR)/%/finished: | setup
 	  --model.config.linear_attention $(patsubst softmax,null,$(firstword $(subst _, ,$*)))
 	$(FINISH)
 
-comparisons-smoke: setup ## their road in a minute: tiny models, installed documentation
+comparisons-smoke: setup ## every step of both in a minute: tiny models, installed documentation
 	$(MAKE) encodings performer SCALE=tiny TEXT= ENCODINGS='rope learned' ENCODING_SEEDS='0 1' PERFORMER_SEEDS=0
 
-bench: setup ## training and inference against transformers' models on this CPU: 10 minutes
+bench: setup ## training and inference against transformers' models on this CPU: 8 minutes
 	$(BIN)/python -m train.bench
 
 # GPU_PYTHON must have torch for CUDA, transformers and accelerate; datasets and evaluate are not needed
@@ -195,6 +196,9 @@ GPU_PYTHON ?= $(PYTHON)
 bench-gpu: ## the same on an NVIDIA GPU, with texts of its own
 	$(GPU_PYTHON) -m train.bench --device cuda --output results/bench-gpu.json
 
-clean: ## environments and caches; runs/ and results/ stay
+help: ## what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+clean: ## remove environments and caches; runs/ and results/ stay
 	rm -rf .venv .venv-oldest .hf-tests .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
 	find roformer train finetune tests -name __pycache__ -prune -exec rm -rf {} +
