@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from train.curves import NATS, Run, at_equal, difference, draw_model, read_runs
+from train.curves import NATS, Run, at_equal, difference, draw_held_out, read_runs
 from train.launch import run_command
-from train.lengths import PLAIN, draw_on, means
+from train.lengths import PLAIN, REFUSED, draw_on, means
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import InputError, require
 
@@ -113,28 +113,31 @@ def cell(found: Row | str | None, form: str = ".3f") -> str:
 
 def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: str) -> None:
     """Loss against tokens, what separates each model from the first, loss against length."""
-    axes = axes_of(1, 3 if lengths else 2, 15 if lengths else 10.5, 4.8)
+    axes = axes_of(1, 3 if lengths else 2, 15 if lengths else 10.5, 5.2)
     (first, leader), *others = models.items()
     for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
-        draw_model(axes[0], "tokens", 1e6, name, list(seeds.values()), colour)
-    for (name, seeds), colour in zip(others, (COLOURS * len(models))[1:]):
+        draw_held_out(axes[0], "tokens", 1e6, name, list(seeds.values()), colour)
+    for (_, seeds), colour in zip(others, (COLOURS * len(models))[1:]):
         found = difference(leader, seeds)
         if found is not None and found["tokens"]:
             places = np.array(found["tokens"]) / 1e6
             values = np.array(list(found["by_seed"].values()))
-            axes[1].plot(places, values.mean(0), color=colour, linewidth=1.2, label=name)
+            axes[1].plot(places, values.mean(0), color=colour, linewidth=1.2)
             axes[1].fill_between(places, values.min(0), values.max(0), color=colour, alpha=0.2)
     axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
-    axes[0].set_ylabel(f"held-out loss ({unit}); training faint")
-    axes[1].set_ylabel(f"held-out loss, {first} − the other")  # noqa: RUF001 the sign
+    axes[0].set_ylabel(f"held-out loss ({unit})")
+    axes[1].set_ylabel(f"{first} − the other; below 0 {first} is better")  # noqa: RUF001 the sign
     for axis in axes[:2]:
         axis.set_xlabel("tokens (millions); band: range over seeds")
-        if axis.get_legend_handles_labels()[0]:  # no seed in common, no difference
-            axis.legend(frameon=False, fontsize=8)
+    legend = {"loc": "outside lower center", "ncols": len(models), "frameon": False}
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), **legend)
     if lengths:
         # one is as long as the training's: nobody is rescaled there, or anywhere below it
         plain = [row for row in lengths if row["way"] == PLAIN]
         draw_on(axes[2], plain, min(row["length"] for row in plain))
+        crosses = [x for x in zip(*axes[2].get_legend_handles_labels()) if REFUSED in x[1]]
+        if crosses:  # the colours are those of the other panels
+            axes[2].legend(*zip(*crosses), frameon=False, fontsize=8)
     axes[0].figure.suptitle(settings.title)
     save(axes, Path(settings.output))
 

@@ -180,7 +180,9 @@ def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output:
     *losses, last = axes
     for axis, (key, scale, label) in zip(losses, AXES):
         for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
-            draw_model(axis, key, scale, name, list(seeds.values()), colour)
+            runs = list(seeds.values())
+            draw_training(axis, key, scale, runs, colour)
+            draw_held_out(axis, key, scale, last_loss(name, runs), runs, colour)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
     losses[0].legend(title="held out (dots); training (faint)", frameon=False)
@@ -189,19 +191,29 @@ def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output:
     save(axes, output)
 
 
-def draw_model(
-    axis: Any, key: str, scale: float, name: str, runs: Sequence[Run], colour: str
-) -> None:
-    """Every run's training loss; the mean over runs of the held-out loss, and its range."""
+def last_loss(name: str, runs: Sequence[Run]) -> str:
+    """A model in a legend: its last held-out loss, mean over runs, and where that was."""
+    ends = [run.held_out[-1] for run in runs]
+    loss, tokens = (np.mean([end[key] for end in ends]) for key in ("validation_loss", "tokens"))
+    many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
+    return f"{name} ({loss:.3f} at {tokens / 1e6:.1f} M tokens{many})"
+
+
+def draw_training(axis: Any, key: str, scale: float, runs: Sequence[Run], colour: str) -> None:
+    """Every run's training loss, faint."""
     for run in runs:
         x, loss = columns(run.training, key, "loss")
         axis.plot(x / scale, loss, color=colour, alpha=0.25, linewidth=0.8)
+
+
+def draw_held_out(
+    axis: Any, key: str, scale: float, label: str, runs: Sequence[Run], colour: str
+) -> None:
+    """The mean over runs of the held-out loss, and its range."""
     places = common_places(key, runs)
     table = np.stack([losses_at(key, run, places) for run in runs])  # [seeds, places]
-    end = np.mean([run.held_out[-1]["validation_loss"] for run in runs])
-    many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
     marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
-    axis.plot(places / scale, table.mean(0), label=f"{name} ({end:.3f} at the end{many})", **marks)
+    axis.plot(places / scale, table.mean(0), label=label, **marks)
     if len(runs) > 1:
         axis.fill_between(places / scale, table.min(0), table.max(0), color=colour, alpha=0.2)
 

@@ -32,6 +32,7 @@ from train.settings import CorpusSettings, InputError, require
 from train.validate import evaluate, load_objective
 
 PLAIN = "as it is"
+REFUSED = "refused, its table of positions has ended"
 TOKENS = 4096
 """Most tokens a forward pass."""
 
@@ -191,8 +192,9 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
 
 def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
     """Write the picture."""
-    (axis,) = axes_of(1, 1, 7.5, 4.6)
+    (axis,) = axes_of(1, 1, 9.5, 4.6)
     draw_on(axis, rows, settings.trained)
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save([axis], Path(settings.output))
 
 
@@ -216,13 +218,12 @@ def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int) -> None:
         if refused:
             height = float(np.mean(values[-1])) if values else 0.0
             axis.plot(refused, [height] * len(refused), "x", color=colours[model], markersize=8,
-                      label=f"{model}: refused, its table of positions has ended")  # fmt: skip
+                      label=f"{model}: {REFUSED}")  # fmt: skip
     axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.set_xlabel(f"length in tokens; trained up to {trained}")
     axis.set_ylabel("held-out loss (nats a predicted token)")
-    axis.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":
