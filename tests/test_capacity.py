@@ -2,15 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from test_packing import SPECIAL
+from test_packing import store as token_store
 
 from conftest import TINY_MODEL, log_rows
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train.capacity import fit_micro_batch, longest_batch
 from train.flops import measured_peak, step_flops
 from train.objective import LanguageModel
+from train.packing import Sequences, examples
 from train.pretrain import main
 from train.settings import InputError, PretrainSettings, parse
 
@@ -32,7 +36,7 @@ def test_operations_of_a_layer_are_those_that_torch_counts():
 
     model = objective()
     model.model.set_attn_implementation("eager")
-    batch = longest_batch(3, 24, 60, packed=False)
+    batch = longest_batch(3, 24, 60, 0.15, packed=False)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
     predicted = len(batch["targets"])
@@ -71,14 +75,39 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeyp
         return whole(input_ids, **batch)
 
     monkeypatch.setattr(model, "forward", small)
-    assert fit_micro_batch(model, model, 24, 16, Accelerator(cpu=True)) == 4
+    assert fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True)) == 4
     assert "optim.micro_batch is 4" in capsys.readouterr().out
     assert all(p.grad is None for p in model.parameters())
     monkeypatch.setattr(
         model, "forward", lambda **batch: small(**(batch | {"input_ids": torch.zeros(999)}))
     )
     with pytest.raises(InputError, match="corpus.length must fit into memory, got 24"):
-        fit_micro_batch(model, model, 24, 16, Accelerator(cpu=True))
+        fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
+def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
+    sequences = Sequences(token_store(np.arange(5, 30_000), tmp_path), 24)
+    tried = longest_batch(8, 24, 60, rate, packed=False)
+    assert tried["places"].max() < tried["input_ids"].numel() == 8 * 24
+    for first in range(0, 160, 8):
+        rows = np.arange(first, first + 8)
+        batch = examples(sequences, rows, rows * 0, SPECIAL, rate, 0)
+        assert len(batch["targets"]) <= len(tried["targets"]) <= 8 * 24 + 8
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.15, 16), (0.3, 8), (None, 4)])
+def test_a_micro_batch_is_as_small_as_its_predicted_tokens_need(rate, size, monkeypatch):
+    model = objective()
+    whole = model.forward
+
+    def small(places, **batch):
+        if len(places) > 5 * 24:
+            raise torch.OutOfMemoryError("no room")
+        return whole(places=places, **batch)
+
+    monkeypatch.setattr(model, "forward", small)
+    assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == size
 
 
 def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):

@@ -65,7 +65,7 @@ def test_unpadded_attention_uses_torchs_kernel_where_it_can(decoder, config, mon
 def test_a_compiled_packed_step_has_no_graph_break(config):
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     model = model_with(config, "unpadded").bfloat16()
-    batch = longest_batch(3, 24, 60, packed=True)
+    batch = longest_batch(3, 24, 60, 0.15, packed=True)
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     inputs = {k: v for k, v in inputs.items() if k not in ("places", "targets")}
     compiled = torch.compile(model, fullgraph=True)

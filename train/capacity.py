@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from train.journal import memory
 from train.objective import LanguageModel
+from train.packing import mask_capacity
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
@@ -23,11 +24,20 @@ SAVED_BYTES = 12
 
 
 def longest_batch(
-    rows: int, length: int, vocabulary: int, packed: bool, causal: bool = False
+    rows: int, length: int, vocabulary: int, mask_rate: float | None, packed: bool
 ) -> dict[str, Any]:
-    """A micro-batch of random tokens as large as any: full rows, 15 % predicted, or all of them."""
+    """A micro-batch of random tokens as large as any: full rows, and as many predicted as can be.
+
+    Args:
+        rows: Sequences.
+        length: Tokens of each.
+        vocabulary: Ids are below.
+        mask_rate: Share of tokens that is masked; None predicts every token.
+        packed: The layout, as in `packing.examples`.
+    """
     ids = torch.randint(vocabulary, (rows, length))
-    places = torch.arange(0, rows * length, 1 if causal else 7)
+    predicted = mask_capacity(rows * length, mask_rate)
+    places = torch.arange(predicted) * rows * length // predicted
     batch: dict[str, Any] = {"places": places, "targets": ids.flatten()[places]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -44,6 +54,7 @@ def fit_micro_batch(
     objective: LanguageModel,
     length: int,
     wanted: int,
+    mask_rate: float | None,
     accelerator: Accelerator,
 ) -> int:
     """The largest micro-batch that every process can compute: `wanted`, halved until it fits.
@@ -56,6 +67,7 @@ def fit_micro_batch(
         objective: What it wraps.
         length: Longest sequence.
         wanted: Sequences.
+        mask_rate: As in `longest_batch`.
         accelerator: Its processes agree.
 
     Raises:
@@ -63,7 +75,10 @@ def fit_micro_batch(
     """
     size, before = wanted, [buffer.clone() for buffer in objective.buffers()]
     while True:
-        failed = torch.tensor(float(not _fits(model, objective, length, size, accelerator)))
+        batch = longest_batch(
+            size, length, objective.model.config.vocab_size, mask_rate, objective.packed
+        )
+        failed = torch.tensor(float(not _fits(model, batch, accelerator)))
         model.zero_grad(set_to_none=True)
         for buffer, old in zip(objective.buffers(), before):  # random features count their calls
             buffer.copy_(old)
@@ -81,15 +96,7 @@ def fit_micro_batch(
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
 
 
-def _fits(
-    model: nn.Module,
-    objective: LanguageModel,
-    length: int,
-    size: int,
-    accelerator: Accelerator,
-) -> bool:
-    vocabulary, layout = objective.model.config.vocab_size, (objective.packed, objective.causal)
-    batch = longest_batch(size, length, vocabulary, *layout)
+def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> bool:
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         # AdamW's moments come with the first step: their room is taken here
@@ -152,8 +159,8 @@ def _time(objective: LanguageModel, stage: PretrainSettings, accelerator: Accele
     """Seconds of a forward and backward pass of a micro-batch of full length, the second of two."""
     rows, length = stage.optim.micro_batch, stage.corpus.length
     config: PreTrainedConfig = objective.model.config
-    layout = objective.packed, objective.causal
-    batch = longest_batch(rows, length, config.vocab_size, *layout)
+    rate = None if objective.causal else stage.corpus.mask_rate
+    batch = longest_batch(rows, length, config.vocab_size, rate, objective.packed)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()

@@ -277,7 +277,11 @@ def fit(
     """Make micro-batches smaller where they would not fit into memory."""
     for part in steps.parts:
         length = part.sequences.content + 2
-        part.micro_batch = fit_micro_batch(model, objective, length, part.micro_batch, accelerator)
+        part.micro_batch = fit_micro_batch(
+            model, objective, length, part.micro_batch, part.mask_rate, accelerator
+        )
+        if part.capacity is not None:  # or smaller micro-batches would predict as many as before
+            part.capacity = mask_capacity(part.micro_batch * length, part.mask_rate)
 
 
 def make_loader(steps: Stages, start: int, workers: int) -> DataLoader:
