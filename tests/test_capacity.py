@@ -15,7 +15,7 @@ from train.capacity import fit_micro_batch, longest_batch
 from train.flops import measured_peak, step_flops
 from train.objective import LanguageModel
 from train.packing import Sequences, examples
-from train.pretrain import main
+from train.pretrain import DEFAULT_CONFIG, main
 from train.settings import InputError, PretrainSettings, parse
 
 
@@ -49,10 +49,38 @@ def test_the_peak_is_a_rate_of_this_machine():
     assert 1e8 < measured_peak(torch.device("cpu"), torch.float32) < 1e14
 
 
+def dry_run(flags, capsys):
+    main(parse(PretrainSettings, [*flags, "--run.dry=true"]))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, capsys):
+    counted = dry_run(pretrain_flags, capsys)["parameters"]
+    main(parse(PretrainSettings, pretrain_flags))
+    about = json.loads((tmp_path / "runs" / "tiny" / "environment.json").read_text())
+    assert counted == about["parameters"]
+    capsys.readouterr()
+    init = [f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}", "--model.config={}"]
+    assert dry_run([*pretrain_flags, *init, "--run.name=more"], capsys)["parameters"] == counted
+
+
+def test_a_dry_run_of_the_demo_counts_the_vocabulary_it_would_learn(tmp_path, capsys):
+    flags = [f"--config={DEFAULT_CONFIG}", f"--run.folder={tmp_path}", "--run.tracker=null"]
+    settings = parse(PretrainSettings, [*flags, f"--corpus.tokenizer={tmp_path / 'no'}"])
+    size = settings.corpus.vocabulary_size
+    model = RoFormerForMaskedLM(RoFormerConfig(**settings.model.config, vocab_size=size))
+    flags.append(f"--corpus.tokenizer={tmp_path / 'no'}")
+    assert dry_run(flags, capsys)["parameters"] == model.num_parameters()
+
+
+def test_a_dry_run_without_a_tokenizer_is_refused_as_the_run_would_be(pretrain_flags, capsys):
+    with pytest.raises(InputError, match="corpus.tokenizer must be a folder, .* got '/nowhere'"):
+        dry_run([*pretrain_flags, "--corpus.tokenizer=/nowhere"], capsys)
+
+
 def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags, tmp_path, capsys):
-    more = ["--run.dry=true", "--corpus.tokenizer=/nowhere"]
-    main(parse(PretrainSettings, [*pretrain_flags, *more]))
-    report = json.loads(capsys.readouterr().out)
+    more = ["--corpus.tokenizer=/nowhere", "--corpus.vocabulary_size=3000"]
+    report = dry_run([*pretrain_flags, *more], capsys)
     assert report["steps"] == [12]
     assert report["tokens_per_step"] == [16 * 32]
     assert report["parameters"] > 1e5

@@ -1,10 +1,14 @@
 """A folder is there whole or not at all: how everything but checkpoints is written."""
 
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from train.settings import InputError
 
 
 @contextmanager
@@ -26,3 +30,25 @@ def whole_folder(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def no_room(folder: Path, key: str = "run.folder") -> Iterator[None]:
+    """Turn a disk that is full, or a quota, into one line.
+
+    Args:
+        folder: What is written to.
+        key: The setting that names it.
+
+    Raises:
+        InputError: There is no room.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise InputError(
+            f"{key} must have room, got {os.strerror(error.errno)} in {folder}; make some, "
+            "the same command goes on"
+        ) from error

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import roformer
 from train import checkpoint, counter, vocabulary
@@ -28,6 +28,7 @@ from train.capacity import fit_micro_batch, plan
 from train.corpus import tokenise
 from train.documents import EMBEDDED, find_files
 from train.flops import measured_peak
+from train.folders import no_room
 from train.initialise import build, model_config
 from train.interruptions import (
     EXIT_CODES,
@@ -42,7 +43,7 @@ from train.launch import run_command, start_accelerator
 from train.objective import LanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
 from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, require_shares
-from train.run_folder import Saver, alone, no_room, resume, save_model
+from train.run_folder import Saver, alone, resume, save_model
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 from train.stages import Stages, seed_of, stages_of
 from train.store import TokenStore
@@ -76,7 +77,8 @@ def main(settings: PretrainSettings) -> Path:
         return folder / "model"
     with no_room(folder):
         tokenizer, stores, held_out = prepare_data(settings, stages, accelerator)
-        objective = make_objective(settings, tokenizer)
+        config = model_config(settings.model, settings.corpus.length, tokenizer)
+        objective = make_objective(settings, config)
         steps = make_steps(stages, stores, tokenizer, objective, accelerator)
         with alone(folder, accelerator):
             refuse_other_settings(folder, settings)  # it may have begun while this one waited
@@ -197,11 +199,8 @@ def prepare_data(
     return tokenizer, stores, Sequences(held_out, corpus.length)
 
 
-def make_objective(
-    settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> LanguageModel:
-    """The model with its loss, in float32."""
-    config = model_config(settings.model, settings.corpus.length, tokenizer)
+def make_objective(settings: PretrainSettings, config: PreTrainedConfig) -> LanguageModel:
+    """The model of a configuration with its loss, in float32."""
     model = build(settings.model, config, settings.run.seed)
     if settings.model.gradient_checkpointing:
         # transformers renamed it after 5.17
@@ -264,9 +263,20 @@ def number_of_steps(optim: OptimSettings, mean_length: float) -> int | None:
 def dry_run(
     settings: PretrainSettings, stages: list[PretrainSettings], accelerator: Accelerator
 ) -> None:
-    """Print what the run would take, and write nothing."""
-    config = dataclasses.replace(settings.model, init=None)
-    objective = make_objective(dataclasses.replace(settings, model=config), None)
+    """Print what the run would take, and write nothing.
+
+    Raises:
+        InputError: There is no tokenizer, and none would be learned.
+    """
+    corpus, model, tokenizer = settings.corpus, settings.model, None
+    if corpus.vocabulary_size is None or Path(corpus.tokenizer).exists():
+        tokenizer = vocabulary.load(corpus.tokenizer)
+    else:  # not learned yet: as large as it may become
+        sizes = {"vocab_size": corpus.vocabulary_size} | model.config
+        model = dataclasses.replace(model, config=sizes)
+    config = model_config(model, corpus.length, tokenizer)
+    fresh = dataclasses.replace(model, init=None)  # of the same sizes, and nothing is loaded
+    objective = make_objective(dataclasses.replace(settings, model=fresh), config)
     steps = [number_of_steps(stage.optim, stage.corpus.length) for stage in stages]
     plan(settings, stages, objective.to(accelerator.device), steps, accelerator)
 

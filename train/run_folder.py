@@ -3,8 +3,6 @@
 `checkpoint` knows the files; here all processes act together: what one of them finds, all obey.
 """
 
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,20 +42,6 @@ def alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 def any_process(said: bool, accelerator: Accelerator) -> bool:
     """Whether any process says so; they wait for each other."""
     return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device)).item())
-
-
-@contextmanager
-def no_room(folder: Path) -> Iterator[None]:
-    """Turn a disk that is full, or a quota, into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise InputError(
-            f"run.folder must have room, got {os.strerror(error.errno)} in {folder}; make some, "
-            "the same command goes on"
-        ) from error
 
 
 def resume(
