@@ -28,7 +28,6 @@ from finetune.results import (
     append_result,
     prediction_file,
     read_results,
-    repair,
     result_key,
     run_name,
 )
@@ -101,10 +100,9 @@ def mnli_folder(run: GlueSettings) -> str:
 
 
 def finished(output: str) -> dict[tuple, dict[str, Any]]:
-    """The lines that need not be made again, by their key; the file is repaired first."""
+    """The lines that need not be made again, by their key; a torn one is none."""
     if not Path(output).is_file():
         return {}
-    repair(output)
     return {result_key(x): x for x in read_results(output) if x["status"] != "failed"}
 
 

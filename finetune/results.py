@@ -7,6 +7,7 @@ A line is there whole or not at all, and its predictions are there before it. Se
 append to one file: a run is claimed before it is made, so that none is made twice.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from train.folders import no_room
 from train.settings import InputError
 
 RECIPE = (
@@ -120,13 +122,18 @@ class Claims:
 
 
 def append_result(claims: Claims, result: Mapping[str, Any]) -> None:
-    """Add one line in a single write, on disk when this returns; a torn last line is cut off."""
-    line = json.dumps(result, allow_nan=False) + "\n"
-    with claims.alone():
+    """Add one line in a single write, on disk when this returns; a torn last line is cut off.
+
+    Raises:
+        InputError: There is no room for it; what was written of it is no line.
+    """
+    line = (json.dumps(result, allow_nan=False) + "\n").encode()
+    with no_room(Path(claims.results).parent, "output"), claims.alone():
         repair(claims.results)
         file = os.open(claims.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(file, line.encode())
+            if os.write(file, line) < len(line):  # the first part of it still had room
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file)
         finally:
             os.close(file)

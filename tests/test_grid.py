@@ -304,6 +304,42 @@ def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys)
     assert capsys.readouterr().err.count("ended in a torn line") == 1
 
 
+def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path):
+    """The kernel writes what fits of a line, and says so only by how much it wrote."""
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    run["status"] = "done"
+    append_result(Claims(str(file)), run)
+    code = (
+        "import json, resource, sys; from finetune.results import Claims, append_result;"
+        "claims = Claims(sys.argv[1]); size = int(sys.argv[3]);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
+        "append_result(claims, json.loads(sys.argv[2]) | {'seed': 1})"
+    )
+    for more in (20, 0):  # a part of it fits, nothing does
+        size = str(file.stat().st_size + more)
+        command = [sys.executable, "-c", code, str(file), json.dumps(run), size]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = done.stderr.splitlines()[-1]
+        assert "InputError: output must have room, got " in last
+        assert f" in {tmp_path}; make some" in last
+        assert [line["seed"] for line in read_results(str(file))] == [0]
+    append_result(Claims(str(file)), {**run, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+
+
+def test_reading_what_is_done_changes_no_file_to_which_another_grid_may_be_writing(tmp_path):
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    append_result(Claims(str(file)), {**run, "status": "done"})
+    with file.open("a") as stream:
+        stream.write('{"model": "x", "ta')
+    before = file.read_bytes()
+    assert len(grid.finished(str(file))) == 1
+    assert file.read_bytes() == before
+
+
 def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
     file = tmp_path / "results.jsonl"
