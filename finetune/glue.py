@@ -31,7 +31,14 @@ import roformer
 from finetune.card import require_free, save_model
 from finetune.examples import Examples, epoch_batches, find_file, load_examples, require_fit
 from finetune.metrics import GlueMetric
-from finetune.results import KEY, Claims, append_result, prediction_file, write_predictions
+from finetune.results import (
+    KEY,
+    Claims,
+    append_result,
+    prediction_file,
+    weights_of,
+    write_predictions,
+)
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train import counter
@@ -344,6 +351,7 @@ def describe(
     guess = {split: majority(task, data["train"], data[split]) for split in task.validations}
     return {
         **{name: values[name] for name in KEY},
+        "weights": None if settings.random_weights else weights_of(settings.model),
         "model_type": config.model_type,
         "label": task.label(rows),
         "official": task.is_official(rows),

@@ -26,10 +26,12 @@ from finetune.board import Board
 from finetune.results import (
     Claims,
     append_result,
+    are_other,
     prediction_file,
     read_results,
     result_key,
     run_name,
+    weights_of,
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
@@ -53,6 +55,9 @@ def main(settings: GridSettings) -> None:
     runs = all_runs(settings)
     done = finished(settings.output)
     missing = [run for run in runs if not is_done(run, done)]
+    stale = {run.model for run in missing if has_other_weights(run, done)}
+    if stale:
+        print(f"other weights than their results are of: {', '.join(sorted(stale))}; made again")
     check(missing)
     failures = 0
     if missing:
@@ -109,11 +114,21 @@ def finished(output: str) -> dict[tuple, dict[str, Any]]:
 def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
     """Whether a run has its line, and what others need of it is there."""
     line = done.get(result_key(asdict(run)))
-    if line is None or line["status"] == "diverged":
-        return line is not None
+    if line is None or has_other_weights(run, done):
+        return False
+    if line["status"] == "diverged":
+        return True
     wanted = glue.unlabelled(run) if run.test else ()
     files = [prediction_file(run.output, line, split) for split in wanted]
     return all(f.exists() for f in files) and (run.save is None or Path(run.save).exists())
+
+
+def has_other_weights(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
+    """Whether a run's line is of weights that are no longer in its model's folder."""
+    line = done.get(result_key(asdict(run)))
+    if line is None or run.random_weights:
+        return False
+    return are_other(weights_of(run.model), line)
 
 
 def check(runs: list[GlueSettings]) -> None:
@@ -185,6 +200,7 @@ def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
     command = glue.command_of(run, precision, cpu=not torch.cuda.is_available())
     return {
         **values,
+        "weights": None if run.random_weights else weights_of(run.model),
         "status": "failed",
         "error": error,
         "settings": values,

@@ -9,6 +9,7 @@ append to one file: a run is claimed before it is made, so that none is made twi
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -39,6 +40,28 @@ KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed
 def result_key(values: Mapping[str, Any]) -> tuple:
     """The key of a run, from its line or from its settings."""
     return tuple(values[name] for name in KEY)
+
+
+def weights_of(model: str) -> str | None:
+    """Which weights a local folder holds, in 16 characters; None for a hub id, or without any."""
+    files = sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin"))
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return _digest(tuple(states)) if files else None
+
+
+@functools.cache
+def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
+    """Of files by name, size and time of change: read once in a process, for all its runs."""
+    digest = hashlib.sha256()
+    for name, *_ in files:
+        with open(name, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def are_other(weights: str | None, line: Mapping[str, Any]) -> bool:
+    """Whether a line is of other weights; a line that does not say is of these."""
+    return weights is not None and line.get("weights", weights) not in (None, weights)
 
 
 def run_name(values: Mapping[str, Any]) -> str:
@@ -155,8 +178,8 @@ def repair(results: str) -> None:
 
 
 def read_results(path: str) -> list[dict[str, Any]]:
-    """The lines of a results file, of a run that was made twice the last that did not fail; one
-    warning for each that cannot be read.
+    """The lines of a results file, of a run that was made twice the last that did not fail, or
+    failed from other weights; one warning for each that cannot be read.
 
     Raises:
         InputError: There is no such file.
@@ -172,7 +195,9 @@ def read_results(path: str) -> list[dict[str, Any]]:
             try:
                 result = json.loads(line)
                 key = result_key(result)
-                if result["status"] != "failed" or key not in results:
+                before = results.get(key, result)
+                failed = result["status"] == "failed"
+                if not failed or before is result or are_other(result.get("weights"), before):
                     results[key] = result
             except (ValueError, KeyError, TypeError):
                 print(f"warning: {path} line {number} is torn and was ignored", file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune import grid
+from finetune import grid, results
 from finetune.board import Board
 from finetune.results import (
     Claims,
@@ -346,6 +346,64 @@ def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
     for status in ("failed", "done", "failed"):
         append_result(Claims(str(file)), {**run, "status": status})
     assert [line["status"] for line in read_results(str(file))] == ["done"]
+
+
+def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, capsys):
+    models = [tiny_model(tmp_path / name, "roformer") for name in ("model", "other")]
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, models=models, random_control=True)
+    grid.main(settings)
+    first = lines_of(settings)
+    weights = {x["model"]: x["weights"] for x in first if not x["random_weights"]}
+    assert len(set(weights.values())) == 2
+    assert {x["weights"] for x in first if x["random_weights"]} == {None}  # of a seed, no folder
+    grid.main(settings)
+    assert lines_of(settings) == first
+    tiny_model(tmp_path / "model", "roformer")
+    capsys.readouterr()
+    grid.main(settings)
+    said = f"other weights than their results are of: {models[0]}; made again"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    (new,) = lines_of(settings)[len(first) :]
+    (old,) = (x for x in first if result_key(x) == result_key(new))
+    assert old["weights"] != new["weights"]
+    assert [x for x in read_results(settings.output) if result_key(x) == result_key(new)] == [new]
+    grid.main(settings)
+    assert lines_of(settings) == [*first, new]
+
+
+def test_a_line_that_does_not_say_its_weights_counts(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    (run,) = grid.all_runs(ask(tmp_path))
+    key = result_key(asdict(run))
+    for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
+        line = {**asdict(run), "status": "diverged"} | weights
+        assert grid.is_done(run, {key: line}) == done
+
+
+def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    file = str(tmp_path / "results.jsonl")
+    for status, weights, left in (
+        ("done", "a", "done"), ("failed", "a", "done"), ("failed", "b", "failed"),
+        ("done", "b", "done"), ("failed", None, "done"),
+    ):  # fmt: skip
+        append_result(Claims(file), {**run, "status": status, "weights": weights})
+        assert [line["status"] for line in read_results(file)] == [left]
+
+
+def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    read = []
+    digest = results.hashlib.file_digest
+    monkeypatch.setattr(
+        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
+    )
+    assert len({results.weights_of(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    tiny_model(tmp_path / "model", "roformer")
+    results.weights_of(str(tmp_path / "model"))
+    assert len(read) == 2
+    assert results.weights_of("owner/name") is None
 
 
 def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
