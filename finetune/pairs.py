@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.cells import Row
 from finetune.comparison import Comparison, compare, corrected
@@ -119,16 +120,31 @@ def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[
 def control_differences(rows: Sequence[Row]) -> list[Difference]:
     """Each model minus its control: the same architecture and recipe from random weights.
 
-    A model without one of its own has that of another seed of pretraining: random weights are of
-    none.
+    A model without one of its own has that of another seed of pretraining, of the same size: random
+    weights are of none.
     """
     random = [row for row in rows if row.kind == "random"]
-    controls = {_beginning(row): row for row in reversed(random)} | {
-        row.key._replace(control=False): row for row in random
-    }
-    pairs = [(row, controls.get(row.key, controls.get(_beginning(row)))) for row in rows]
-    return [subtract(f"{a.name} {MINUS} random weights", a, b) for a, b in pairs
-            if a.kind == "model" and b is not None]  # fmt: skip
+    pairs = [(row, _control_of(row, random)) for row in rows if row.kind == "model"]
+    return [subtract(f"{a.name} {MINUS} random weights", a, b) for a, b in pairs if b is not None]
+
+
+def _control_of(row: Row, random: Sequence[Row]) -> Row | None:
+    own = row.key._replace(control=True)
+    others = (x for x in random if _beginning(x) == _beginning(row) and _same_size(x, row))
+    return next((x for x in random if x.key == own), next(others, None))
+
+
+def _same_size(first: Row, second: Row) -> bool:
+    """Whether two rows have as many parameters, on every task of which both say how many.
+
+    Names do not tell: `roformer-128` and `roformer-768` may be seeds, or widths.
+    """
+    sizes: list[dict[str, Any]] = [
+        {label: run["parameters"] for label, cell in row.cells.items() for run in cell.runs
+         if "parameters" in run}
+        for row in (first, second)
+    ]  # fmt: skip
+    return all(sizes[0][label] == sizes[1][label] for label in sizes[0].keys() & sizes[1].keys())
 
 
 def _beginning(row: Row) -> tuple[object, ...]:

@@ -378,6 +378,19 @@ def test_a_model_is_compared_with_its_random_control():
     assert pair.tasks["rte"].mean == 0.0  # the control has no part in it
 
 
+@pytest.mark.parametrize(("sizes", "found"), [((1, 9), 1), ((9, 9), 2), ((None, 9), 2)])
+def test_random_weights_are_borrowed_from_a_model_of_the_same_size_alone(sizes, found):
+    """By their names roformer-128 and roformer-768 could be seeds of one model."""
+    lines = []
+    for size, width in zip(sizes, (128, 768)):
+        known = {} if size is None else {"parameters": size}
+        lines.append(line(f"runs/roformer-{width}/model", "rte", 0.7) | known)
+    lines.append(lines[1] | {"random_weights": True})
+    controls = table(lines).controls
+    assert [x.second.key.control for x in controls] == [True] * found
+    assert "roformer-768" in {x.first.short for x in controls}
+
+
 def test_the_printed_table_names_the_split_of_every_row():
     rows = texts(paper_grid(table([line(BERT, "mrpc", 0.8), line(BERT, "qnli", 0.7)])))
     assert rows["BERT, as printed"]["split of its numbers"] == "test server"
