@@ -269,6 +269,10 @@ BERT = "--model.type=bert"
             "model.config must be usable by transformers, got: .*integer",
         ),
         (["--model.attention=foo"], "model must be usable by transformers, got: .*foo"),
+        (
+            ["--model.attention=flash_attention_2"],
+            "model must be usable by transformers, got: .*flash_attn",
+        ),
         (["--model.type=gpt2", "--model.config={}"], "model must be usable by transformers"),
         (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
         (["--corpus.validation=/nowhere/y"], "corpus.validation must exist, got '/nowhere/y'"),

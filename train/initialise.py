@@ -65,7 +65,15 @@ def input_errors(key: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        RuntimeError,
+        ImportError,  # a kernel's package
+        SafetensorError,
+    ) as error:
         line = " ".join(str(error).split())[:300]
         raise InputError(f"{key} must be usable by transformers, got: {line}; change it") from error
 
