@@ -32,7 +32,7 @@ class Recipe:
     epochs: int = 3
     """Passes over the training split; the score is that of the last one."""
     schedule: str = "linear"
-    """transformers' schedule by name; see `train.settings.SCHEDULES`."""
+    """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
     warmup_share: float = 0.1
     """Share of the steps over which the rate rises from 0 to its peak."""
     weight_decay: float = 0.01

@@ -7,8 +7,8 @@ from transformers import get_scheduler
 
 import roformer
 from conftest import TINY_MODEL
-from train.optim import FiniteSteps, adamw, decay_groups, rate_factor
-from train.settings import SCHEDULES, InputError
+from train.optim import FiniteSteps, adamw, decay_groups, learning_rate, rate_factor
+from train.settings import SCHEDULES, InputError, OptimSettings
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -23,15 +23,34 @@ def test_matrices_decay_and_vectors_do_not():
     assert len(decayed["params"]) + len(exempt["params"]) == len(names)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rate_at_a_step_is_that_of_transformers_scheduler(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")],
+)
+def test_rate_at_a_step_is_that_of_transformers_scheduler(schedule, theirs):
     rate = rate_factor(schedule, 5, 20)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(schedule, optimizer, 5, 20)
+    scheduler = get_scheduler(theirs, optimizer, 5, 20)
     for step in range(20):
         assert rate(step) == pytest.approx(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("budget", [{"steps": 50}, {"hours": 2.0}])
+def test_every_schedule_warms_up_over_steps_and_over_hours_and_no_two_are_one(budget):
+    curves = {}
+    for schedule in SCHEDULES:
+        settings = OptimSettings(schedule=schedule, warmup_steps=10, **budget)
+        rate = learning_rate(settings, settings.steps)
+        warm = [rate(step, 0.0) for step in range(10)]
+        assert warm == sorted(warm)
+        assert 0 < warm[0] < 0.2 * settings.learning_rate
+        curves[schedule] = [rate(step, 2.0 * step / 50) for step in range(12, 50)]
+    assert set(curves["constant"]) == {settings.learning_rate}
+    assert len(set(map(tuple, curves.values()))) == len(SCHEDULES)
+    for name in ("linear", "cosine"):
+        assert curves[name][-1] < 0.1 * settings.learning_rate
 
 
 def test_one_step_moves_as_torch_says():

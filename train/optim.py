@@ -40,12 +40,13 @@ def adamw(
 
 
 def rate_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """The learning rate's factor at a step, by the name of transformers' schedule.
+    """The learning rate's factor at a step, as transformers' schedules have it.
 
     A function of the step alone, so a checkpoint need not hold a scheduler.
     """
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    return get_scheduler(schedule, optimizer, warmup_steps, steps).lr_lambdas[0]
+    name = "constant_with_warmup" if schedule == "constant" else schedule  # whose plain has none
+    return get_scheduler(name, optimizer, warmup_steps, steps).lr_lambdas[0]
 
 
 def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, float], float]:

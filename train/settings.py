@@ -6,6 +6,7 @@ several `--config` files are merged, later ones win, flags win over all (`--opti
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,8 +17,8 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 SettingsT = TypeVar("SettingsT")
 
-SCHEDULES = ("linear", "cosine", "polynomial", "constant_with_warmup", "constant")
-"""transformers' schedules that follow the step alone."""
+SCHEDULES = ("linear", "cosine", "constant")
+"""What the rate does after the warm-up; the first two end at 0."""
 
 
 class InputError(ValueError):
@@ -110,7 +111,7 @@ class OptimSettings:
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
-    """transformers' schedule by name; see `SCHEDULES`."""
+    """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
     warmup_steps: int = 100
     """Optimiser steps over which the rate rises from 0 to its peak."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -318,9 +319,7 @@ def parse(
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    from sys import argv as command_line
-
-    flags = list(command_line[1:] if argv is None else argv)
+    flags = list(sys.argv[1:] if argv is None else argv)
     if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config", default_config, *flags]
     try:
