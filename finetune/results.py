@@ -188,7 +188,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
         raise InputError(
             f"results must be a file written by finetune/glue.py, got {path}; check the path"
         )
-    results = {}
+    results: dict[tuple, dict[str, Any]] = {}
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
