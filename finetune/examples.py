@@ -68,7 +68,11 @@ class Examples:
         arrays = {"attention_mask": real.astype(np.int64), "labels": self.labels[rows]}
         for name, values in self.inputs.items():
             arrays[name] = np.where(real, values[places], self.padding[name]).astype(np.int64)
-        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if torch.device(device).type != "cuda":
+            return {name: tensor.to(device) for name, tensor in tensors.items()}
+        # from other memory the host would wait for each copy
+        return {name: x.pin_memory().to(device, non_blocking=True) for name, x in tensors.items()}
 
 
 def load_examples(
