@@ -1,8 +1,10 @@
 """The log of a run: what a killed run wrote past its checkpoint goes, the rest stays."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from train.journal import (
     changed_settings,
     environment,
     forget_after,
+    refuse_other_settings,
     write_header,
 )
-from train.settings import InputError, OptimSettings, PretrainSettings
+from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings
 
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
@@ -96,6 +99,27 @@ def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):
     assert [line.strip() for line in lines] == ["warning: the loss rose from 3.90 to 5.00 at 4"]
 
 
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf])
+def test_a_loss_that_is_not_finite_is_left_out_and_the_next_spike_is_seen(lost, tmp_path, capsys):
+    micro_batches = [[(30.0, 10), (lost, 90)], [(lost, 90)], [(50.0, 10)]]
+    with Journal(Accelerator(cpu=True), tmp_path, START, 3, CONFIG, 1e12) as journal:
+        for step, parts in enumerate(micro_batches, start=1):
+            for loss, predicted in parts:
+                add(journal, loss, predicted, 7)
+            journal.training(step, 0.5, torch.tensor(lost if step == 2 else 3.0))
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [row.get("loss") for row in rows] == [3.0, None, 5.0]
+    assert [row.get("accuracy") for row in rows] == [0.1, None, 0.1]  # one of ten is right
+    assert [row.get("gradient_norm") for row in rows] == [3.0, None, 3.0]
+    assert [row["tokens"] for row in rows] == [114, 121, 128]  # they were read all the same
+    assert "warning: the loss rose from 3.00 to 5.00 at 3" in capsys.readouterr().err
+
+
 def started(tmp_path, **optim):
     folder, settings = tmp_path / "run", PretrainSettings(OptimSettings(steps=9, **optim))
     folder.mkdir(exist_ok=True)
@@ -108,7 +132,7 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch)
     assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
     before = (folder / "settings.yaml").read_text()
     _, other, _ = started(tmp_path, learning_rate=0.5)
-    assert changed_settings(folder, other) == {"optim.learning_rate": (1e-3, 0.5)}
+    assert changed_settings(folder, other, "no") == {"optim.learning_rate": (1e-3, 0.5)}
 
     def killed(path, target):
         raise KeyboardInterrupt
@@ -116,10 +140,35 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other))
+            write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other, "no"))
     assert (folder / "settings.yaml").read_text() == before
-    write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other))
-    assert not changed_settings(folder, other)
+    write_header(folder, other, accelerator, 7, 7, changed_settings(folder, other, "no"))
+    assert not changed_settings(folder, other, "no")
+
+
+def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path):
+    folder, settings, accelerator = started(tmp_path)
+    write_header(folder, settings, accelerator, 0, 7, {})
+    with pytest.raises(
+        InputError, match="mixed_precision must stay 'no' for the run in .*, got 'bf16'; choose an"
+    ):
+        refuse_other_settings(folder, settings, "bf16")
+    drifting = dataclasses.replace(settings, run=RunSettings(allow_drift=True))
+    refuse_other_settings(folder, drifting, "bf16")
+    changed = changed_settings(folder, settings, "bf16")
+    other = SimpleNamespace(mixed_precision="bf16")
+    write_header(folder, settings, other, 7, 7, changed)
+    note = "# run.allow_drift changed after step 7: mixed_precision from 'no' to 'bf16'"
+    assert (folder / "settings.yaml").read_text().splitlines()[0] == note
+    refuse_other_settings(folder, settings, "bf16")  # from now on it is the run's
+    assert changed_settings(folder, settings, "no") == {"mixed_precision": ("bf16", "no")}
+    about = json.loads((folder / "environment.json").read_text())
+    assert (about["precision"], about["parameters"]) == ("bf16", 7)
+    for earlier in ("{}", None):  # a run that does not say goes on
+        (folder / "environment.json").unlink()
+        if earlier is not None:
+            (folder / "environment.json").write_text(earlier)
+        assert not changed_settings(folder, settings, "no")
 
 
 @pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
@@ -127,7 +176,7 @@ def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
     folder, settings, _ = started(tmp_path)
     (folder / "settings.yaml").write_text(torn)
     with pytest.raises(InputError, match="settings.yaml must hold the settings of the run, got"):
-        changed_settings(folder, settings)
+        changed_settings(folder, settings, "no")
 
 
 def test_the_environment_says_what_a_number_needs_beside_it():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from conftest import ROOT, TINY_MODEL, command, log_rows
 from train import vocabulary
 from train.corpus import tokenise
 from train.initialise import build, model_config
-from train.pretrain import main
+from train.pretrain import main, open_many_files
 from train.settings import InputError, ModelSettings, PretrainSettings, parse
 from train.validate import ValidateSettings
 from train.validate import main as validate
@@ -312,6 +313,25 @@ def test_a_run_does_not_go_on_under_other_settings(pretrain_flags, corpus_folder
     run(pretrain_flags, "--run.log_every=2")  # reporting may change
     with pytest.raises(InputError, match="must give the tokens .* the run began with"):
         run(pretrain_flags, f"--corpus.train={corpus_folder / 'validation.jsonl'}")
+
+
+def test_a_run_does_not_go_on_in_another_precision(pretrain_flags, tmp_path):
+    run(pretrain_flags, "--run.max_hours=1e-9")
+    more = {"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    done = command(SCRIPT, *pretrain_flags, **more)
+    assert done.returncode == 2
+    found = f"mixed_precision must stay 'no' for the run in {tmp_path / 'runs' / 'tiny'}, got"
+    assert f"error: {found} 'bf16'; choose another run.name" in done.stderr
+
+
+def test_workers_may_open_as_many_files_as_the_machine_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        open_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_error_is_one_line_and_exit_code_2(pretrain_flags, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import platform
 import resource
 import subprocess
@@ -96,21 +97,22 @@ def as_dict(settings: PretrainSettings) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(settings)))
 
 
-def changed_settings(folder: Path, settings: PretrainSettings) -> dict[str, tuple[Any, Any]]:
+def changed_settings(
+    folder: Path, settings: PretrainSettings, precision: str
+) -> dict[str, tuple[Any, Any]]:
     """Keys that decide what is learned and differ from the run that is there: (there, here).
 
+    Args:
+        folder: The run's folder.
+        settings: Of this launch.
+        precision: Its mixed precision, which the launcher decides and environment.json remembers.
+
     Raises:
-        InputError: Its settings cannot be read.
+        InputError: What the run says of itself cannot be read.
     """
-    file = folder / "settings.yaml"
-    if not file.exists():
+    if not (folder / "settings.yaml").exists():
         return {}
-    try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):
-        before = None
-    rule, remedy = "must hold the settings of the run", "delete it to go on"
-    require(isinstance(before, dict), str(file), rule, "none", remedy)
+    before = _read(folder / "settings.yaml", "the settings")
     changed: dict[str, tuple[Any, Any]] = {}
     for section, values in as_dict(settings).items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
@@ -118,16 +120,30 @@ def changed_settings(folder: Path, settings: PretrainSettings) -> dict[str, tupl
             begun = begun.get(key) if key else begun or []
             if begun != value and key not in FREE.get(section, ()):
                 changed[f"{section}.{key}".removesuffix(".")] = begun, value
+    if (folder / "environment.json").exists():
+        begun = _read(folder / "environment.json", "the environment").get("precision", precision)
+        if begun != precision:
+            changed["mixed_precision"] = begun, precision
     return changed
 
 
-def refuse_other_settings(folder: Path, settings: PretrainSettings) -> None:
+def _read(file: Path, what: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))  # which reads JSON as well
+    except (ValueError, yaml.YAMLError):
+        found = None
+    rule, remedy = f"must hold {what} of the run", "delete it to go on"
+    require(isinstance(found, dict), str(file), rule, "none", remedy)
+    return found
+
+
+def refuse_other_settings(folder: Path, settings: PretrainSettings, precision: str) -> None:
     """Stop a run from going on under other settings than it began with.
 
     Raises:
         InputError: A key that decides what is learned has changed.
     """
-    for key, (begun, value) in changed_settings(folder, settings).items():
+    for key, (begun, value) in changed_settings(folder, settings, precision).items():
         rule = f"must stay {begun!r} for the run in {folder}"
         remedy = "choose another run.name, or set run.allow_drift true"
         require(settings.run.allow_drift, key, rule, repr(value), remedy)
@@ -149,8 +165,7 @@ def write_header(
     file, notes = folder / "settings.yaml", ""
     if not file.exists():
         about = environment(accelerator) | {"parameters": parameters}
-        text = json.dumps(about, indent=2)
-        (folder / "environment.json").write_text(text + "\n")
+        _write_whole(folder / "environment.json", json.dumps(about, indent=2) + "\n")
     elif not changed:
         return
     else:
@@ -161,9 +176,16 @@ def write_header(
         print(f"warning: {note}", flush=True)
         lines = file.read_text(encoding="utf-8").splitlines()
         notes = "".join(f"{line}\n" for line in [*lines, f"# {note}"] if line.startswith("#"))
-    unfinished = file.with_name("settings.yaml.tmp")
-    dumped = yaml.safe_dump(as_dict(settings), sort_keys=False)
-    unfinished.write_text(notes + dumped, encoding="utf-8")
+        if "mixed_precision" in changed:
+            about = _read(folder / "environment.json", "the environment")
+            about["precision"] = accelerator.mixed_precision
+            _write_whole(folder / "environment.json", json.dumps(about, indent=2) + "\n")
+    _write_whole(file, notes + yaml.safe_dump(as_dict(settings), sort_keys=False))
+
+
+def _write_whole(file: Path, text: str) -> None:
+    unfinished = file.with_name(f"{file.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)
 
 
@@ -218,7 +240,8 @@ class Clock:
 class Journal:
     """Counts what a run has done and reports it, on the main process.
 
-    Sums stay on the device between two reports, so that no step waits for the host.
+    Between two reports no step waits: what the device computes is summed there, what the host knows
+    of a batch is summed here. A micro-batch whose loss is not finite has no part in the loss.
 
     Args:
         accelerator: Adds up over processes and feeds the tracker.
@@ -243,12 +266,9 @@ class Journal:
         self.validation_loss = state.get("validation_loss")
         self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
-        self._clear()
         main = accelerator.is_main_process
-        if main:  # what was counted since the last report when the checkpoint was written
-            self.sums += torch.tensor(
-                state["pending"], dtype=torch.float64, device=self.sums.device
-            )
+        # what was counted since the last report when the checkpoint was written
+        self._count_from(state["pending"] if main else NOTHING["pending"])
         looks = {"unit": "step", "dynamic_ncols": True, "mininterval": redraw_seconds()}
         self.bar = tqdm(total=steps, initial=state["step"], disable=not main, **looks)
         self.stream: TextIO | None = None
@@ -256,8 +276,16 @@ class Journal:
             forget_after(folder / "log.jsonl", state["step"])
             self.stream = (folder / "log.jsonl").open("a")
 
-    def _clear(self) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
+    def _count_from(self, pending: list[float]) -> None:
+        """Begin to count: loss, right and predicted on the device; tokens and their squares."""
+        counts = torch.tensor(pending, dtype=torch.float64)
+        self.computed, self.read = counts[:3].to(self.accelerator.device), counts[3:]
+
+    def _sums(self) -> list[float]:
+        """What was counted, over all processes; every process must call it."""
+        return self.accelerator.reduce(
+            torch.cat((self.computed, self.read.to(self.computed.device)))
+        ).tolist()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the log to go on as if nothing had happened."""
@@ -265,21 +293,22 @@ class Journal:
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "reported": self.step,
-            "pending": self.accelerator.reduce(self.sums).tolist(),
+            "pending": self._sums(),
             "unreported": [self.clock.training(), self.clock.waited],
             "validation_loss": self.validation_loss,
         }
 
     def add(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
-        """Count one micro-batch of this process."""
+        """Count one micro-batch of this process, `batch` on the host."""
         lengths = sequence_lengths(batch).double()
-        predicted = (batch["targets"] >= 0).sum()
-        values = (loss.detach(), right, predicted, lengths.sum(), lengths.square().sum())
-        self.sums += torch.stack([v.double().to(self.sums.device) for v in values])
+        self.read += torch.stack((lengths.sum(), lengths.square().sum()))
+        loss, predicted = loss.detach().double(), int((batch["targets"] >= 0).sum())
+        values = torch.stack((loss, right.double(), torch.full_like(loss, predicted)))
+        self.computed += torch.where(loss.isfinite(), values, 0.0)
 
     def training(self, step: int, learning_rate: float, gradient_norm: Tensor) -> None:
-        """Report the steps since the last report."""
-        loss, right, predicted, tokens, squares = self.accelerator.reduce(self.sums).tolist()
+        """Report the steps since the last report; what is not finite is left out."""
+        loss, right, predicted, tokens, squares = self._sums()
         self.tokens += int(tokens)
         elapsed, steps = self.clock.training(), max(step - self.step, 1)
         flops = step_flops(self.config, tokens, squares, predicted)
@@ -287,8 +316,8 @@ class Journal:
             "step": step,
             "tokens": self.tokens,
             "seconds": round(self.clock.seconds, 2),
-            "loss": loss / max(predicted, 1),
-            "accuracy": right / max(predicted, 1),
+            "loss": loss / predicted if predicted else math.nan,
+            "accuracy": right / predicted if predicted else math.nan,
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
             "tokens_per_second": round(tokens / elapsed),
@@ -299,9 +328,11 @@ class Journal:
         }
         if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
-        self.last_loss, self.step = row["loss"], step
+        if predicted:
+            self.last_loss = row["loss"]
+        self.step = step
         self.clock.trained = self.clock.waited = 0.0
-        self._clear()
+        self._count_from(NOTHING["pending"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
         self._write(row)
@@ -309,7 +340,7 @@ class Journal:
     def validation(self, step: int, scores: dict[str, float]) -> None:
         """Report an evaluation, at the tokens of all steps so far."""
         self.validation_loss = scores["validation_loss"]
-        tokens = self.tokens + int(self.accelerator.reduce(self.sums)[3])
+        tokens = self.tokens + int(self._sums()[3])
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 
@@ -319,9 +350,10 @@ class Journal:
             self.bar.write(f"warning: {line}", file=sys.stderr)
 
     def _write(self, row: dict[str, Any]) -> None:
+        row = {key: value for key, value in row.items() if math.isfinite(value)}  # JSON has no nan
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
         if self.stream is not None:
-            self.stream.write(json.dumps(row) + "\n")
+            self.stream.write(json.dumps(row, allow_nan=False) + "\n")
             self.stream.flush()
 
     def __enter__(self) -> "Journal":

@@ -7,10 +7,11 @@ Read `main`, then `train`: that is the whole run.
 import atexit
 import dataclasses
 import math
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def main(settings: PretrainSettings) -> Path:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     folder = Path(settings.run.folder) / settings.run.name
-    refuse_other_settings(folder, settings)
     accelerator = start_accelerator(settings.run.tracker, str(folder))
+    precision = accelerator.mixed_precision
+    refuse_other_settings(folder, settings, precision)
     interruptions = Interruptions(started, settings.run.max_hours, is_compiled(accelerator))
     stages = stages_of(settings)
     for stage in stages:
@@ -81,7 +83,8 @@ def main(settings: PretrainSettings) -> Path:
         objective = make_objective(settings, config)
         steps = make_steps(stages, stores, tokenizer, objective, accelerator)
         with alone(folder, accelerator):
-            refuse_other_settings(folder, settings)  # it may have begun while this one waited
+            # it may have begun while this one waited
+            refuse_other_settings(folder, settings, precision)
             accelerator.init_trackers("tracker")
             code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
             if code is None:
@@ -125,19 +128,19 @@ def train(
         Journal(accelerator, folder, state, total, config, peak) as journal,
     ):
         finite = FiniteSteps(optimizer, skipped(journal, steps), folder / "checkpoints")
-        batches = journal.clock.timed(make_loader(steps, state["step"], run.workers))
+        loader = make_loader(steps, state["step"], run.workers, accelerator.device)
+        batches = journal.clock.timed(loader)
         for step, micro_batches in enumerate(batches, start=state["step"]):
             interruptions.alive()
             torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
             rate_now = rate(step, hours)
             set_rate(optimizer, rate_now)
-            agreed = agree(micro_batches, interruptions, journal, accelerator)
-            told = ReadLater(agreed)
+            predicted, told = agree(micro_batches, interruptions, journal, accelerator)
             for batch, last in with_last(micro_batches):
                 with nullcontext() if last else accelerator.no_sync(model):
                     loss, right = model(**to_device(batch, accelerator.device))
                     # data-parallel gradients are averages: undo it, for a sum over all processes
-                    accelerator.backward(loss * accelerator.num_processes / agreed[0].clamp(min=1))
+                    accelerator.backward(loss * accelerator.num_processes / predicted)
                 journal.add(loss, right, batch)
                 finite.saw(loss)
             norm = checkpoint.whole(
@@ -145,16 +148,22 @@ def train(
             )
             finite.step(step, norm)
             done = step + 1
-            _, seconds, *reasons = told.read()
+            seconds, *reasons = told.read()
             hours = seconds / 3600
             ended = done == total or (total is None and hours >= (optim.hours or 0))
             if done % run.log_every == 0 or ended:
                 journal.training(done, rate_now, norm)
             if done % run.validate_every == 0 or ended:
-                chosen = first_of(held_out, run.validation_sequences)
-                how = steps.special, accelerator, optim.micro_batch, chosen, interruptions.alive
                 with journal.clock.paused():
-                    scores = evaluate(model, held_out, *how)
+                    scores = evaluate(
+                        model,
+                        held_out,
+                        steps.special,
+                        accelerator,
+                        batch=optim.micro_batch,
+                        chosen=first_of(held_out, run.validation_sequences),
+                        alive=interruptions.alive,
+                    )
                 journal.validation(done, scores)
             if done % run.save_every == 0 or ended or any(reasons):
                 finite.settle()
@@ -284,7 +293,7 @@ def dry_run(
 def fit(
     steps: Stages, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
 ) -> None:
-    """Make micro-batches smaller where they would not fit into memory."""
+    """Make micro-batches smaller where they would not fit; what was tried is no peak of the run."""
     for part in steps.parts:
         length = part.sequences.content + 2
         part.micro_batch = fit_micro_batch(
@@ -292,18 +301,32 @@ def fit(
         )
         if part.capacity is not None:  # or smaller micro-batches would predict as many as before
             part.capacity = mask_capacity(part.micro_batch * length, part.mask_rate)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
-def make_loader(steps: Stages, start: int, workers: int) -> DataLoader:
-    """The steps from `start` on, made ahead of time by `workers` processes."""
+def make_loader(steps: Stages, start: int, workers: int, device: torch.device) -> DataLoader:
+    """The steps from `start` on, made ahead of time by `workers` processes for the device."""
     end = sys.maxsize if steps.total is None else steps.total
     quiet = ignore_signals if workers else None
     if workers:
         atexit.register(end_workers)  # before multiprocessing's own, which was registered earlier
-    sampler = range(start, end)
+        open_many_files()
     return DataLoader(
-        steps, batch_size=None, sampler=sampler, num_workers=workers, worker_init_fn=quiet
+        steps,
+        batch_size=None,
+        sampler=range(start, end),
+        num_workers=workers,
+        worker_init_fn=quiet,
+        pin_memory=device.type == "cuda",  # from other memory no copy is made without waiting
     )
+
+
+def open_many_files() -> None:
+    """Allow this process as many open files as it may have: each tensor of a worker is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS calls its own limit unlimited, and refuses that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def agree(
@@ -311,17 +334,20 @@ def agree(
     interruptions: Interruptions,
     journal: Journal,
     accelerator: Accelerator,
-) -> Tensor:
+) -> tuple[Tensor, ReadLater]:
     """What all processes must know of a step: one sum over them.
 
     Returns:
-        Predicted tokens of the step, seconds of the run, and how many processes have heard each
-        reason to end it, on the device.
+        Predicted tokens of the step, at least 1, on the device; and for the host seconds of the run
+        and how many processes have heard each reason to end it.
     """
     predicted = sum(int((batch["targets"] >= 0).sum()) for batch in micro_batches)
     seconds = journal.clock.seconds if accelerator.is_main_process else 0.0
     values = [predicted, seconds, *interruptions.told()]
-    return accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device))
+    device = accelerator.device
+    told = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    sums = accelerator.reduce(told.to(device, non_blocking=True))
+    return sums[0].clamp(min=1), ReadLater(sums[1:])
 
 
 def skipped(journal: Journal, steps: Stages) -> Callable[[int, int, Tensor], None]:

@@ -75,7 +75,7 @@ def resume(
     found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     if accelerator.is_main_process:
-        changed = changed_settings(folder, settings)
+        changed = changed_settings(folder, settings, accelerator.mixed_precision)
         if not same:
             changed[f"the tokens of {keys}"] = state["data"], data
         size = sum(parameter.numel() for parameter in model.parameters())
