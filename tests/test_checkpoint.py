@@ -187,7 +187,7 @@ for step in range(1, 10**6):
 
 
 SHARDED = f"""
-import copy, os, pathlib, sys, torch
+import copy, os, pathlib, sys, torch, weakref
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -231,7 +231,23 @@ go(*first, batches[:3])
 before = checkpoint.content(*first)
 go(*first, batches[:1], broken=[0])  # infinite gradients move neither weights nor moments
 for a, b in zip(before, checkpoint.content(*first)):
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert a and all(torch.equal(a[name], b[name]) for name in a)
+mine = checkpoint.content(*first, keep=dist.get_rank() == 0)  # all gather, one keeps
+assert all(bool(part) == (dist.get_rank() == 0) for part in mine)
+most, alive = 0, weakref.WeakSet()  # gathered tensors at once, of a process that keeps none
+gather = torch.distributed.tensor.DTensor.full_tensor
+def counted(tensor):
+    global most
+    found = gather(tensor)
+    alive.add(found)
+    most = max(most, len(alive))
+    return found
+torch.distributed.tensor.DTensor.full_tensor = counted
+checkpoint.content(*first, keep=False)
+assert most <= 2, most
+checkpoint.content(*first)
+assert most > 20, most
+torch.distributed.tensor.DTensor.full_tensor = gather
 if dist.get_rank() == 0:
     checkpoint.save(folder, 3, before, {{}})
 dist.barrier()
@@ -334,3 +350,13 @@ def test_sharded_weights_and_moments_are_saved_whole_and_loaded_into_either_form
     done = command(*run, tmp_path / "sharded.py", tmp_path / "run", PYTHONPATH="tests")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2
+
+
+def test_tensors_that_are_not_sharded_are_not_copied():
+    model, optimizer = trained()
+    weights, moments = checkpoint.content(model, optimizer)
+    assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    state = optimizer.state[model[0].weight]
+    assert {"exp_avg", "exp_avg_sq"} < state.keys()
+    assert moments["0.exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
+    assert checkpoint.content(model, optimizer, keep=False) == ({}, {})

@@ -503,3 +503,28 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(
     assert "warning: out of memory; optim.micro_batch is 32 in this launch" in said(tmp_path)
     losses = [list(log_rows(tmp_path / "runs" / name).values()) for name in ("whole", "tiny")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
+    pretrain_flags, tmp_path, start
+):
+    run = tmp_path / "runs" / "tiny"
+    here(pretrain_flags)
+    model, left = run / "model", run / ".model.killed"
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    left.mkdir()
+    limit = (len(before[model / "model.safetensors"]) * 3 // 4, resource.RLIM_INFINITY)
+    limited = start(
+        SCRIPT, *pretrain_flags, KNOWN_PEAK, **CPU,
+        limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
+    assert limited.wait(PATIENCE) == 2
+    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: run.folder must have room for the model, got ")
+    assert error.endswith("; make some, the same command goes on")
+    assert "Traceback" not in said(tmp_path)
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+    assert not list(run.glob(".model.*"))
+    (model / "config.json").write_text("{}")
+    here(pretrain_flags)  # nothing is left to train: the model is written again
+    assert {path: path.read_bytes() for path in model.iterdir()} == before

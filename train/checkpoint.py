@@ -40,27 +40,41 @@ LONGEST_WAIT = 60.0
 
 
 Content = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""Weights by name and the optimizer's tensors by number of the parameter, whole and on the host."""
+"""Weights by name and the optimizer's tensors by number of the parameter, all whole."""
 
 
-def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
+def content(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> Content:
     """What a checkpoint holds of model and optimizer; every process must call it (FSDP gathers).
 
     Args:
         model: Its parameters are taken by name, tied ones once.
         optimizer: Its tensors are taken by parameter number.
+        keep: Whether this process wants it, or only helps to gather it and gets nothing.
     """
     moments = {
-        f"{number}.{name}": whole(value)
+        f"{number}.{name}": value
         for number, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    return weights(model), moments
+    return weights(model, keep), _gathered(moments, keep)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def weights(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, whole, tied once; every process must call it."""
-    return {name: whole(tensor.detach()) for name, tensor in _tensors(model).items()}
+    return _gathered({name: tensor.detach() for name, tensor in _tensors(model).items()}, keep)
+
+
+def _gathered(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """The tensors, whole; a sharded one goes to the host before the next is put together.
+
+    So a GPU has room for its shards and one whole tensor, not for model and moments of all.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        one = whole(tensor)
+        if keep:
+            kept[name] = one.cpu() if isinstance(tensor, DTensor) else one
+    return kept
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,17 +12,26 @@ from train.settings import InputError
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """An empty folder to fill, which becomes `target` when the block ends without an error.
 
     What is already at `target` stays: several processes or machines may make the same folder at
     once, and the first to finish wins. After an error nothing is left.
+
+    Args:
+        target: What to make.
+        replace: Nobody else makes it: what is there goes, and what kills have left of it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    if replace:
+        for left in target.parent.glob(f".{target.name}.*"):
+            shutil.rmtree(left)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield unfinished
         unfinished.chmod(0o755)  # mkdtemp's is private
+        if replace:
+            shutil.rmtree(target, ignore_errors=True)
         try:
             unfinished.rename(target)
         except OSError:

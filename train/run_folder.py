@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint
+from train.folders import whole_folder
 from train.journal import NOTHING, Journal, changed_settings, write_header
 from train.objective import LanguageModel
 from train.settings import InputError, PretrainSettings, require
@@ -101,7 +103,7 @@ class Saver:
         """
         accelerator = journal.accelerator
         state = journal.state() | {"data": self.data}
-        held = checkpoint.content(self.model, self.optimizer)
+        held = checkpoint.content(self.model, self.optimizer, keep=accelerator.is_main_process)
         failed = ""
         if accelerator.is_main_process:
             try:
@@ -123,9 +125,24 @@ def save_model(
     folder: Path,
     accelerator: Accelerator,
 ) -> None:
-    """Write the finished model and its tokenizer; every process must call it."""
-    weights = checkpoint.weights(objective.model)  # together: each process may hold a part
-    if accelerator.is_main_process:
-        objective.model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        print(f"model and tokenizer: {folder}")
+    """Write the finished model and its tokenizer; every process must call it.
+
+    Raises:
+        InputError: They could not be written; an earlier model stays.
+    """
+    main = accelerator.is_main_process
+    weights = checkpoint.weights(objective.model, keep=main)  # each process may hold a part
+    failed = ""
+    if main:
+        try:
+            with whole_folder(folder, replace=True) as unfinished:
+                objective.model.save_pretrained(unfinished, state_dict=weights)
+                tokenizer.save_pretrained(unfinished)
+            print(f"model and tokenizer: {folder}")
+        except (OSError, SafetensorError) as error:
+            failed = " ".join(str(error).split())
+    if any_process(bool(failed), accelerator):
+        raise InputError(
+            f"run.folder must have room for the model, got {failed or 'none'}; make some, the same "
+            "command goes on"
+        )
