@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
+from accelerate import tracking
+from accelerate.utils import LoggerType
 
 import roformer
 from conftest import ROOT, TINY_MODEL, command, log_rows
@@ -50,13 +53,43 @@ def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert environment["precision"] == "bf16"
-    assert list((folder / "tracker").rglob("events*"))
+    assert list((folder / "tracker").glob("events*"))
+    (told,) = (folder / "tracker").rglob("hparams.yml")
+    told = yaml.safe_load(told.read_text())
+    assert told["optim.steps"] == 12
+    assert told["model.config.hidden_size"] == 32
+    assert told["optim.betas"] == "[0.9, 0.98]"
+    assert "run.max_hours" not in told  # which is not set
     assert len(list((folder / "checkpoints").iterdir())) == 2
     model = roformer.RoFormerForMaskedLM.from_pretrained(folder / "model")
     stock = transformers.AutoModelForMaskedLM.from_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     inputs = tokenizer("the cat [MASK] the moon .", return_tensors="pt")
     torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_other_trackers_get_the_folder_of_the_runs_for_a_project(pretrain_flags, monkeypatch):
+    asked = []
+
+    class Remembering(tracking.GeneralTracker):
+        name, requires_logging_directory, main_process_only = "remembering", False, True
+
+        def __init__(self, run_name, **options):
+            super().__init__()
+            asked.append(run_name)
+
+        tracker = property(lambda self: self)
+
+        def store_init_configuration(self, values):
+            asked.append(values["run.name"])
+
+        def log(self, values, step):
+            asked.append(step)
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Remembering)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    run(pretrain_flags, "--run.tracker=wandb", "--optim.steps=3")
+    assert asked[:3] == ["runs", "tiny", 1]
 
 
 def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path):

@@ -97,6 +97,21 @@ def as_dict(settings: PretrainSettings) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(settings)))
 
 
+def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | bool]:
+    """Settings by the name of their flag, for a tracker; lists as JSON, without those not set."""
+    found: dict[str, int | float | str | bool] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{name}.{key}".removeprefix("."), inner)
+        elif value is not None:
+            found[name] = value if isinstance(value, int | float | str) else json.dumps(value)
+
+    add("", as_dict(settings))
+    return found
+
+
 def changed_settings(
     folder: Path, settings: PretrainSettings, precision: str
 ) -> dict[str, tuple[Any, Any]]:

@@ -39,7 +39,7 @@ from train.interruptions import (
     end_workers,
     ignore_signals,
 )
-from train.journal import Journal, refuse_other_settings
+from train.journal import Journal, flat_settings, refuse_other_settings
 from train.launch import run_command, start_accelerator
 from train.objective import LanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
@@ -85,7 +85,11 @@ def main(settings: PretrainSettings) -> Path:
         with alone(folder, accelerator):
             # it may have begun while this one waited
             refuse_other_settings(folder, settings, precision)
-            accelerator.init_trackers("tracker")
+            # TensorBoard takes the name for a folder, others for that of a project
+            name = (
+                "tracker" if settings.run.tracker == "tensorboard" else folder.resolve().parent.name
+            )
+            accelerator.init_trackers(name, flat_settings(settings))
             code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
             if code is None:
                 save_model(objective, tokenizer, folder / "model", accelerator)
