@@ -28,7 +28,7 @@ from train.bench_check import differences
 from train.bench_table import Row, draw, line_of, tables
 from train.flops import measured_peak, step_flops
 from train.journal import environment
-from train.launch import keep_freed_memory, run_command
+from train.launch import run_command
 from train.packing import Sequences, SpecialTokens, Steps
 from train.peers import (
     BERT,
@@ -41,6 +41,7 @@ from train.peers import (
     Step,
     Work,
     forward_step,
+    keep_freed_memory,
     model_of,
     training_step,
     without_levers,

@@ -22,7 +22,8 @@ import torch
 from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_roformer import FEATURES
 from train.journal import environment
-from train.launch import keep_freed_memory, run_command, start_accelerator
+from train.launch import run_command, start_accelerator
+from train.peers import keep_freed_memory
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import require
 

@@ -1,6 +1,5 @@
 """How a command starts and ends: processes as asked for, errors in one line, exit codes."""
 
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -44,23 +43,6 @@ def run_command(
             sys.stderr.flush()
             os._exit(2)  # a thread of torch's own now and then aborts an orderly end
         sys.exit(2)
-
-
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what tensors give back, as other allocators do; it cannot be undone.
-
-    Large tensors otherwise go back to the system each time, and every page of the next is made and
-    cleared anew: half of a long text's time, 5 % of a step of four layers of 256 in bfloat16. Only
-    for measuring: what is kept lies in pieces, so that a step may fail where memory is short.
-    """
-    change = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if change is not None:
-        change(MMAP_MAX, 0)
-        change(TRIM_THRESHOLD, -1)
 
 
 def redraw_seconds() -> float:
