@@ -10,8 +10,8 @@ from transformers import BertConfig, BertForMaskedLM
 from conftest import TINY_MODEL
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import inverse_frequencies, rotate, rotation_table
-from train.decay import DecaySettings, bound, main, scores
-from train.settings import CorpusSettings, InputError
+from train.decay import CutTextSettings, DecaySettings, bound, main, scores
+from train.settings import InputError
 
 
 def partial_sums(distance: int, width: int, theta: float) -> list[complex]:
@@ -53,11 +53,9 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 
 
 @pytest.fixture
-def corpus(corpus_folder, tokenizer_folder, tmp_path):
+def corpus(corpus_folder, tmp_path):
     held_out, cache = str(corpus_folder / "validation.jsonl"), str(tmp_path / "tokens")
-    return CorpusSettings(
-        validation=held_out, tokenizer=str(tokenizer_folder), cache=cache, length=32
-    )
+    return CutTextSettings(validation=held_out, cache=cache, length=32)
 
 
 def saved(model, tokenizer, folder):

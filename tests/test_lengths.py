@@ -12,17 +12,17 @@ from roformer.rotary import frequencies, inverse_frequencies
 from train.corpus import tokenise
 from train.lengths import LengthsSettings, main, same_text, ways
 from train.packing import Sequences
-from train.settings import CorpusSettings, InputError
+from train.settings import HeldOutSettings, InputError
 
 
 @pytest.fixture
-def long_text(tmp_path, tokenizer_folder):
+def long_text(tmp_path):
     """Documents of 10, 200, 130 and 1,000 tokens, counted without special ones."""
     words = [10, 200, 130, 1000]
     rows = (json.dumps({"text": " ".join(["the"] * n)}) + "\n" for n in words)
     (tmp_path / "long.jsonl").write_text("".join(rows))
     file, cache = str(tmp_path / "long.jsonl"), str(tmp_path / "tokens")
-    return CorpusSettings(validation=file, tokenizer=str(tokenizer_folder), cache=cache)
+    return HeldOutSettings(validation=file, cache=cache)
 
 
 @pytest.mark.parametrize("length", [16, 32, 64, 128])

@@ -1,5 +1,6 @@
 """Settings: every shipped YAML parses, every mistake is one line that names the key."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,10 @@ import yaml
 
 from conftest import ROOT
 from finetune.settings import GridSettings
-from train.settings import InputError, PretrainSettings, parse
+from train.decay import DecaySettings
+from train.lengths import LengthsSettings
+from train.settings import CorpusSettings, InputError, PretrainSettings, parse
+from train.validate import ValidateSettings
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
@@ -99,6 +103,27 @@ def test_a_mistake_is_one_line_that_names_the_key(flags, message):
     with pytest.raises(InputError, match=message) as caught:
         parse(PretrainSettings, BASE + flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "read"),
+    [
+        (ValidateSettings, ["--model=m"], set()),
+        (LengthsSettings, ["--models=[m]"], set()),
+        (DecaySettings, [], {"length"}),
+    ],
+)
+def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(
+    settings, flags, read
+):
+    used = ["--corpus.validation=x", "--corpus.cache=y", "--corpus.text_column=z"]
+    assert parse(settings, [*flags, *used]).corpus.validation == "x"
+    names = {field.name for field in fields(CorpusSettings)} - {"validation", "cache"}
+    for name in names - {"text_column"} - read:
+        with pytest.raises(InputError, match=f"--corpus.{name}=200"):
+            parse(settings, [*flags, f"--corpus.{name}=200"])
+    for name in read:
+        assert getattr(parse(settings, [*flags, f"--corpus.{name}=200"]).corpus, name) == 200
 
 
 def test_a_misspelt_yaml_key_is_refused(tmp_path):

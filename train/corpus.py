@@ -35,7 +35,7 @@ from train import vocabulary
 from train.documents import Source, documents_of, ending, find_files, sources
 from train.folders import whole_folder
 from train.launch import redraw_seconds, run_command
-from train.settings import CorpusSettings, require
+from train.settings import CorpusSettings, HeldOutSettings, require
 from train.store import TokenStore
 
 FORMAT = 2
@@ -49,11 +49,11 @@ LONGEST_SHARD = 3600
 """Seconds after which a shard that is still unfinished belongs to a build that was killed."""
 
 
-def tokenise(corpus: CorpusSettings, part: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
+def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
     """The store of a part under a tokenizer; what is not there yet is made.
 
     Args:
-        corpus: The corpus section.
+        corpus: The corpus section; for "validation" the held-out text will do.
         part: "train" or "validation".
         tokenizer: A fast tokenizer; its special tokens are left out here.
 
@@ -84,7 +84,7 @@ class _Builder:
         bar: Counts the documents that are tokenised.
     """
 
-    corpus: CorpusSettings
+    corpus: HeldOutSettings
     part: str
     tokenizer: PreTrainedTokenizerBase
     rules: str
@@ -140,7 +140,7 @@ class _Builder:
 
 
 def _open_store(
-    corpus: CorpusSettings, part: str, shards: list[Path], parts: tuple[int, ...]
+    corpus: HeldOutSettings, part: str, shards: list[Path], parts: tuple[int, ...]
 ) -> TokenStore:
     """Join shards: the ends of their documents become one file, which every process maps."""
     manifests = [_manifest(shard) for shard in shards]
@@ -149,7 +149,7 @@ def _open_store(
     require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, "check the files")
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # with weights it also matters which shards belong to which name
-    groups = parts if corpus.weights else None
+    groups = parts if isinstance(corpus, CorpusSettings) and corpus.weights else None
     folder = Path(corpus.cache) / _hash([shard.name for shard in shards], groups)
     counts = {"documents": sum(m["documents"] for m in manifests), "tokens": sum(sizes)}
     if not _has_sizes(folder, {"documents.bin": counts["documents"] * 8}):

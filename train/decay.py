@@ -32,7 +32,7 @@ from train.launch import run_command, start_accelerator
 from train.lengths import run_name
 from train.packing import Sequences, SpecialTokens, examples
 from train.pictures import COLOURS, axes_of, require_picture, save
-from train.settings import CorpusSettings, ModelSettings, require
+from train.settings import HeldOutSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]
 
@@ -44,12 +44,23 @@ SEQUENCES = 32
 
 
 @dataclass(frozen=True)
+class CutTextSettings(HeldOutSettings):
+    """Held-out text in sequences."""
+
+    length: int = 128
+    """Longest sequence in tokens, [CLS] and [SEP] included."""
+
+    def __post_init__(self) -> None:
+        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, "try 128")
+
+
+@dataclass(frozen=True)
 class DecaySettings:
     """Measure how scores fade with distance."""
 
     models: list[str] = field(default_factory=list)
     """Folders of trained RoFormers, as [runs/a/model]; each is shown beside random weights."""
-    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    corpus: CutTextSettings = field(default_factory=CutTextSettings)
     distances: int = 256
     """Largest distance, in tokens."""
     widths: list[int] = field(default_factory=lambda: [32, 64, 128, 256])
@@ -113,7 +124,7 @@ def drawn(width: int, theta: float, distances: Floats) -> dict[str, dict[str, li
 
 
 def of_model(
-    folder: str, corpus: CorpusSettings, distances: Floats, accelerator: Accelerator
+    folder: str, corpus: CutTextSettings, distances: Floats, accelerator: Accelerator
 ) -> dict[str, dict[str, list[float]]]:
     """Of the queries and keys that a trained model and its random beginning make of real text.
 

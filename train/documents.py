@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import parquet
 
 from train import docstrings
-from train.settings import CorpusSettings, InputError, require
+from train.settings import HeldOutSettings, InputError, require
 
 Source = Path | str
 """A file, or the name of a hub data set."""
@@ -26,13 +26,13 @@ LONGEST_PARAGRAPH = 1_000_000
 """Characters after which a txt without blank lines is cut, at the end of a line."""
 
 
-def sources(corpus: CorpusSettings, part: str) -> list[str]:
+def sources(corpus: HeldOutSettings, part: str) -> list[str]:
     """What the setting of a part names, as a list."""
     value = getattr(corpus, part)
     return [value] if isinstance(value, str) else value
 
 
-def find_files(corpus: CorpusSettings, part: str) -> list[list[Source]]:
+def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
     """Data files of each name that a part gives, sorted; a hub data set stands for itself.
 
     Args:
@@ -84,7 +84,7 @@ def ending(path: Path) -> str:
     return next((name for name in READERS if path.name.endswith(name)), "")
 
 
-def documents(corpus: CorpusSettings, part: str) -> Iterator[str]:
+def documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
     """The documents of a part, in order.
 
     A txt file holds documents separated by blank lines, as BERT's own pretraining input did; a row

@@ -28,7 +28,7 @@ from train.curves import by_model
 from train.launch import run_command, start_accelerator
 from train.packing import Sequences, SpecialTokens
 from train.pictures import COLOURS, axes_of, require_picture, save
-from train.settings import CorpusSettings, InputError, require
+from train.settings import HeldOutSettings, InputError, require
 from train.validate import evaluate, load_objective
 
 PLAIN = "as it is"
@@ -43,7 +43,7 @@ class LengthsSettings:
 
     models: list[str]
     """Model folders of runs, as [runs/a-0/model, runs/b-0/model]; `-0`, `-1` are seeds."""
-    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
     lengths: list[int] = field(default_factory=lambda: [128, 256, 512, 1024, 2048])
     """Tokens a sequence, special ones included."""
     trained: int = 128

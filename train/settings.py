@@ -54,19 +54,27 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class CorpusSettings:
+class HeldOutSettings:
+    """Held-out text, for commands that measure a model on it."""
+
+    validation: str | list[str] = "embedded"
+    """Folders, globs or files of held-out parquet, jsonl or txt (the last two also .gz or .zst);
+    hub data sets; or `embedded`, the documentation installed on this machine."""
+    text_column: str = "text"
+    """Column of parquet and jsonl that holds the text."""
+    cache: str = "runs/tokens"
+    """Folder where tokenised text is kept and found again."""
+
+
+@dataclass(frozen=True)
+class CorpusSettings(HeldOutSettings):
     """The text, and how it becomes sequences."""
 
     train: str | list[str] = "embedded"
-    """Folders, globs or files of parquet, jsonl or txt (the last two also .gz or .zst); hub data
-    sets; or `embedded`, the documentation installed on this machine."""
-    validation: str | list[str] = "embedded"
-    """Held-out text, given in the same ways."""
+    """Training text, given in the same ways as held-out text."""
     weights: list[float] | None = None
     """How often an epoch takes each name of `train`: 2 twice, 0.5 one half now and the other in the
     next; null takes everything once."""
-    text_column: str = "text"
-    """Column of parquet and jsonl that holds the text."""
     tokenizer: str = "runs/vocabulary"
     """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8."""
     vocabulary_size: int | None = None
@@ -79,8 +87,6 @@ class CorpusSettings:
     (model.config.is_decoder) predicts every next token instead."""
     whole_word: bool = False
     """Choose words instead of tokens; what becomes of each of their tokens is decided alone."""
-    cache: str = "runs/tokens"
-    """Folder where tokenised text is kept and found again."""
 
     def __post_init__(self) -> None:
         require(

@@ -28,7 +28,7 @@ from train.initialise import build, model_config
 from train.launch import run_command, start_accelerator
 from train.objective import LanguageModel
 from train.packing import Sequences, SpecialTokens, examples
-from train.settings import CorpusSettings, InputError, ModelSettings, require
+from train.settings import HeldOutSettings, InputError, ModelSettings, require
 
 MASK_RATE = 0.15
 MASK_SEED = 0
@@ -40,7 +40,7 @@ class ValidateSettings:
 
     model: str
     """Folder or hub id of the model and its tokenizer."""
-    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
     length: int = 128
     """Longest sequence in tokens."""
     sequences: int | None = None
