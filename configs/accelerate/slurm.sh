@@ -15,6 +15,7 @@
 # again and continues from that checkpoint; without it the work since the last regular checkpoint would be lost.
 # SLURM sends the signal to the step and not to this shell, so the step exits with 75 to say that it is to be continued.
 set -uo pipefail
+export ACCELERATE_MIXED_PRECISION=bf16 # plain torchrun reads no configuration of Accelerate's
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun bash -c '
   told=0
