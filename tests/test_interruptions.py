@@ -154,6 +154,7 @@ def test_the_slurm_script_queues_again_what_a_signal_ended_and_nothing_else(
     os.kill(int((folder / "task").read_text()), signal.SIGUSR1)
     assert first.wait(60) == 0
     assert_saved_at_once(run, last)
+    assert json.loads((run / "environment.json").read_text())["precision"] == "bf16"
     assert (folder / "asked").read_text() == "requeue 7\n"
     assert job("--optim.learning_rate=9").wait(PATIENCE) not in (0, None)
     assert job().wait(PATIENCE) == 0

@@ -86,9 +86,8 @@ def main(settings: PretrainSettings) -> Path:
             # it may have begun while this one waited
             refuse_other_settings(folder, settings, precision)
             # TensorBoard takes the name for a folder, others for that of a project
-            name = (
-                "tracker" if settings.run.tracker == "tensorboard" else folder.resolve().parent.name
-            )
+            project = folder.resolve().parent.name
+            name = "tracker" if settings.run.tracker == "tensorboard" else project
             accelerator.init_trackers(name, flat_settings(settings))
             code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
             if code is None:
@@ -127,14 +126,10 @@ def train(
     if total is None and hours >= (optim.hours or 0):
         return None  # its time was over when it was saved
     saver = Saver(folder, objective, optimizer.optimizer, data, run.keep)
-    with (
-        interruptions,
-        Journal(accelerator, folder, state, total, config, peak) as journal,
-    ):
+    with interruptions, Journal(accelerator, folder, state, total, config, peak) as journal:
         finite = FiniteSteps(optimizer, skipped(journal, steps), folder / "checkpoints")
         loader = make_loader(steps, state["step"], run.workers, accelerator.device)
-        batches = journal.clock.timed(loader)
-        for step, micro_batches in enumerate(batches, start=state["step"]):
+        for step, micro_batches in enumerate(journal.clock.timed(loader), start=state["step"]):
             interruptions.alive()
             torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
             rate_now = rate(step, hours)
@@ -147,9 +142,8 @@ def train(
                     accelerator.backward(loss * accelerator.num_processes / predicted)
                 journal.add(loss, right, batch)
                 finite.saw(loss)
-            norm = checkpoint.whole(
-                accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
-            )
+            norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
+            norm = checkpoint.whole(norm)
             finite.step(step, norm)
             done = step + 1
             seconds, *reasons = told.read()
