@@ -305,7 +305,8 @@ BERT = "--model.type=bert"
         (["--model.attention=foo"], "model must be usable by transformers, got: .*foo"),
         (
             ["--model.attention=flash_attention_2"],
-            "model must be usable by transformers, got: .*flash_attn",
+            # its versions write flash_attn or FlashAttention
+            "model must be usable by transformers, got: .*[Ff]lash_?[Aa]tt",
         ),
         (["--model.type=gpt2", "--model.config={}"], "model must be usable by transformers"),
         (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
