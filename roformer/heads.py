@@ -166,7 +166,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             encoder_hidden_states: [B, S, E].
             encoder_attention_mask: [B, S].
             past_key_values: Keys and values of earlier calls.
-            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none.
+            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none. In packed
+                rows give -100 to the first token of each document, which none before it predicts.
             use_cache: Return keys and values for the next call.
             logits_to_keep: Scores of that many last tokens, or of the tokens indexed; 0 is all.
             **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
