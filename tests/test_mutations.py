@@ -47,8 +47,8 @@ MUTATIONS = {
     ),
     "documents see each other": (
         "masks.py",
-        "options[\"and_mask_function\"] = packed_sequence_mask_function(documents)",
-        "pass",
+        "packed_sequence_mask_function(documents)",
+        "packed_sequence_mask_function(torch.zeros_like(documents))",
     ),
     "rotation depends on the longest row": (
         "documents.py",
