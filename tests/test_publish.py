@@ -28,6 +28,7 @@ def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, c
     assert " MB" in said
     before, after = (f / "model.safetensors" for f in (finished / "model", output))
     assert after.stat().st_size < 0.6 * before.stat().st_size
+    assert before.stat().st_mode & after.stat().st_mode & 0o044 == 0o044  # others may read them
     ids = torch.arange(5, 21)[None]
     with torch.no_grad():
         whole = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits

@@ -29,7 +29,9 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp's is private
+        unfinished.chmod(0o755)  # mkdtemp's is private, and so are the files of safetensors
+        for file in unfinished.rglob("*.safetensors"):
+            file.chmod(0o644)
         if replace:
             shutil.rmtree(target, ignore_errors=True)
         try:
