@@ -240,19 +240,9 @@ class RoFormerAttention(nn.Module):
         self.self = RoFormerSelfAttention(config, layer_idx, crosses)
         self.output = RoFormerResidual(config, config.hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        where: Any,
-        source: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[B, L, E] to [B, L, E]; cross-attention reads `source` [B, S, E]."""
-        context, _ = self.self(
-            hidden_states, attention_mask, where, source, past_key_values, **kwargs
-        )
+    def forward(self, hidden_states: Tensor, *told: Any, **kwargs: Any) -> Tensor:
+        """[B, L, E] to [B, L, E], told what `RoFormerSelfAttention.forward` is."""
+        context, _ = self.self(hidden_states, *told, **kwargs)
         return self.output(context, hidden_states)
 
     def set_interleave(self, interleave: bool) -> None:

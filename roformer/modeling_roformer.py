@@ -186,8 +186,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config = self.config  # ours, where stock's was given
         self.embeddings = RoFormerEmbeddings(config)
         width, wider = config.word_width, config.hidden_size
-        if width != wider:
-            self.embeddings_project = nn.Linear(width, wider, bias=config.use_bias)
+        project = None if width == wider else nn.Linear(width, wider, bias=config.use_bias)
+        self.embeddings_project = project
         self.encoder = RoFormerEncoder(config)
         self.score_bias = score_bias(config)
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
@@ -266,7 +266,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
         check_positions(config, batch.positions)
         if batch.documents is not None and cache is not None:
             cache = _no_cache_for_packed_rows(past_key_values)
-        words = self._embed(input_ids, token_type_ids, inputs_embeds, batch.positions)
+        words = self.embeddings(input_ids, token_type_ids, inputs_embeds, batch.positions)
+        if self.embeddings_project is not None:
+            words = self.embeddings_project(words)
         # only Transformer-XL's table must reach as far as the farthest tokens
         gaps = position_ids is not None or batch.documents is not None
         gaps = gaps and config.position_encoding == "transformer_xl"
@@ -300,18 +302,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
             last_hidden_state=hidden_states if layout is None else layout.unpack(hidden_states),
             past_key_values=cache,
         )
-
-    def _embed(
-        self,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        positions: Tensor,
-    ) -> Tensor:
-        embedded = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions)
-        if self.config.embedding_size == self.config.hidden_size:
-            return embedded
-        return self.embeddings_project(embedded)
 
     def _cache(
         self, given: Cache | None, use_cache: bool | None, encoder_hidden_states: Tensor | None
