@@ -109,7 +109,7 @@ def real_data() -> Path:
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = sorted({w for s in sentences(400, 3) for w in s.split()})
     folder = tmp_path_factory.mktemp("tokenizer") / "tiny"
-    vocabulary.save([*vocabulary.SPECIAL, *words], folder, 64)
+    vocabulary.save([*vocabulary.SPECIAL, *words], folder)
     return folder
 
 

@@ -118,7 +118,7 @@ def test_a_store_is_reused_until_text_or_tokenizer_changes(written, tmp_path, to
     assert again.folder == first.folder
     assert state(again) == before
     pieces = [*vocabulary.SPECIAL, "the", "cat", "dog", "a"]
-    vocabulary.save(pieces, tmp_path / "other", 64)
+    vocabulary.save(pieces, tmp_path / "other")
     other = vocabulary.load(str(tmp_path / "other"))
     assert tokenise(settings, "train", other).folder != first.folder
     (written / "c.txt").write_text("a dog sees her friend .\n")

@@ -442,7 +442,7 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     with pytest.raises(InputError, match="optim.learning_rate must stay 0.001"):
         here(pretrain_flags, "--optim.learning_rate=0.5")
     pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped", 64)
+    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
     other = f"--corpus.tokenizer={tmp_path / 'swapped'}"
     with pytest.raises(InputError, match="corpus.tokenizer.* must give the tokens"):
         here(pretrain_flags, other)

@@ -85,7 +85,7 @@ def test_a_sequence_that_begins_inside_a_word_begins_a_word():
 
 def test_words_go_on_where_the_vocabulary_says(tmp_path):
     pieces = [*vocabulary.SPECIAL, "walk", "##ing", "##s"]
-    vocabulary.save(pieces, tmp_path / "pieces", 64)
+    vocabulary.save(pieces, tmp_path / "pieces")
     tokenizer = vocabulary.load(str(tmp_path / "pieces"))
     special = SpecialTokens.of(tokenizer, whole_word=True)
     assert special.continuing.tolist() == [False] * 6 + [True] * 2

@@ -64,6 +64,7 @@ def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
     model = roformer.RoFormerForMaskedLM.from_pretrained(folder / "model")
     stock = transformers.AutoModelForMaskedLM.from_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
     inputs = tokenizer("the cat [MASK] the moon .", return_tensors="pt")
     torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
 
@@ -193,7 +194,7 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
         )
         (tmp_path / f"{part}.jsonl").write_text("".join(lines))
     words = sorted(set(" ".join(topics).split()))
-    vocabulary.save([*vocabulary.SPECIAL, *words], tmp_path / "words", 64)
+    vocabulary.save([*vocabulary.SPECIAL, *words], tmp_path / "words")
     settings = run(
         pretrain_flags, f"--model.type={kind}", "--optim.steps=150", "--run.log_every=25",
         "--optim.learning_rate=5e-3", "--run.validate_every=150",
@@ -246,7 +247,7 @@ def test_another_vocabulary_than_the_weights_is_refused(pretrain_flags, tmp_path
     run(pretrain_flags)
     init = f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}"
     pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped", 64)
+    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
     with pytest.raises(InputError, match="corpus.tokenizer must fit the model's vocabulary"):
         run(pretrain_flags, init, "--run.name=x", f"--corpus.tokenizer={tmp_path / 'swapped'}")
 

@@ -127,6 +127,8 @@ def save_model(
 ) -> None:
     """Write the finished model and its tokenizer; every process must call it.
 
+    The tokenizer is told the positions of the model, whatever vocabulary it was learned with.
+
     Raises:
         InputError: They could not be written; an earlier model stays.
     """
@@ -134,6 +136,8 @@ def save_model(
     weights = checkpoint.weights(objective.model, keep=main)  # each process may hold a part
     failed = ""
     if main:
+        limit = getattr(objective.model.config, "max_position_embeddings", None)
+        tokenizer.model_max_length = limit or tokenizer.model_max_length
         try:
             with whole_folder(folder, replace=True) as unfinished:
                 objective.model.save_pretrained(unfinished, state_dict=weights)

@@ -83,10 +83,9 @@ def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     return [*SPECIAL, *sorted(pieces, key=lambda piece: (piece.startswith("##"), piece))]
 
 
-def save(pieces: list[str], folder: str | Path, length: int) -> None:
-    """Write a BERT tokenizer and its vocab.txt, whole or not at all."""
+def save(pieces: list[str], folder: str | Path) -> None:
+    """Write a BERT tokenizer, which knows no limit of length, and its vocab.txt, or neither."""
     tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
-    tokenizer.model_max_length = length
     with whole_folder(Path(folder)) as unfinished:
         tokenizer.save_pretrained(unfinished)
         (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
@@ -113,7 +112,7 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
         return
     require(size >= 100, "corpus.vocabulary_size", "must be at least 100", size, "8192 is small")
     print(f"learning a vocabulary of {size} pieces into {folder}")
-    save(learn(lambda: documents(corpus, "train"), size), folder, corpus.length)
+    save(learn(lambda: documents(corpus, "train"), size), folder)
 
 
 def of_bytes() -> PreTrainedTokenizerBase:
