@@ -107,6 +107,7 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
         "## Use",
         f"```python\n{_code(kind, example, causal)}\n```",
         _classes(kind),
+        _further(settings.dtype, made["model"]["config"]),
         "## Training",
         f"Text: {settings.text}.",
         _table(_facts(made, machine, log, causal)),
@@ -155,6 +156,20 @@ def _classes(kind: str) -> str:
     return (
         "`roformer.RoFormerForMaskedLM.from_pretrained` loads the same folder without a limit of "
         "length, and faster; transformers' own RoFormer gives the same scores."
+    )
+
+
+def _further(dtype: str, shape: dict[str, Any]) -> str:
+    """What someone who trains on must know, because from_pretrained says none of it."""
+    half = (
+        "The weights are bfloat16, and transformers loads them so: to train them further, give "
+        "`from_pretrained` `dtype=torch.float32`. "
+    )
+    dropout = shape.get("hidden_dropout_prob", 0.1)
+    return (
+        f"{half if dtype == 'bfloat16' else ''}The configuration has the dropout of pretraining, "
+        f"{dropout:g}; `from_pretrained` takes another as `hidden_dropout_prob=...` and "
+        "`attention_probs_dropout_prob=...`."
     )
 
 
