@@ -3,7 +3,6 @@
 Legend: B batch, L tokens, S keys, H heads.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +102,10 @@ def with_kernel(config: PreTrainedConfig, kernel: str) -> PreTrainedConfig:
     """The configuration with the kernel of this call, in whose form masks are made."""
     if kernel == config._attn_implementation:
         return config
-    config = copy.copy(config)
-    config._attn_implementation = kernel
-    return config
+    other = object.__new__(type(config))  # not copy.copy, which torch 2.11's compiler cannot follow
+    other.__dict__.update(config.__dict__)
+    other._attn_implementation = kernel
+    return other
 
 
 def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
