@@ -47,8 +47,16 @@ def test_the_card_says_what_was_run(finished, tmp_path):
     settings = PublishSettings(str(finished), str(tmp_path / "small"), "a tiny language", "mit")
     card = ModelCard.load(main(settings) / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
-    assert "learning_rate: 0.005" in card.text
-    for fact in ("a tiny language", "| steps | 12 |", "| seed | 0 |", "dtype=torch.float32"):
+    dropout = RoFormerForMaskedLM.from_pretrained(tmp_path / "small").config.hidden_dropout_prob
+    for fact in (
+        "a tiny language",
+        "of 2 layers and width 32",
+        "| steps | 12 |",
+        "| seed | 0 |",
+        "learning_rate: 0.005",
+        "dtype=torch.float32",
+        f"the dropout of pretraining, {dropout:g};",
+    ):
         assert fact in card.text
 
 

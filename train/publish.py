@@ -72,19 +72,22 @@ def main(settings: PublishSettings) -> Path:
         tokenizer.save_pretrained(unfinished)
         count = model.num_parameters()
         example = EXAMPLE.format(mask=tokenizer.mask_token)
-        kind = json.loads((unfinished / "config.json").read_text())["model_type"]
-        card(settings, kind, count, example).save(unfinished / "README.md")
+        saved = json.loads((unfinished / "config.json").read_text())
+        card(settings, saved, count, example).save(unfinished / "README.md")
     size = sum(file.stat().st_size for file in output.iterdir())
     print(f"{output}: {count:,} parameters, {size / 1e6:.1f} MB")
     return output
 
 
-def card(settings: PublishSettings, kind: str, parameters: int, example: str) -> ModelCard:
+def card(
+    settings: PublishSettings, config: dict[str, Any], parameters: int, example: str
+) -> ModelCard:
     """The model card of a run.
 
     Args:
         settings: What is said of text and licence, and where the run is.
-        kind: transformers' model type.
+        config: Of the model, as saved: what a run started from another model takes over is here
+            and not in its settings.
         parameters: How many.
         example: A sentence with a mask.
     """
@@ -92,7 +95,7 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
     made = yaml.safe_load((folder / "settings.yaml").read_text())
     machine = json.loads((folder / "environment.json").read_text())
     log = read_log(settings.run)
-    causal = bool(made["model"]["config"].get("is_decoder"))
+    kind, causal = config["model_type"], bool(config.get("is_decoder"))
     data = ModelCardData(
         language="en",
         license=settings.licence,
@@ -103,11 +106,11 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
     title = Path(settings.output).name
     sections = [
         f"# {title}",
-        _what(kind, parameters, made, causal),
+        _what(config, parameters, made["model"]["init"], causal),
         "## Use",
         f"```python\n{_code(kind, example, causal)}\n```",
         _classes(kind),
-        _further(settings.dtype, made["model"]["config"]),
+        _further(settings.dtype, config),
         "## Training",
         f"Text: {settings.text}.",
         _table(_facts(made, machine, log, causal)),
@@ -120,15 +123,13 @@ def card(settings: PublishSettings, kind: str, parameters: int, example: str) ->
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
-def _what(kind: str, parameters: int, made: dict[str, Any], causal: bool) -> str:
-    shape = made["model"]["config"]
-    layers, width = shape.get("num_hidden_layers"), shape.get("hidden_size")
-    size = f" of {layers} layers and width {width}" if layers and width else ""
+def _what(config: dict[str, Any], parameters: int, init: str | None, causal: bool) -> str:
+    kind = config["model_type"]
+    size = f" of {config['num_hidden_layers']} layers and width {config['hidden_size']}"
     names = {"roformer": "RoFormer", "roformer_plus": "RoFormer", "bert": "BERT"}
     source = " (Su et al. 2021, arXiv:2104.09864)" if "roformer" in kind else ""
     name = names.get(kind, kind)
     how = "to predict the next token" if causal else "with masked language modelling"
-    init = made["model"]["init"]
     start = "random weights" if init is None else f"`{init}`"
     return f"A {name}{source}{size}, {parameters:,} parameters, pretrained {how} from {start}."
 
@@ -159,17 +160,18 @@ def _classes(kind: str) -> str:
     )
 
 
-def _further(dtype: str, shape: dict[str, Any]) -> str:
+def _further(dtype: str, config: dict[str, Any]) -> str:
     """What someone who trains on must know, because from_pretrained says none of it."""
-    half = (
-        "The weights are bfloat16, and transformers loads them so: to train them further, give "
-        "`from_pretrained` `dtype=torch.float32`. "
+    dropout = (
+        "The configuration has the dropout of pretraining, "
+        f"{config['hidden_dropout_prob']:g}; `from_pretrained` takes another as "
+        "`hidden_dropout_prob=...` and `attention_probs_dropout_prob=...`."
     )
-    dropout = shape.get("hidden_dropout_prob", 0.1)
+    if dtype == "float32":
+        return dropout
     return (
-        f"{half if dtype == 'bfloat16' else ''}The configuration has the dropout of pretraining, "
-        f"{dropout:g}; `from_pretrained` takes another as `hidden_dropout_prob=...` and "
-        "`attention_probs_dropout_prob=...`."
+        f"The weights are {dtype}, and transformers loads them so: to train them further, give "
+        f"`from_pretrained` `dtype=torch.float32`. {dropout}"
     )
 
 
