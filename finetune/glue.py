@@ -42,6 +42,7 @@ from finetune.results import (
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train import counter
+from train.journal import commit
 from train.launch import run_command, start_accelerator
 from train.optim import adamw, rate_factor, set_rate
 from train.settings import InputError, require
@@ -363,18 +364,26 @@ def describe(
         "device": device,
         "processes": processes,
         "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "commit": commit(),
+        },
         "settings": values,
         "command": command_of(settings, precision, device == "cpu", processes),
     }
 
 
 def command_of(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
-    """The command that makes a run again; where it writes is left out."""
-    launch = ["accelerate", "launch", "--mixed_precision", precision, *["--cpu"] * cpu]
+    """The command that makes a run again; where it writes is left out.
+
+    Sums over rows depend on how many threads share them, so on a CPU their number is in it.
+    """
+    threads = [f"OMP_NUM_THREADS={torch.get_num_threads()}"] * cpu
+    launch = [*threads, "accelerate", "launch", "--mixed_precision", precision, *["--cpu"] * cpu]
     if processes > 1:
         launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
-        launch += ["torchrun", "--nproc_per_node", str(processes)]
+        launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]
     flags: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

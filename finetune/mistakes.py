@@ -59,7 +59,7 @@ class MistakesSettings:
     seed: int = 0
     """The run's seed."""
     run: str | None = None
-    """Name of the run's folder under predictions/, where several runs fit the above."""
+    """Folder of the run in predictions/, where several fit; null leaves out random weights."""
     glue_dir: str | None = None
     """Folder of the data; null takes the run's."""
     diagnostic: str | None = None
@@ -128,7 +128,9 @@ def find_run(settings: MistakesSettings) -> Line:
     lines = read_results(settings.results)
     wanted = {"model": settings.model, "task": settings.task, "seed": settings.seed}
     fits = [line for line in lines if all(line[name] == v for name, v in wanted.items())]
-    if settings.run is not None:
+    if settings.run is None:
+        fits = [line for line in fits if not line["random_weights"]]
+    else:
         fits = [line for line in fits if run_name(line) == settings.run]
     asked = ", ".join(f"{name} {value}" for name, value in wanted.items())
     if not fits:

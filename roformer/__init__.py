@@ -32,8 +32,8 @@ in `RoFormerConfig` are transformers' own, for lengths beyond those of training:
     RoFormerModel.from_pretrained("folder", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
 
 Documents packed into one row stay apart when their positions start again from 0, or with
-`cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention, flash_attention_2,
-and `unpadded`, which computes no padding and needs no other library.
+`cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention, flash_attention_2
+(not run yet), and `unpadded`, which computes no padding and needs no other library.
 """
 
 from typing import Any

@@ -219,11 +219,12 @@ def test_a_run_is_made_again_bit_for_bit_by_its_command(tmp_path):
     write_stsb(tmp_path / "glue")
     asked = settings(tmp_path, "stsb", epochs=2, learning_rate=1e-3, seed=3)
     first = glue.main(asked)
-    command = shlex.split(first["command"])
+    threads, *command = shlex.split(first["command"])
+    assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
     command[0] = str(Path(sys.executable).parent / command[0])
     command[command.index("finetune/glue.py")] = str(ROOT / "finetune" / "glue.py")
     again = tmp_path / "again" / "results.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **dict([threads.split("=")])}
     done = subprocess.run(
         [*command, "--output", str(again)], env=environment, capture_output=True, text=True
     )

@@ -13,7 +13,7 @@ from scipy.special import softmax
 from sklearn.metrics import accuracy_score, confusion_matrix, matthews_corrcoef
 
 from finetune.mistakes import DIAGNOSTIC, LONGEST, WORST, MistakesSettings, main
-from finetune.results import KEY, prediction_file, write_predictions
+from finetune.results import KEY, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
 from train.launch import run_command
@@ -319,6 +319,16 @@ def test_one_run_must_be_named(tmp_path):
     assert "warmup" not in str(two.value)
     for name in re.findall(r"rte-small-\w+", str(two.value)):
         assert "rows wrong" in main(asked(tmp_path, "rte", run=name))
+
+
+def test_random_weights_are_taken_only_when_named(tmp_path):
+    add_run(tmp_path, "rte")
+    add_run(tmp_path, "rte", random_weights=True, status="failed")
+    settings = asked(tmp_path, "rte")
+    assert "rows wrong" in main(settings)
+    *_, control = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    with pytest.raises(InputError, match="must have been scored, got failed"):
+        main(asked(tmp_path, "rte", run=run_name(control)))
 
 
 def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsys):

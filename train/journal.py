@@ -1,6 +1,7 @@
 """What a run says of itself: settings.yaml, environment.json, progress bar, log.jsonl, tracker."""
 
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -58,7 +59,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
         "compiled": _compiled(accelerator),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -76,16 +77,11 @@ def _processor() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
-def _commit() -> str:
-    git = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
+@functools.cache
+def commit() -> str:
+    """Of the clone that this file is in, "-dirty" where files differ from it; else "unknown"."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    git += ["describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

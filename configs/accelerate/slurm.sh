@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run: ACCELERATE_MIXED_PRECISION=bf16 sbatch configs/accelerate/slurm.sh --config configs/pretrain/NAME.yaml ...
+# Run: sbatch configs/accelerate/slurm.sh --config configs/pretrain/NAME.yaml ...
 #      (from the clone, after `make setup`; torchrun sets no precision by itself)
 # Cost: two machines of eight GPUs
 # Expect: not run on GPUs; tested with two CPU processes and a stand-in for SLURM
