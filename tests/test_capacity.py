@@ -82,6 +82,8 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags,
     more = ["--corpus.tokenizer=/nowhere", "--corpus.vocabulary_size=3000"]
     report = dry_run([*pretrain_flags, *more], capsys)
     assert report["steps"] == [12]
+    budget = dry_run([*pretrain_flags, *more, "--optim.steps=null", "--optim.tokens=5000"], capsys)
+    assert budget["steps_at_least"] == [10]  # of 512 tokens, if all sequences are full
     assert report["tokens_per_step"] == [16 * 32]
     assert report["parameters"] > 1e5
     assert report["hours"] >= 0
@@ -111,6 +113,20 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeyp
     )
     with pytest.raises(InputError, match="corpus.length must fit into memory, got 24"):
         fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True))
+
+
+def test_what_is_tried_divides_what_was_wanted(monkeypatch):
+    """Or the micro-batches of a step would not come out, and not alike in all processes."""
+    model, tried = objective(), []
+
+    def small(input_ids, **batch):
+        tried.append(len(input_ids))
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model, "forward", small)
+    with pytest.raises(InputError, match="must fit into memory"):
+        fit_micro_batch(model, model, 24, 28, 0.15, Accelerator(cpu=True))
+    assert tried == [28, 14, 7, 2, 1]
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])

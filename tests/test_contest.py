@@ -82,6 +82,18 @@ def test_models_without_a_seed_in_common_are_not_subtracted(runs, tmp_path):
     assert [row["first_minus_it"] for row in written(tmp_path)] == [None, None]
 
 
+def test_models_that_were_never_at_the_same_tokens_have_no_loss_there(runs, tmp_path):
+    log = tmp_path / "none-0" / "log.jsonl"
+    log.write_text(
+        log.read_text().replace('"tokens": ', '"tokens": 9').replace('"seconds": ', '"seconds": 9')
+    )
+    main(ContestSettings([runs[0], runs[3]], output=str(tmp_path / "c.png")))
+    rope, none = written(tmp_path)
+    assert (rope["at_equal_tokens"]["mean"], rope["at_equal_time"]["mean"]) == (4.0, 4.0)
+    found = none["at_equal_tokens"], none["at_equal_time"], none["first_minus_it"]
+    assert found == (None, None, None)
+
+
 def test_losses_of_bytes_are_bits(runs, tmp_path):
     for run in runs:
         with open(f"{run}/settings.yaml", "w") as file:

@@ -60,6 +60,15 @@ def test_runs_that_were_never_evaluated_at_the_same_tokens_are_compared_between(
     assert found["by_seed"] == {"0": [-1.5, -1.0]}
 
 
+def test_a_run_has_no_loss_before_its_first_evaluation(tmp_path, capsys):
+    write_run(tmp_path / "a", [5.0, 4.0], 1)
+    write_run(tmp_path / "b", [6.0, 5.0], 9)
+    main(CurvesSettings([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c.png")))
+    numbers = json.loads((tmp_path / "c.json").read_text())
+    assert numbers["at_equal_time"] == {"seconds": 2, "validation_loss": {"a": 4.0, "b": None}}
+    assert "minutes: a 4.000, b not measured" in capsys.readouterr().out
+
+
 def test_seeds_that_only_one_model_has_make_no_difference(tmp_path):
     write_run(tmp_path / "rope-0", [5.0, 4.0], 1)
     write_run(tmp_path / "bert-1", [6.0, 4.5], 1)

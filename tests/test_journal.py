@@ -26,7 +26,8 @@ from train.settings import InputError, OptimSettings, PretrainSettings, RunSetti
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 1}\n{"step": 4}\n{"step": 4, "validation_loss": 1}\n{"step": 5}\n{"st')
+    rows = ['{"step": 1}', "\0" * 9, "[]", '{"step": 4}', '{"step": 4, "validation_loss": 1}']
+    log.write_text("\n".join([*rows, '{"step": 5}', '{"st']))  # zeros: what a power cut leaves
     forget_after(log, 4)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 4]
 

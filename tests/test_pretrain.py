@@ -21,12 +21,12 @@ from accelerate.utils import LoggerType
 
 import roformer
 from conftest import ROOT, TINY_MODEL, command, log_rows
-from train import vocabulary
+from train import pretrain, vocabulary
 from train.corpus import tokenise
 from train.initialise import build, model_config
 from train.pretrain import main, open_many_files
 from train.settings import InputError, ModelSettings, PretrainSettings, parse
-from train.validate import ValidateSettings
+from train.validate import ValidateSettings, evaluate
 from train.validate import main as validate
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
@@ -231,6 +231,9 @@ def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
     assert log_rows(tmp_path / "runs" / "more")[1] < first[1] - 0.1
     config = json.loads((tmp_path / "runs" / "more" / "model" / "config.json").read_text())
     assert config["hidden_dropout_prob"] == 0.0
+    run(pretrain_flags, init, "--run.name=dropped", "--model.config={}")  # 0.1, as it was saved
+    losses = [log_rows(tmp_path / "runs" / name)[1] for name in ("more", "dropped")]
+    assert losses[0] != losses[1]  # dropped from the first step on
     rope = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
     run(pretrain_flags, init, "--run.name=longer", f"--model.config={json.dumps(rope)}")
     config = json.loads((tmp_path / "runs" / "longer" / "model" / "config.json").read_text())
@@ -310,19 +313,33 @@ BERT = "--model.type=bert"
             "model must be usable by transformers, got: .*[Ff]lash_?[Aa]tt",
         ),
         (["--model.type=gpt2", "--model.config={}"], "model must be usable by transformers"),
+        (
+            [BERT, '--model.config={"num_attention_heads": 0}'],
+            "model must be usable by transformers, got: .*zero",
+        ),
+        (
+            [BERT, '--model.config={"pad_token_id": 99999}'],
+            "model must be usable by transformers, got: .*[Pp]adding",
+        ),
+        (["--corpus.cache=/dev/null/x"], "corpus.cache must be a folder .* got /dev/null"),
+        (["--run.folder=/dev/null"], "run.folder must be a folder .* got /dev/null"),
         (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
         (["--corpus.validation=/nowhere/y"], "corpus.validation must exist, got '/nowhere/y'"),
         (['--model.config={"vocab_size": 9}'], "must fit the model's vocabulary of 9, got 2"),
         (["--optim.micro_batch=5"], "optim.batch_size must be a multiple .* got 16"),
         (["--corpus.train=/nowhere/x"], "corpus.train must exist, got '/nowhere/x'"),
+        (["--corpus.tokenizer={broken}"], "corpus.tokenizer must be a folder, .*broken"),
         (["--model.init=/nowhere/x"], "model.init must be a folder or hub id .* got '/nowhere/x'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     flags, message, pretrain_flags, tmp_path
 ):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=message):
-        run(pretrain_flags, *flags)
+        run(pretrain_flags, *(flag.replace("{broken}", str(broken)) for flag in flags))
     assert not (tmp_path / "runs").exists()
     if "vocab_size" not in flags[0]:
         assert not (tmp_path / "tokens").exists()  # said before any work on the text
@@ -348,6 +365,19 @@ def test_a_run_does_not_go_on_under_other_settings(pretrain_flags, corpus_folder
     run(pretrain_flags, "--run.log_every=2")  # reporting may change
     with pytest.raises(InputError, match="must give the tokens .* the run began with"):
         run(pretrain_flags, f"--corpus.train={corpus_folder / 'validation.jsonl'}")
+
+
+def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain_flags, monkeypatch):
+    seen = []
+
+    def spy(*arguments, batch, **options):
+        seen.append(batch)
+        return evaluate(*arguments, batch=batch, **options)
+
+    monkeypatch.setattr(pretrain, "fit_micro_batch", lambda *rest: 4)  # of 16
+    monkeypatch.setattr(pretrain, "evaluate", spy)
+    run(pretrain_flags, "--optim.steps=3")
+    assert set(seen) == {4}
 
 
 def test_a_run_does_not_go_on_in_another_precision(pretrain_flags, tmp_path):

@@ -54,6 +54,14 @@ def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(
     assert whole.optim.steps is None
 
 
+def test_a_stage_goes_on_in_other_micro_batches_and_not_in_other_batches(pretrain_flags, tmp_path):
+    run(pretrain_flags, "--run.max_hours=1e-9")
+    smaller = [STAGES[0], STAGES[1] | {"micro_batch": 4}, STAGES[2]]
+    run(pretrain_flags, stages=smaller)
+    with pytest.raises(InputError, match="stages must stay"):
+        run(pretrain_flags, stages=[STAGES[0], STAGES[1] | {"batch_size": 16}, STAGES[2]])
+
+
 def test_held_out_text_has_the_length_of_the_corpus_whatever_the_stages(pretrain_flags, tmp_path):
     run(pretrain_flags, "--run.name=short", stages=[{"steps": 4, "length": 16}])
     run(pretrain_flags, "--run.name=whole", stages=[{"steps": 4}])

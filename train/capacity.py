@@ -57,10 +57,12 @@ def fit_micro_batch(
     mask_rate: float | None,
     accelerator: Accelerator,
 ) -> int:
-    """The largest micro-batch that every process can compute: `wanted`, halved until it fits.
+    """A micro-batch that every process can compute: `wanted`, or the next part of it that fits.
 
-    Tried before the first step, because a process that runs out of memory later leaves the others
-    waiting for it. The rest of the batch is accumulated, so the losses are the same.
+    Only sizes that divide `wanted` are tried, at most half of the last each time, because all
+    processes must make the same number of micro-batches of a step. This happens before the first
+    step, because a process that runs out of memory later leaves the others waiting for it. The rest
+    of the batch is accumulated, so the losses are the same.
 
     Args:
         model: As prepared by Accelerate.
@@ -92,7 +94,7 @@ def fit_micro_batch(
                 f"corpus.length must fit into memory, got {length} tokens that do not; shorten it, "
                 "or set model.gradient_checkpointing true"
             )
-        size //= 2
+        size = next(part for part in range(size // 2, 0, -1) if wanted % part == 0)
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
 
 
@@ -144,7 +146,8 @@ def plan(
     report = {
         "parameters": parameters,
         "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],
-        "steps": steps,
+        # a budget of tokens takes more where sequences are shorter than they may be
+        "steps_at_least" if settings.optim.tokens else "steps": steps,
         "tokens_at_most": tokens or None,
         "hours": settings.optim.hours or round(hours, 2),
         "memory_gb": round((memory() + (ADAM_BYTES - 8) * parameters) / 1e9, 2),

@@ -63,16 +63,18 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
     for model, seeds in models.items():
         mine = list(seeds.values())
         apart = difference(first, seeds) if seeds is not first else None
-        ends = [values[-1] for values in apart["by_seed"].values()] if apart else []
+        ends = [values[-1] for values in apart["by_seed"].values() if values] if apart else []
+        here = {key: [losses[run.name] for run in mine] for key, losses in equal.items()}
+        here = {key: None if None in losses else interval(losses) for key, losses in here.items()}
         speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
         rows.append(
             {
                 "model": model,
                 "parameters": mine[0].parameters,
                 "tokens_per_second": interval([float(speed) for speed in speeds]),
-                "at_equal_tokens": interval([equal["tokens"][run.name] for run in mine]),
+                "at_equal_tokens": here["tokens"],
                 "first_minus_it": interval(ends) if ends else None,
-                "at_equal_time": interval([equal["seconds"][run.name] for run in mine]),
+                "at_equal_time": here["seconds"],
                 "at_length": {
                     length: interval(losses) if losses else "refused"
                     for length, losses in beyond.get((model, PLAIN), {}).items()

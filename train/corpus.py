@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train import vocabulary
 from train.documents import Source, documents_of, ending, find_files, sources
-from train.folders import whole_folder
+from train.folders import no_room, require_writable, whole_folder
 from train.launch import redraw_seconds, run_command
 from train.settings import CorpusSettings, HeldOutSettings, require
 from train.store import TokenStore
@@ -63,13 +63,14 @@ def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerB
     shards: list[Path] = []
     counts: list[int] = []
     often = {"delay": 1, "mininterval": redraw_seconds()}
-    with tqdm(desc=f"tokenising {part}", unit=" documents", **often) as bar:
+    bar = tqdm(desc=f"tokenising {part}", unit=" documents", **often)
+    with bar, no_room(Path(corpus.cache), "corpus.cache"):
         builder = _Builder(corpus, part, tokenizer, _tokenizer_hash(tokenizer), bar)
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]
             shards += found
             counts.append(sum(_manifest(shard)["documents"] for shard in found))
-    return _open_store(corpus, part, shards, tuple(counts))
+        return _open_store(corpus, part, shards, tuple(counts))
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ class TokeniseSettings:
 def main(settings: TokeniseSettings) -> None:
     """Tokenise both parts; says how much, how fast and in how much memory."""
     corpus = settings.corpus
+    require_writable(Path(corpus.cache), "corpus.cache")
     vocabulary.learn_if_missing(corpus)
     tokenizer = vocabulary.load(corpus.tokenizer)
     cores = len(os.sched_getaffinity(0))

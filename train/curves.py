@@ -124,10 +124,16 @@ def at_equal(key: str, runs: Sequence[Run]) -> dict[str, Any]:
         runs: What they logged.
 
     Returns:
-        The place reached by all, and the losses there; between two evaluations interpolated.
+        The place reached by all, and the losses there; between two evaluations interpolated, None
+        before the first.
     """
     reached = min(run.held_out[-1][key] for run in runs)
-    losses = {run.name: float(losses_at(key, run, np.array([reached]))[0]) for run in runs}
+    losses = {
+        run.name: float(losses_at(key, run, np.array([reached]))[0])
+        if run.held_out[0][key] <= reached
+        else None
+        for run in runs
+    }
     return {key: reached, "validation_loss": losses}
 
 
@@ -254,7 +260,8 @@ def main(settings: CurvesSettings) -> None:
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     for key, scale, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
         equal = at_equal(key, runs)
-        losses = ", ".join(f"{n} {v:.3f}" for n, v in equal["validation_loss"].items())
+        found = equal["validation_loss"].items()
+        losses = ", ".join(f"{n} {'not measured' if v is None else f'{v:.3f}'}" for n, v in found)
         print(f"held-out loss at {equal[key] / scale:.1f} {name}: {losses}")
     print(f"curves: {output}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.settings import InputError
+from train.settings import InputError, require
 
 
 @contextmanager
@@ -41,6 +41,17 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_writable(folder: Path, key: str) -> None:
+    """Refuse a folder that could not be made or written, before there is anything to lose.
+
+    Raises:
+        InputError: It, or the folder it would be made in, is a file or not ours.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    require(free, key, "must be a folder that can be written", there, "choose another")
 
 
 @contextmanager

@@ -129,6 +129,8 @@ def changed_settings(
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             begun = before.get(section, {})
             begun = begun.get(key) if key else begun or []
+            if section == "stages":
+                begun, value = ([_decisive(stage) for stage in x] for x in (begun, value))
             if begun != value and key not in FREE.get(section, ()):
                 changed[f"{section}.{key}".removesuffix(".")] = begun, value
     if (folder / "environment.json").exists():
@@ -136,6 +138,10 @@ def changed_settings(
         if begun != precision:
             changed["mixed_precision"] = begun, precision
     return changed
+
+
+def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stage.items() if key not in FREE["optim"]}
 
 
 def _read(file: Path, what: str) -> dict[str, Any]:
@@ -393,8 +399,16 @@ def memory() -> int:
 def forget_after(log: Path, step: int) -> None:
     """Drop what a killed run had logged past the checkpoint that it goes on from."""
     if log.exists():
-        lines = log.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        lines = log.read_text(errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         shorter = log.with_suffix(".tmp")
         shorter.write_text("".join(kept))
         shorter.replace(log)  # a kill leaves one or the other
+
+
+def _step_of(line: str) -> float:
+    """Of a line of the log; none is so early that what a power cut left would be kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from train.capacity import fit_micro_batch, plan
 from train.corpus import tokenise
 from train.documents import EMBEDDED, find_files
 from train.flops import measured_peak
-from train.folders import no_room
+from train.folders import no_room, require_writable
 from train.initialise import build, model_config
 from train.interruptions import (
     EXIT_CODES,
@@ -69,6 +69,8 @@ def main(settings: PretrainSettings) -> Path:
     folder = Path(settings.run.folder) / settings.run.name
     accelerator = start_accelerator(settings.run.tracker, str(folder))
     precision = accelerator.mixed_precision
+    require_writable(folder, "run.folder")
+    require_writable(Path(settings.corpus.cache), "corpus.cache")
     refuse_other_settings(folder, settings, precision)
     interruptions = Interruptions(started, settings.run.max_hours, is_compiled(accelerator))
     stages = stages_of(settings)
@@ -135,7 +137,8 @@ def train(
             rate_now = rate(step, hours)
             set_rate(optimizer, rate_now)
             predicted, told = agree(micro_batches, interruptions, journal, accelerator)
-            for batch, last in with_last(micro_batches):
+            for number, batch in enumerate(micro_batches, start=1):
+                last = number == len(micro_batches)  # only then are gradients exchanged
                 with nullcontext() if last else accelerator.no_sync(model):
                     loss, right = model(**to_device(batch, accelerator.device))
                     # data-parallel gradients are averages: undo it, for a sum over all processes
@@ -158,7 +161,7 @@ def train(
                         held_out,
                         steps.special,
                         accelerator,
-                        batch=optim.micro_batch,
+                        batch=min(part.micro_batch for part in steps.parts),  # these fit
                         chosen=first_of(held_out, run.validation_sequences),
                         alive=interruptions.alive,
                     )
@@ -388,12 +391,6 @@ def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
     number = next(i for i, heard in enumerate(reasons) if heard)
     accelerator.print(f"{REASONS[number]}: saved after step {step}; the same command goes on")
     return EXIT_CODES[number]
-
-
-def with_last(batches: list[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Each micro-batch, and whether it closes the step: only then are gradients exchanged."""
-    for number, batch in enumerate(batches, start=1):
-        yield batch, number == len(batches)
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
             tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many kinds, and the Rust library's is bare
         raise InputError(
             f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r}; "
             "check the path, or give corpus.vocabulary_size to learn one there"
