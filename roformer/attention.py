@@ -7,6 +7,7 @@ Attention without softmax is in `linear`.
 """
 
 import inspect
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -146,13 +147,7 @@ def _causal_option() -> dict[str, Any]:
 
 def _runs(sizes: list[int]) -> list[tuple[int, int]]:
     """Neighbours of equal size as (number, size): one kernel call each."""
-    runs: list[tuple[int, int]] = []
-    for size in sizes:
-        if runs and runs[-1][1] == size:
-            runs[-1] = (runs[-1][0] + 1, size)
-        else:
-            runs.append((1, size))
-    return runs
+    return [(len(list(run)), size) for size, run in groupby(sizes)]
 
 
 AttentionInterface.register(UNPADDED, unpadded_attention)

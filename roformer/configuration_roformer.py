@@ -314,15 +314,22 @@ class RoFormerConfig(PreTrainedConfig):
         act = self.hidden_act
         rule = "must be an activation of transformers"
         _require(act in ACT2CLS, "hidden_act", rule, f"{act!r}; see transformers.activations")
-        for name in ("summary_use_proj", "summary_activation"):  # stock's, with weights of its own
-            found = getattr(self, name, None)
-            _require(not found, name, "must be absent, this model has no such layer", found)
         _require(
             self.is_decoder or not self.add_cross_attention,
             "add_cross_attention",
             "must be False in an encoder",
             "True with is_decoder False; set is_decoder=True",
         )
+
+    def check_summary(self) -> None:
+        """Refuse what stock's head over choices has and ours has not; other heads read none of it.
+
+        Raises:
+            ValueError: As `check`.
+        """
+        for name in ("summary_use_proj", "summary_activation"):
+            found = getattr(self, name, None)
+            _require(not found, name, "must be absent, this model has no such layer", found)
 
     def _check_linear(self) -> None:
         kind = self.linear_attention

@@ -100,6 +100,7 @@ def arrange(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     borders: Tensor | None,
+    follows: bool = False,
 ) -> Batch:
     """Read positions, padding and documents off the arguments of a call.
 
@@ -109,7 +110,9 @@ def arrange(
         attention_mask: [B, S] or anything else, which says nothing here.
         position_ids: [L] or [1 or B, L], or None.
         borders: [documents + 1] cumulative lengths over the flattened rows, or None. Without them
-            packed documents are looked for in `position_ids`, in a row that follows no cache.
+            packed documents are looked for in `position_ids`, in a row that follows no tokens.
+        follows: Whether there is a cache, which may be empty: then nothing is looked for while
+            compiling, when every row would have to be taken for a packed one.
     """
     B, L = words.shape[:2]  # noqa: N806
     real: Tensor | None = None
@@ -126,7 +129,8 @@ def arrange(
         return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
     positions = position_ids.to(words.device).long().view(-1, L)
     numbers: Tensor | None = None
-    if real is not None and isinstance(start, int) and start == 0:
+    known = not (follows and torch.compiler.is_compiling())
+    if real is not None and isinstance(start, int) and start == 0 and known:
         numbers = from_positions(positions.expand(B, L), real)
     return Batch(positions, real, numbers)
 

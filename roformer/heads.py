@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
@@ -63,6 +64,8 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
 
 class RoFormerForMaskedLM(RoFormerLanguageModel):
     """RoFormer with the masked-language-modelling head."""
+
+    loss_of = "ForMaskedLM"
 
     @can_return_tuple
     def forward(
@@ -132,6 +135,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
     It attends to earlier tokens only, whatever `config.is_decoder` says: its own copy of the
     configuration says True.
     """
+
+    loss_of = "ForCausalLM"
 
     def __init__(self, config: RoFormerConfig) -> None:
         if not config.is_decoder:
@@ -237,6 +242,8 @@ class RoFormerClassificationHead(nn.Module):
 class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
     """RoFormer with a head over the first token, for classification (GLUE) or regression."""
 
+    loss_of = "ForSequenceClassification"
+
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
         self.num_labels = self.config.num_labels
@@ -272,14 +279,13 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.roformer(*tokens, **(ENCODE | kwargs))
         logits = self.classifier(_summary(outputs.last_hidden_state, attention_mask, "first"))
-        loss = None
+        loss, whole = None, kwargs.get("num_items_in_batch")
         if labels is not None:
             loss = self.loss_function(
-                labels=labels,
-                pooled_logits=logits,
-                config=self.config,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
+                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=whole
             )
+            if whole is not None and self.config.problem_type != "single_label_classification":
+                loss = loss * labels.numel() / whole  # transformers' is a mean over this part
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits,
@@ -306,6 +312,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
+        self.config.check_summary()
         self.roformer = RoFormerModel(self.config)
         self.classifier = nn.Linear(self.config.hidden_size, 1)
         self.post_init()
@@ -350,25 +357,19 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         summary = _summary(outputs.last_hidden_state, flat[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(summary).view(-1, choices)
+        whole = kwargs.get("num_items_in_batch")
         return MultipleChoiceModelOutput(
-            loss=None if labels is None else _choice_loss(logits, labels, **kwargs),
+            loss=None if labels is None else fixed_cross_entropy(logits, labels, whole),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
 
-def _choice_loss(
-    logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
-) -> Tensor:
-    """Mean cross-entropy, over all accumulated batches where their number of questions is given."""
-    if num_items_in_batch is None:
-        return nn.functional.cross_entropy(logits, labels)
-    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-
 class RoFormerForTokenClassification(RoFormerPreTrainedModel):
     """RoFormer with a label for every token, for tagging and named entities."""
+
+    loss_of = "ForTokenClassification"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -417,6 +418,8 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
 
 class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
     """RoFormer with a start and an end of the answer in the text, as for SQuAD."""
+
+    loss_of = "ForQuestionAnswering"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)

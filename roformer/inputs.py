@@ -1,7 +1,7 @@
 """What a call may be given: shapes, dtypes and ids, refused in one line that names the argument.
 
 Values are looked at on a CPU only, so that no step waits for another device, and nothing is looked
-at while a model is compiled or exported. Legend: B batch, L tokens, S keys, E width.
+at while a model is compiled, exported or transformed. Legend: B batch, L tokens, S keys, E width.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .configuration_roformer import RoFormerConfig
+from .rotary import is_traced
 
 Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)
@@ -39,7 +40,7 @@ def check_tokens(
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
@@ -103,10 +104,12 @@ def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor 
         require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
         _require_zeros_and_ones("attention_mask", attention_mask)
     if borders is not None:
-        _check_borders(borders, B * L, int(start), attention_mask)
+        _check_borders(borders, (B, L), int(start), attention_mask)
 
 
-def _check_borders(borders: Tensor, tokens: int, start: int, attention_mask: Any) -> None:
+def _check_borders(
+    borders: Tensor, shape: tuple[int, int], start: int, attention_mask: Any
+) -> None:
     if start or getattr(attention_mask, "ndim", 2) == 4:
         found = f"a cache of {start} tokens" if start else "a ready-made mask"
         raise ValueError(f"cu_seq_lens_q must be None beside a cache or such a mask, got {found}")
@@ -115,12 +118,18 @@ def _check_borders(borders: Tensor, tokens: int, start: int, attention_mask: Any
         raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {borders.dtype}")
     if borders.device.type != "cpu":
         return
-    ends = borders.tolist()
+    ends, tokens = borders.tolist(), shape[0] * shape[1]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
         shown = str(ends) if len(ends) < 9 else f"[{ends[0]}, {ends[1]}, ..., {ends[-1]}]"
         raise ValueError(
             f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, got {shown}; give the end of "
             "every document"
+        )
+    crossed = sorted(set(range(0, tokens, max(1, shape[1]))) - set(ends))
+    if crossed:
+        raise ValueError(
+            f"cu_seq_lens_q must end a document where a row ends, got none at {crossed[0]}; a "
+            "document cannot go on in the next row"
         )
 
 

@@ -18,6 +18,7 @@ a chunk.
 """
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -89,14 +90,14 @@ class LinearCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Some rows."""
-        self.sums = {i: Sums(*(x[indices] for x in sums)) for i, sums in self.sums.items()}
+        self._each(lambda x: x[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row several times."""
-        self.sums = {
-            i: Sums(*(x.repeat_interleave(repeats, dim=0) for x in sums))
-            for i, sums in self.sums.items()
-        }
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.sums = {i: Sums(*(change(x) for x in sums)) for i, sums in self.sums.items()}
 
     def crop(self, *arguments: Any, **options: Any) -> None:
         """Not possible.
@@ -203,12 +204,14 @@ def orthogonal(number: int, width: int, seed: int) -> Tensor:
         width: D.
         seed: Decides them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    # whatever the default dtype and device are
+    same: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}
     blocks = []
     for _ in range(-(-number // width)):
-        q, r = torch.linalg.qr(torch.randn(width, width, generator=generator))
+        q, r = torch.linalg.qr(torch.randn(width, width, **same))
         blocks.append((q * r.diagonal().sign()).T)  # else one sign is commoner than the other
-    lengths = torch.randn(number, width, generator=generator).norm(dim=-1, keepdim=True)
+    lengths = torch.randn(number, width, **same).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:number] * lengths
 
 

@@ -121,7 +121,8 @@ def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
             f"{tuple(mask.shape)}; use sdpa for masks of four dimensions"
         )
     if mask.is_floating_point():
-        mask = mask.to(words.dtype)
+        # the least of float32 would become -inf, and a row of nothing else nan
+        mask = mask.clamp(min=torch.finfo(words.dtype).min).to(words.dtype)
     else:
         mask = mask.bool()
         if kernel not in ("sdpa", UNPADDED):

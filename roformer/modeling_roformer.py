@@ -50,6 +50,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     config: RoFormerConfig
     config_class = RoFormerConfig
+    loss_of: str | None = None
+    """transformers' name of the loss; None leaves it to the class's name, as it does by itself."""
     base_model_prefix = "roformer"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -72,6 +74,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         config = _as_ours(config)
         config.check()  # fields may have been edited since it was made
         super().__init__(config, *args, **kwargs)
+        if self.loss_of is not None:
+            self.loss_type = self.loss_of
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -89,7 +93,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         """Convert the weights to the other pairing of coordinates; every output stays as it was.
 
         The rows of queries and keys (and of values, and the columns that read them, under
-        `rotary_value`) are permuted, which loses nothing: converted back they are the same bits.
+        `rotary_value`) are permuted, which loses nothing: converted back they are the same bits. Of
+        another model made from the same configuration the weights stay, and it is saved as it is.
 
         Args:
             interleave: True for adjacent pairs, the paper's; False for coordinates i and i + D/2,
@@ -125,10 +130,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
                     )
         for block in blocks:
             block.set_interleave(interleave)
-        # models made from one configuration share it, and the others are not converted; the part of
-        # a composed model is described by the whole's configuration, which is no layer's
-        shared = self.config is blocks[0].self.config
-        self._describe(copy.copy(self.config) if shared else self.config, interleave)
+        # in place, for the part of a composed model is saved by the whole's configuration
+        self._describe(self.config, interleave)
 
     def _describe(self, config: RoFormerConfig, interleave: bool) -> None:
         config.rope_interleave = interleave
@@ -141,7 +144,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         """Write model and configuration; see transformers' `PreTrainedModel.save_pretrained`."""
         pairings = {m.interleave for m in self.modules() if _rotates(m)}
         if pairings == {not getattr(self.config, "rope_interleave", None)}:
-            self._describe(copy.copy(self.config), *pairings)  # a part alone was converted
+            # a part alone was converted, or another model that was made from this configuration
+            self._describe(copy.copy(self.config), *pairings)
         super().save_pretrained(*args, **kwargs)
 
 
@@ -262,10 +266,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         start = 0 if cache is None else cache.get_seq_length()
         check_masks(rows, start, attention_mask, cu_seq_lens_q)
         check_source(config, rows, encoder_hidden_states, encoder_attention_mask)
-        batch = documents.arrange(rows, start, attention_mask, position_ids, cu_seq_lens_q)
+        follows = past_key_values is not None
+        batch = documents.arrange(rows, start, attention_mask, position_ids, cu_seq_lens_q, follows)
         check_positions(config, batch.positions)
         if batch.documents is not None and cache is not None:
-            cache = _no_cache_for_packed_rows(past_key_values)
+            cache = _cache_of_packed_rows(cache, past_key_values, cu_seq_lens_q)
         words = self.embeddings(input_ids, token_type_ids, inputs_embeds, batch.positions)
         if self.embeddings_project is not None:
             words = self.embeddings_project(words)
@@ -460,7 +465,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         form = "eager" if self.rope_config.biases_scores else kernel  # numbers, to be added to
         options = attention_mask, numbers, self.is_causal, cache
         mask = self_mask(self.config, form, words, *options)
-        return mask if bias is None else with_bias(mask, bias.to(words.dtype))
+        return mask if bias is None else with_bias(mask, bias.to(words.device, words.dtype))
 
 
 def _is_one_row(words: Tensor, attention_mask: Any) -> bool:
@@ -471,14 +476,20 @@ def _is_one_row(words: Tensor, attention_mask: Any) -> bool:
     return words.is_cuda or not torch.compiler.is_compiling()
 
 
-def _no_cache_for_packed_rows(given: Cache | None) -> Cache | None:
-    """Nothing can follow a row of several documents, so keys and values are not kept."""
+def _cache_of_packed_rows(
+    cache: Cache, given: Cache | None, borders: Tensor | None
+) -> Cache | None:
+    """Nothing can follow a row of several documents, so keys and values are not kept.
+
+    While compiling any row may be one by its positions, which are not known: then they are.
+    """
     if given is not None:
         raise ValueError(
             "position_ids must count through one document beside past_key_values, got several "
             "that start from 0; leave the cache out"
         )
-    return None
+    known = borders is not None or not torch.compiler.is_compiling()
+    return None if known or isinstance(cache, LinearCache) else cache
 
 
 def _linear_cache(given: Cache | None, wanted: bool) -> Cache | None:

@@ -95,6 +95,26 @@ def test_ready_made_masks_mean_the_same_everywhere(kernel, form, config):
     torch.testing.assert_close(result[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [
+        (torch.bfloat16, torch.finfo(torch.float32).min),
+        (torch.float16, torch.finfo(torch.float32).min),
+        (torch.float32, -torch.inf),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_rows_that_a_ready_made_mask_closes_leave_the_others_finite(kernel, dtype, least, config):
+    """Padding on the left of a causal row sees nothing at all."""
+    model = model_with(config, kernel).to(dtype)
+    closed = ~torch.ones(6, 6).tril().bool()
+    closed[:, :2] = True
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(closed, least)
+    output = model(torch.arange(6)[None], attention_mask=mask).last_hidden_state
+    assert output[0, 2:].isfinite().all()
+
+
 def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
     model = model_with(config, "borders")
     with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):

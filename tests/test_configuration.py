@@ -11,7 +11,12 @@ import torch
 import transformers
 
 from conftest import ROPES, rope_config
-from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
+from roformer import (
+    RoFormerConfig,
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerModel,
+)
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
 FOREIGN = [
@@ -40,7 +45,6 @@ FOREIGN = [
         ({"summary_type": "mean"}, "summary_type must be one of first, last, got 'mean'"),
         ({"norm_type": "rms"}, "norm_type must be one of layer_norm, rms_norm, got 'rms'"),
         ({"add_cross_attention": True}, "add_cross_attention must be False .* is_decoder=True"),
-        ({"summary_use_proj": True}, "summary_use_proj must be absent.*got True"),
         ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers must be an integer .*, got 2.0"),
         ({"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
@@ -95,6 +99,13 @@ def test_missing_rope_settings_are_named(rope, key):
     settings = {k: v for k, v in ROPES[rope].items() if k != key} | {"rope_type": rope}
     with pytest.raises(ValueError, match=f"{key} must be given with rope_type {rope}, got None"):
         RoFormerConfig(**SIZES, rope_parameters=settings)
+
+
+def test_a_layer_over_the_summary_is_refused_by_the_head_that_reads_it():
+    config = RoFormerConfig(**SIZES, summary_use_proj=True)
+    RoFormerForMaskedLM(config)
+    with pytest.raises(ValueError, match="summary_use_proj must be absent.*got True"):
+        RoFormerForMultipleChoice(config)
 
 
 def test_fields_edited_after_construction_are_checked_when_a_model_is_built(config):

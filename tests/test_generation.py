@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, EncoderDecoderModel, StaticCache
+from transformers import CONFIG_MAPPING, EncoderDecoderConfig, EncoderDecoderModel, StaticCache
 
 import roformer
 from conftest import STOCK_IS_CAUSAL, enlarge, rope_config
@@ -103,6 +103,32 @@ def test_generation_with_a_cache_gives_the_tokens_without(how, rope):
         results.append(tokens)
     assert torch.equal(*results)
     assert results[0].shape == (2, 27)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+def test_a_compiled_decoder_generates_the_same_tokens(how, padded, causal):
+    causal.generation_config.pad_token_id = 0
+    ids = torch.randint(1, 60, (2, 6))
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :2] = mask[0, :2] = 0
+    asked = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False} | how
+    expected = causal.generate(ids, **asked)
+    causal.forward = torch.compile(causal.forward, backend="eager")
+    assert torch.equal(causal.generate(ids, **asked), expected)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_decoder_keeps_its_cache_and_documents_apart(causal):
+    ids, packed = torch.randint(1, 60, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    compiled = torch.compile(causal, backend="eager")
+    made = compiled(ids, position_ids=torch.arange(6)[None], use_cache=True)
+    assert made.past_key_values.get_seq_length() == 6
+    torch.testing.assert_close(
+        compiled(ids, position_ids=packed).logits, causal(ids, position_ids=packed).logits
+    )
+    torch._dynamo.reset()
 
 
 def test_a_static_cache_gives_the_logits_of_one_call(causal):
@@ -211,6 +237,25 @@ def test_encoder_decoder_models_survive_saving(fields, config, tmp_path):
         model(ids, decoder_input_ids=ids, use_cache=False).logits, a, atol=2e-4, rtol=1e-4
     )
     assert not model.config.encoder.rope_interleave
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_converted_part_of_a_model_composed_from_configurations_is_saved_so(
+    part, config, tmp_path
+):
+    reader = copy.deepcopy(config)
+    reader.is_decoder = reader.add_cross_attention = True
+    roformer.use_for_auto_classes()
+    whole = EncoderDecoderConfig.from_encoder_decoder_configs(config, reader)
+    model = enlarge(EncoderDecoderModel(config=whole))
+    ids = torch.randint(1, 60, (2, 6))
+    expected = model(ids, decoder_input_ids=ids).logits
+    getattr(model, part).set_rope_interleave(False)
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    for one in (model, again):
+        found = one(ids, decoder_input_ids=ids).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

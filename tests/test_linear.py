@@ -144,6 +144,16 @@ def test_random_vectors_are_orthogonal_in_blocks_and_as_long_as_normal_ones():
     assert not torch.equal(found, orthogonal(2000, D, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_vectors_are_the_same_whatever_the_default_dtype_is(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        made = orthogonal(40, D, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made, orthogonal(40, D, 0))
+
+
 def test_features_stay_finite_and_positive_far_from_zero(heads):
     for kind in FEATURES:
         features = features_of(kind)

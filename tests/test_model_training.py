@@ -12,8 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from conftest import TINY_MODEL, command, enlarge
 from roformer import (
     RoFormerConfig,
+    RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForMultipleChoice,
+    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
     RoFormerModel,
@@ -130,6 +132,23 @@ def test_torch_func_differentiates_the_model(config):
         torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-3)
 
 
+def test_torch_func_gives_the_gradient_of_each_row(config):
+    model, ids = enlarge(RoFormerForMaskedLM(config)), torch.randint(5, 60, (3, 9))
+    model.set_attn_implementation("eager")  # torch warns of sdpa's
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        batch = {"input_ids": row[None], "labels": row[None]}
+        return torch.func.functional_call(model, values, (), batch).loss
+
+    name = "roformer.encoder.layer.0.attention.self.query.weight"
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)[name]
+    for row, one in zip(ids, found):
+        model.zero_grad()
+        loss(dict(model.named_parameters()), row).backward()
+        torch.testing.assert_close(one, model.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
+
+
 def test_an_outer_checkpoint_keeps_nothing_wide(config):
     model, seen = RoFormerModel(config).train(), []
     for layer in model.encoder.layer:
@@ -167,6 +186,43 @@ def test_losses_of_accumulated_batches_add_up(head, config):
         for i in range(0, 8, 2)
     )
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("regression", 1), ("regression", 3), ("multi_label_classification", 3)],
+)
+def test_losses_of_accumulated_values_and_sets_of_labels_add_up(kind, count, config):
+    config.problem_type, config.num_labels = kind, count
+    model = enlarge(RoFormerForSequenceClassification(config))
+    ids = torch.randint(5, 60, (8, 12), generator=torch.Generator().manual_seed(3))
+    labels = (ids[:, :count] % 2).float().squeeze(-1)
+    whole = model(ids, labels=labels).loss
+    items = torch.tensor(labels.numel())
+    parts = sum(
+        model(ids[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=items).loss
+        for i in range(0, 8, 2)
+    )
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [RoFormerForMaskedLM, RoFormerForCausalLM, RoFormerForSequenceClassification,
+     RoFormerForTokenClassification, RoFormerForQuestionAnswering],
+)  # fmt: skip
+def test_a_head_by_another_name_has_the_same_loss(head, config):
+    """transformers takes the loss from the name of the class."""
+    model = enlarge(head(config))
+    other = type("Mine", (head,), {})(config).eval()
+    other.load_state_dict(model.state_dict())
+    ids = torch.randint(5, 60, (4, 12))
+    labels = {"labels": ids % 2 if head is RoFormerForTokenClassification else ids}
+    if head is RoFormerForSequenceClassification:
+        labels = {"labels": ids[:, 0] % 2}
+    if head is RoFormerForQuestionAnswering:
+        labels = {"start_positions": ids[:, 0] % 12, "end_positions": ids[:, 1] % 12}
+    assert torch.equal(other(ids, **labels).loss, model(ids, **labels).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -208,6 +264,25 @@ def test_compilation_finds_no_graph_break(head, given, config):
         compiled(**inputs)[0][kept], model(**inputs)[0][kept], atol=1e-5, rtol=1e-4
     )
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", ["hook", "method"])
+def test_what_others_make_of_the_feed_forward_half_is_obeyed_in_training(way, config):
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = enlarge(RoFormerForMaskedLM(config)).train()
+    for layer in model.roformer.encoder.layer:
+        part = layer.intermediate
+        if way == "hook":
+            part.register_full_backward_hook(lambda module, given, came: (given[0] * 0.5,))
+        else:
+            part.forward = lambda x, part=part: type(part).forward(part, x) * 0.5
+    model(**example()).loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    for layer in model.roformer.encoder.layer:
+        layer.keeps_its_input = False  # as for relu: nothing is computed again
+    model(**example()).loss.backward()
+    torch.testing.assert_close(found, gradients(model))
 
 
 @pytest.mark.parametrize("place", ["intermediate", "intermediate.act", "output", "output.dense"])

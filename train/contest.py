@@ -64,8 +64,7 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
         mine = list(seeds.values())
         apart = difference(first, seeds) if seeds is not first else None
         ends = [values[-1] for values in apart["by_seed"].values() if values] if apart else []
-        here = {key: [losses[run.name] for run in mine] for key, losses in equal.items()}
-        here = {key: None if None in losses else interval(losses) for key, losses in here.items()}
+        here = {key: common(losses, mine) for key, losses in equal.items()}
         speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
         rows.append(
             {
@@ -82,6 +81,12 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
             }
         )
     return rows
+
+
+def common(losses: dict[str, float | None], runs: list[Run]) -> Row | None:
+    """The interval over runs, if all have a loss."""
+    found = [loss for run in runs if (loss := losses[run.name]) is not None]
+    return interval(found) if len(found) == len(runs) else None
 
 
 def table(rows: list[Row], models: Models, unit: str) -> str:
