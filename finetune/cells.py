@@ -25,7 +25,7 @@ class RowKey(NamedTuple):
         control: Whether the weights were never pretrained.
         model: Folder or hub id.
         tokenizer: The same; "" is the model's own.
-        mnli: "", or from where the runs started.
+        mnli: "", or from where the runs started, and on whose data where that must be said.
         rates: "", or among how many rates one was chosen for each task, by the reported split.
         recipe: Values of `RECIPE`, without a rate that was chosen.
     """

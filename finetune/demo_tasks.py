@@ -16,7 +16,6 @@ Training rows come from the training part of the corpus, validation rows from it
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +27,7 @@ import numpy as np
 from train import docstrings
 from train.folders import whole_folder
 from train.launch import run_command
+from train.settings import require
 
 SHUFFLED = 4
 WORDS = range(6, 41)
@@ -119,16 +119,32 @@ def overlap_rows(runs: list[list[str]], random: np.random.Generator) -> Iterator
         yield {"sentence1": first, "sentence2": second, "label": round(label, 3)}
 
 
+def require_ours(target: Path) -> None:
+    """Refuse to replace anything but tasks that were made here.
+
+    Raises:
+        InputError: It is a file, or holds one that is none of theirs.
+    """
+    files = {target / name / f"{part}.jsonl" for name in MAKERS for part in ("train", "validation")}
+    known = files | {file.parent for file in files}
+    foreign = [target] if target.is_file() else sorted({*target.rglob("*")} - known)
+    rule = "must name a new folder or one of demo tasks alone"
+    require(not foreign, "output", rule, f"{foreign[0]}" if foreign else "", "choose another")
+
+
 MAKERS = {"demo-order": order_rows, "demo-next": next_rows, "demo-overlap": overlap_rows}
 
 
 def main(settings: DemoTasksSettings) -> None:
-    """Write all tasks, whole or not at all; the same rows every time."""
+    """Write all tasks, whole or not at all; the same rows every time.
+
+    Raises:
+        InputError: Something else is in the folder.
+    """
     target = Path(settings.output)
-    if target.exists():
-        shutil.rmtree(target)
+    require_ours(target)
     seen: set[str] = set()
-    with whole_folder(target) as unfinished:
+    with whole_folder(target, replace=True) as unfinished:
         for part, most in (
             ("validation", settings.validation_rows),
             ("train", settings.train_rows),

@@ -17,6 +17,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -29,7 +30,14 @@ from transformers import (
 
 import roformer
 from finetune.card import require_free, save_model
-from finetune.examples import Examples, epoch_batches, find_file, load_examples, require_fit
+from finetune.examples import (
+    Examples,
+    data_of,
+    epoch_batches,
+    find_file,
+    load_examples,
+    require_fit,
+)
 from finetune.metrics import GlueMetric
 from finetune.results import (
     KEY,
@@ -221,9 +229,13 @@ def load_description(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
     name = settings.tokenizer or settings.model
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many kinds, and the Rust library's is bare
         raise unreadable("tokenizer", name, "a tokenizer", error) from error
     require_fit(config, tokenizer, settings.length)
+    inputs = tokenizer.model_input_names
+    if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:
+        # transformers' Chinese RoFormerTokenizer leaves out what tells its models two texts apart
+        tokenizer.model_input_names = [*inputs, "token_type_ids"]
     return config, tokenizer
 
 
@@ -249,7 +261,7 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         key = "model" if settings.mnli is None else "mnli"
         needed = "weights with a sequence-classification head"
         raise unreadable(key, folder, needed, error) from error
@@ -353,6 +365,7 @@ def describe(
     return {
         **{name: values[name] for name in KEY},
         "weights": None if settings.random_weights else weights_of(settings.model),
+        "data": data_of(task, settings.glue_dir),
         "model_type": config.model_type,
         "label": task.label(rows),
         "official": task.is_official(rows),

@@ -23,6 +23,7 @@ import torch
 
 from finetune import glue
 from finetune.board import Board
+from finetune.examples import data_of
 from finetune.results import (
     Claims,
     append_result,
@@ -55,9 +56,11 @@ def main(settings: GridSettings) -> None:
     runs = all_runs(settings)
     done = finished(settings.output)
     missing = [run for run in runs if not is_done(run, done)]
-    stale = {run.model for run in missing if has_other_weights(run, done)}
+    for run in runs:
+        require_precision(run, done)
+    stale = {what for run in missing if (what := other_inputs(run, done))}
     if stale:
-        print(f"other weights than their results are of: {', '.join(sorted(stale))}; made again")
+        print(f"not what their results are of: {', '.join(sorted(stale))}; made again")
     check(missing)
     failures = 0
     if missing:
@@ -114,7 +117,7 @@ def finished(output: str) -> dict[tuple, dict[str, Any]]:
 def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
     """Whether a run has its line, and what others need of it is there."""
     line = done.get(result_key(asdict(run)))
-    if line is None or has_other_weights(run, done):
+    if line is None or other_inputs(run, done):
         return False
     if line["status"] == "diverged":
         return True
@@ -123,12 +126,28 @@ def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
     return all(f.exists() for f in files) and (run.save is None or Path(run.save).exists())
 
 
-def has_other_weights(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
-    """Whether a run's line is of weights that are no longer in its model's folder."""
+def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | None:
+    """What is no longer what a run's line is of: its model's weights, or its data; None is none."""
     line = done.get(result_key(asdict(run)))
-    if line is None or run.random_weights:
-        return False
-    return are_other(weights_of(run.model), line)
+    if line is None:
+        return None
+    if not run.random_weights and are_other(weights_of(run.model), line, "weights"):
+        return f"the weights of {run.model}"
+    other = are_other(data_of(TASKS[run.task], run.glue_dir), line, "data")
+    return f"{run.task} of {run.glue_dir}" if other else None
+
+
+def require_precision(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> None:
+    """Refuse to go on in another precision: the runs of one table are made alike.
+
+    Raises:
+        InputError: A run's line is of another than this launch's.
+    """
+    here = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    there = done.get(result_key(asdict(run)), {}).get("precision", here)
+    rule = f"must have the mixed precision {there} of the runs in {run.output}"
+    remedy = "launch as before, or choose another output"
+    require(there == here, "launch", rule, here, remedy)
 
 
 def check(runs: list[GlueSettings]) -> None:
@@ -201,6 +220,7 @@ def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
     return {
         **values,
         "weights": None if run.random_weights else weights_of(run.model),
+        "data": data_of(TASKS[run.task], run.glue_dir),
         "status": "failed",
         "error": error,
         "settings": values,

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from finetune.examples import read_columns
 from finetune.metrics import accuracy, matthews
@@ -188,17 +189,11 @@ def confusion_table(counts: NDArray[np.int64], names: Sequence[str]) -> str:
     return _table(header, rows)
 
 
-def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Probabilities, [N, C]."""
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
 def confident_mistakes(
     labels: NDArray, logits: NDArray[np.float32], texts: Columns, names: Sequence[str]
 ) -> list[str]:
     """The wrong answers with the highest probability, the surest first."""
-    probabilities, answers = softmax(logits), logits.argmax(axis=1)
+    probabilities, answers = softmax(logits.astype(np.float64), axis=1), logits.argmax(axis=1)
     sure = np.where(answers != labels, probabilities.max(axis=1), -1.0)
     order = [row for row in np.argsort(-sure, kind="stable")[:WORST] if sure[row] >= 0]
     rows = [

@@ -248,7 +248,9 @@ def _run(run: Line) -> str:
     ]
     cells = [tag("td", escape(str(value))) for value in values]
     cells.append(tag("td", tag("code", escape(run.get("command", "none was kept")))))
-    return tag("tr", tag("th", str(run["seed"]), scope="row"), *cells, id=f"run-{run_id(run)}")
+    return tag(
+        "tr", tag("th", escape(str(run["seed"])), scope="row"), *cells, id=f"run-{run_id(run)}"
+    )
 
 
 def run_scores(run: Line) -> str:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed
 """What tells runs apart; two runs with the same key are the same run."""
 
 
+INPUTS = ("weights", "data")
+"""What the key names by place: a line holds a hash of what was there."""
+
+
 def result_key(values: Mapping[str, Any]) -> tuple:
     """The key of a run, from its line or from its settings."""
     return tuple(values[name] for name in KEY)
@@ -44,7 +48,11 @@ def result_key(values: Mapping[str, Any]) -> tuple:
 
 def weights_of(model: str) -> str | None:
     """Which weights a local folder holds, in 16 characters; None for a hub id, or without any."""
-    files = sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin"))
+    return digest(sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")))
+
+
+def digest(files: Sequence[Path]) -> str | None:
+    """What is in some files, in 16 characters; None without any."""
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return _digest(tuple(states)) if files else None
 
@@ -59,9 +67,9 @@ def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def are_other(weights: str | None, line: Mapping[str, Any]) -> bool:
-    """Whether a line is of other weights; a line that does not say is of these."""
-    return weights is not None and line.get("weights", weights) not in (None, weights)
+def are_other(found: str | None, line: Mapping[str, Any], name: str) -> bool:
+    """Whether a line is of another of `INPUTS`; one that does not say is of this."""
+    return found is not None and line.get(name, found) not in (None, found)
 
 
 def run_name(values: Mapping[str, Any]) -> str:
@@ -113,7 +121,7 @@ class Claims:
     """
 
     def __init__(self, results: str) -> None:
-        self.results = results
+        self.results, self.warned = results, False
         Path(results).parent.mkdir(parents=True, exist_ok=True)
         # one descriptor for as long as the process lives: closing any would free all its locks
         self.file = os.open(f"{results}.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -121,23 +129,33 @@ class Claims:
     def take(self, values: Mapping[str, Any]) -> bool:
         """Claim a run; false when another process has it."""
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(values))
-        except OSError:
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, self._place(values))
+        except (BlockingIOError, PermissionError):
             return False
         return True
 
     def free(self, values: Mapping[str, Any]) -> None:
         """Give a run back."""
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self._place(values))
+        self._lock(fcntl.LOCK_UN, self._place(values))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While nobody else appends."""
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, 0)
+        self._lock(fcntl.LOCK_EX, 0)
         try:
             yield
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, 0)
+            self._lock(fcntl.LOCK_UN, 0)
+
+    def _lock(self, how: int, place: int) -> None:
+        try:
+            fcntl.lockf(self.file, how, 1, place)
+        except (BlockingIOError, PermissionError):
+            raise
+        except OSError as error:  # Lustre as it is often mounted
+            if not self.warned:
+                print(f"warning: no lock on {self.results}: {error.strerror}; start one grid only")
+            self.warned = True
 
     @staticmethod
     def _place(values: Mapping[str, Any]) -> int:
@@ -179,7 +197,7 @@ def repair(results: str) -> None:
 
 def read_results(path: str) -> list[dict[str, Any]]:
     """The lines of a results file, of a run that was made twice the last that did not fail, or
-    failed from other weights; one warning for each that cannot be read.
+    failed from other inputs; one warning for each that cannot be read.
 
     Raises:
         InputError: There is no such file.
@@ -197,7 +215,8 @@ def read_results(path: str) -> list[dict[str, Any]]:
                 key = result_key(result)
                 before = results.get(key, result)
                 failed = result["status"] == "failed"
-                if not failed or before is result or are_other(result.get("weights"), before):
+                other = any(are_other(result.get(name), before, name) for name in INPUTS)
+                if not failed or before is result or other:
                     results[key] = result
             except (ValueError, KeyError, TypeError):
                 print(f"warning: {path} line {number} is torn and was ignored", file=sys.stderr)

@@ -120,8 +120,10 @@ def place(lines: Sequence[Line]) -> list[Line]:
         other = {"group": "unplaced" if TASKS[task].official else "demo", "label": task}
         found = places.get((task, line["glue_dir"]), places.get(task, other))
         placed.append({"collapsed": False, **line, **found, "model_type": kind})
-    starts, order = mnli_names(placed), list(TASKS)
-    placed = [{**line, "start": starts[line["mnli"]]} for line in placed]
+    starts, data, order = mnli_names(placed), data_names(placed), list(TASKS)
+    for line in placed:
+        words = starts[line["mnli"]], data.get((line["label"], line["glue_dir"]), "")
+        line["start"] = ", ".join(filter(None, words))
     return sorted(placed, key=lambda x: (order.index(x["task"]), x["label"], x["seed"]))
 
 
@@ -228,6 +230,20 @@ def mnli_names(lines: Sequence[Line]) -> dict[str | None, str]:
     several = len({tuple(line[name] for name in others) for line in started}) < len(started)
     folders = {line["mnli"] for line in started}
     return {None: ""} | {x: f"started from {x if several else source}" for x in folders}
+
+
+def data_names(lines: Sequence[Line]) -> dict[tuple[str, str | None], str]:
+    """What to call the data of a task whose folders must be told apart, by label and folder.
+
+    Those are the folders of a label under which one run was made with several of them.
+    """
+    others = [name for name in KEY if name != "glue_dir"]
+    folders: dict[tuple, set[str | None]] = defaultdict(set)
+    for line in lines:
+        folders[line["label"], *(line[name] for name in others)].add(line["glue_dir"])
+    several = {label for (label, *_), found in folders.items() if len(found) > 1}
+    places = {(x["label"], x["glue_dir"]) for x in lines if x["label"] in several}
+    return {place: f"data of {place[1] or 'the hub'}" for place in places}
 
 
 def best_rates(cells: Mapping[RowKey, dict[str, Cell]]) -> dict[RowKey, dict[str, Cell]]:

@@ -3,10 +3,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import transformers
 from pyarrow import parquet
 from transformers import BertConfig
 
 import roformer
+from finetune import examples
 from finetune.examples import epoch_batches, load_examples, require_fit
 from finetune.tasks import TASKS
 from tiny_glue import tiny_tokenizer, write_split, write_stsb
@@ -115,6 +117,38 @@ def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
     assert examples.lengths.tolist() == [3, 2]
     write_split(tmp_path, "sst2", "test", {"sentence": ["good", "bad"], "label": [-1, 1]})
     assert load(tmp_path, split="test").labels.tolist() == [-1, 1]
+
+
+def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp_path):
+    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [1, 0]})
+    words = ["idx of sst2/test must count from 0", "got 1 in row 0", "sort"]
+    refused(words, lambda: load(tmp_path, split="test"))
+    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [0, 1]})
+    assert len(load(tmp_path, split="test")) == 2
+
+
+def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
+    write_stsb(tmp_path)
+    whole = load(tmp_path, "stsb")
+    monkeypatch.setattr(examples, "ROWS_AT_ONCE", 7)
+    (file,) = (tmp_path / "tokens").iterdir()
+    file.unlink()
+    parts = load(tmp_path, "stsb")
+    assert np.array_equal(parts.lengths, whole.lengths)
+    assert all(np.array_equal(parts.inputs[name], x) for name, x in whole.inputs.items())
+
+
+def test_words_cut_in_python_are_tokenised_too(tmp_path):
+    """Chinese checkpoints: such a tokenizer cannot be written down whole."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "今", "天", "气", "好"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = transformers.RoFormerTokenizer(vocab=vocabulary)
+    asked = [["今天天气"], ["好"]], tokenizer, 16, str(tmp_path)
+    made = examples.tokenised(*asked)
+    assert made["input_ids"].tolist() == [2, 5, 6, 6, 7, 3, 8, 3]
+    assert "token_type_ids" not in made
+    tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    assert examples.tokenised(*asked)["token_type_ids"].tolist() == [0] * 6 + [1, 1]
 
 
 def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):

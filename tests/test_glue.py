@@ -122,6 +122,30 @@ def test_weights_of_another_architecture_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "model must be a folder or hub id with weights"),
+        ("tokenizer.json", "tokenizer must be a folder or hub id with a tokenizer"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_one_line(tmp_path, file, message):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    (tmp_path / "model" / file).write_text("{}")
+    with pytest.raises(InputError, match=message):
+        glue.main(settings(tmp_path))
+
+
+def test_segments_are_asked_for_where_the_model_has_them(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    folder = tmp_path / "model" / "tokenizer_config.json"
+    said = json.loads(folder.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
+    folder.write_text(json.dumps(said))
+    _, tokenizer = glue.load_description(settings(tmp_path, "stsb"), TASKS["stsb"])
+    assert "token_type_ids" in tokenizer.model_input_names
+
+
+@pytest.mark.parametrize(
     ("changes", "start"),
     [
         ({"model": "glue"}, "model must be a folder or hub id with a config.json"),

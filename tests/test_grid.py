@@ -1,5 +1,6 @@
 """Grids with real processes, real kills: no result lost, none doubled."""
 
+import errno
 import json
 import os
 import signal
@@ -362,7 +363,7 @@ def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, caps
     tiny_model(tmp_path / "model", "roformer")
     capsys.readouterr()
     grid.main(settings)
-    said = f"other weights than their results are of: {models[0]}; made again"
+    said = f"not what their results are of: the weights of {models[0]}; made again"
     assert capsys.readouterr().out.splitlines().count(said) == 1
     (new,) = lines_of(settings)[len(first) :]
     (old,) = (x for x in first if result_key(x) == result_key(new))
@@ -370,6 +371,44 @@ def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, caps
     assert [x for x in read_results(settings.output) if result_key(x) == result_key(new)] == [new]
     grid.main(settings)
     assert lines_of(settings) == [*first, new]
+
+
+def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypatch, capsys):
+    """Lustre as it is often mounted; two grids at once would make runs twice."""
+
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(results.fcntl, "lockf", no_locks)
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    claims = Claims(str(tmp_path / "results.jsonl"))
+    assert claims.take(run)
+    append_result(claims, {**run, "status": "done"})
+    claims.free(run)
+    assert len(read_results(claims.results)) == 1
+    assert capsys.readouterr().out.count("warning: no lock on") == 1
+
+
+def test_new_data_in_an_old_folder_are_run_again_and_another_precision_is_refused(
+    tmp_path, capsys, monkeypatch
+):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path)
+    grid.main(settings)
+    (first,) = lines_of(settings)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(InputError, match="launch must have the mixed precision no .* got bf16"):
+        grid.main(settings)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    write_sst2(tmp_path / "glue", train=48)
+    capsys.readouterr()
+    grid.main(settings)
+    said = f"not what their results are of: sst2 of {settings.glue_dir}; made again"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    assert [x["rows"]["train"] for x in lines_of(settings)] == [32, 48]
+    (kept,) = read_results(settings.output)
+    assert (kept["rows"]["train"], kept["data"] == first["data"]) == (48, False)
 
 
 def test_a_line_that_does_not_say_its_weights_counts(tmp_path):

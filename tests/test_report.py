@@ -144,6 +144,24 @@ def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
     assert twice["small-bert (bert), started from other"]["RTE, accuracy"] == "10.0 (1)"
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_runs_on_different_data_share_no_cell(turn):
+    """A label says how many rows there are, not which."""
+    made = [line(ROFORMER, "rte", score, seed=seed, glue_dir=data)
+            for score, seed, data in ((0.6, 0, "a"), (0.9, 0, "b"), (0.7, 1, "a"))]  # fmt: skip
+    made.append(line(ROFORMER, "cola", 0.3))
+    (table,) = build_tables(made[::turn])
+    rows = {row.name: row for row in table.rows if row.kind == "model"}
+    found = {name: row.cells["rte"].headlines for name, row in rows.items() if "rte" in row.cells}
+    assert {name.split(", ")[-1]: sorted(x.values()) for name, x in found.items()} == {
+        "data of a": [60, 70],
+        "data of b": [90],
+    }
+    assert [row.name for row in rows.values() if "cola" in row.cells] == [
+        "small-roformer (roformer)"
+    ]
+
+
 def test_what_collapsed_diverged_or_failed_is_counted_and_listed():
     lines = seeds(BERT, "rte", (0.5, 0.6, 0.7))
     lines[1]["collapsed"] = True

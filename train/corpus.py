@@ -65,7 +65,8 @@ def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerB
     often = {"delay": 1, "mininterval": redraw_seconds()}
     bar = tqdm(desc=f"tokenising {part}", unit=" documents", **often)
     with bar, no_room(Path(corpus.cache), "corpus.cache"):
-        builder = _Builder(corpus, part, tokenizer, _tokenizer_hash(tokenizer), bar)
+        rules = hashlib.sha256(vocabulary.rules_of(tokenizer).encode()).hexdigest()
+        builder = _Builder(corpus, part, tokenizer, rules, bar)
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]
             shards += found
@@ -235,18 +236,6 @@ def _file_hash(file: Path, cache: Path) -> str:
     unfinished.write_text(found)
     unfinished.replace(memory)
     return found
-
-
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what decides the ids a text becomes."""
-    try:
-        rules = tokenizer.backend_tokenizer.to_str()
-    except Exception as error:  # the Rust library raises this bare
-        if "Custom" not in str(error):
-            raise
-        # words cut by Python code, as in transformers' Chinese RoFormerTokenizer
-        rules = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
-    return hashlib.sha256(rules.encode()).hexdigest()
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

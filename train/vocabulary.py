@@ -5,6 +5,7 @@
 The same text gives the same bytes, in every process and on every machine.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -156,6 +157,22 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What decides the ids of a text, as JSON; not what the last call cut or padded."""
+    try:
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        return backend.to_str()
+    except AttributeError:  # it has none
+        pass
+    except Exception as error:  # the Rust library raises this bare
+        if "Custom" not in str(error):
+            raise
+    # words cut by Python code, as in transformers' Chinese RoFormerTokenizer
+    return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
 
 
 def main(settings: VocabularySettings) -> None:
