@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, Dataset
@@ -26,6 +25,7 @@ from finetune import glue
 from finetune.examples import Examples
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
+from train.journal import environment
 from train.launch import run_command
 
 Epoch = Callable[[], float]  # makes one, returns its seconds
@@ -185,17 +185,19 @@ def main(settings: BenchSettings) -> None:
                 f"| {task}, {rows:,} | {name} | {statistics.median(values):.1f} "
                 f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
             )
+    about = {"settings": vars(settings)} | environment(fresh_accelerator("no"))
+    named = ("machine", "threads", "torch", "transformers", "commit")
+    head = (
+        "# An epoch of fine-tuning, against the loop of transformers' example\n\n"
+        f"`python -m finetune.bench --model {settings.model} --glue_dir {settings.glue_dir}`: "
+        f"{', '.join(f'{key} {about[key]}' for key in named)}; medians of {settings.rounds} rounds "
+        "in one process, by turns. Nothing is said of other sizes, machines or lengths of text.\n\n"
+    )
     print("\n".join(table))
-    about = {
-        "settings": vars(settings),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
     output = Path(settings.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(about | {"seconds": numbers}, indent=1) + "\n")
-    output.with_suffix(".md").write_text("\n".join(table) + "\n")
+    output.with_suffix(".md").write_text(head + "\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

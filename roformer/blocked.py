@@ -7,9 +7,9 @@ being kept (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 an
 queries only). Scores have the dtype of the queries, as in the eager kernel; torch's keeps them in
 float32, which in bfloat16 is two to five times as exact.
 
-What that gains depends on the memory allocator: at 2,048 tokens half of the time in a fresh
-process, and where freed memory stays mapped nothing but the memory, for 1.1 to 1.5 times the time
-(levers in results/bench-cpu.md).
+What that gains depends on the memory allocator. At 2,048 tokens it is half of the memory always; in
+a process of its own also 0.7 of the time with dropout (without, 0.8 to 1.1), and where freed memory
+stays mapped 1.1 to 1.5 times the time (levers in results/bench-cpu.md).
 
 Legend: N batch times heads, L queries, S keys, D head width.
 """

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from train.bench_check import differences
-from train.bench_table import Row, draw, line_of, tables
+from train.bench_table import Row, draw, line_of, page
 from train.flops import measured_peak, step_flops
 from train.journal import environment
 from train.launch import run_command
@@ -524,10 +524,7 @@ def write(bench: Bench, seconds: dict[str, float], meanings: dict[str, str]) -> 
     output = Path(settings.output)
     rows = [asdict(row) for row in bench.rows]
     output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    named = ("machine", "threads", "torch", "transformers")
-    head = ", ".join(f"{key} {about[key]}" for key in named)
-    text = f"# Speed\n\n{head}; {settings.rounds} rounds, medians.\n\n"
-    output.with_suffix(".md").write_text(text + tables(bench.rows, meanings))
+    output.with_suffix(".md").write_text(page(about, bench.rows, meanings))
     draw(bench.rows, STOCK, output.with_suffix(".png"))
 
 

@@ -1,9 +1,10 @@
 """The lines of the benchmark: a table for each part, and a picture."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from train.pictures import axes_of, save
 
@@ -45,9 +46,18 @@ def line_of(row: Row) -> str:
     return f"| {row.case} | {row.peer} | {value} | {row.asked}{verdict} |"
 
 
-def tables(rows: Sequence[Row], meanings: dict[str, str]) -> str:
-    """All lines, a table for each part with what it means."""
-    lines = []
+def page(about: Mapping[str, Any], rows: Sequence[Row], meanings: Mapping[str, str]) -> str:
+    """All lines, a table for each part with what it means, under where and how they were made."""
+    settings = about["settings"]
+    named = ("machine", "threads", "torch", "transformers", "commit")
+    lines = [
+        "# Speed\n",
+        f"`python -m train.bench --device {settings['device']}`: "
+        f"{', '.join(f'{key} {about[key]}' for key in named)}; "
+        f"{settings['rounds']} rounds, medians. "
+        "Ratios are of neighbours in one process; another machine, another number of threads or "
+        "another memory allocator has others.\n",
+    ]
     for part in dict.fromkeys(row.part for row in rows):
         lines += [
             f"## {part}\n",
