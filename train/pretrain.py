@@ -137,9 +137,8 @@ def train(
             rate_now = rate(step, hours)
             set_rate(optimizer, rate_now)
             predicted, told = agree(micro_batches, interruptions, journal, accelerator)
-            for number, batch in enumerate(micro_batches, start=1):
-                last = number == len(micro_batches)  # only then are gradients exchanged
-                with nullcontext() if last else accelerator.no_sync(model):
+            for number, batch in enumerate(micro_batches, start=1):  # the last exchanges gradients
+                with nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
                     loss, right = model(**to_device(batch, accelerator.device))
                     # data-parallel gradients are averages: undo it, for a sum over all processes
                     accelerator.backward(loss * accelerator.num_processes / predicted)
