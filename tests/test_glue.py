@@ -6,14 +6,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
+from torch.utils.data import DataLoader
 from transformers import pipeline
 
 from finetune import glue
+from finetune.examples import epoch_batches
 from finetune.results import KEY, prediction_file, read_predictions, read_results
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
@@ -61,6 +65,66 @@ def test_a_tiny_model_learns_a_separable_task(tmp_path, kind):
         "positive",
         "negative",
     ]
+
+
+class InOurOrder(transformers.Trainer):
+    """transformers' own loop, given the rows in our order, one epoch after the other."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        asked, rows = self.asked, self.train_dataset
+        names = ("input_ids", "token_type_ids", "labels")
+        lists = [{k: rows.batch(np.array([i]))[k][0] for k in names} for i in range(len(rows))]
+        epochs = iter(range(asked.epochs))
+
+        class Order:
+            def __iter__(self):
+                order = asked.batch_size, asked.seed, next(epochs)
+                return (batch.tolist() for batch in epoch_batches(rows.lengths, *order))
+
+            def __len__(self) -> int:
+                return -(-len(rows) // asked.batch_size)
+
+        return DataLoader(lists, batch_sampler=Order(), collate_fn=self.data_collator)
+
+
+@pytest.mark.parametrize(("task", "write"), [("sst2", write_sst2), ("stsb", write_stsb)])
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_the_outcome_is_that_of_transformers_trainer(kind, task, write, tmp_path):
+    """Schedule, decay, clipping, loss and optimiser of two loops: logits after six epochs."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_model(tmp_path / "model", kind, **still)
+    write(tmp_path / "glue", train=250)
+    asked = settings(tmp_path, task, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
+    line = glue.main(asked)
+    ours = read_predictions(prediction_file(asked.output, line, "validation"))[1]
+    config, tokenizer = glue.load_description(asked, TASKS[task])
+    data = glue.load_data(asked, TASKS[task], tokenizer)
+    model = glue.load_model(asked, config)
+    steps = asked.epochs * -(-len(data["train"]) // asked.batch_size)
+    told = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        num_train_epochs=asked.epochs,
+        learning_rate=asked.learning_rate,
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.clip_norm,
+        adam_epsilon=1e-8,
+        warmup_steps=round(asked.warmup_share * steps),
+        lr_scheduler_type=asked.schedule,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    collate = transformers.DataCollatorWithPadding(tokenizer)
+    trainer = InOurOrder(model, told, data_collator=collate, train_dataset=data["train"])
+    trainer.asked = asked
+    trainer.train()
+    everything = data["validation"].batch(np.arange(len(data["validation"])))
+    everything.pop("labels")
+    with torch.no_grad():
+        theirs = model.eval()(**everything).logits
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)
+    assert np.ptp(ours) > 0.1  # it has learned something to agree on
 
 
 def test_the_same_settings_give_the_same_numbers(tmp_path):
