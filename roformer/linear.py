@@ -121,6 +121,8 @@ class Features(nn.Module):
     The random vectors are a function of a seed, saved with the model, and of how often they were
     drawn: during training anew every `redraw_features` forward passes. Keys of one row and head are
     on one scale: those whose features are e^87 times smaller than the largest count for nothing.
+    With gradient checkpointing, a draw between a forward and its backward pass makes gradients
+    wrong.
     """
 
     vectors: Tensor

@@ -18,6 +18,7 @@ import transformers
 import yaml
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from safetensors.torch import load_file
 
 import roformer
 from conftest import ROOT, TINY_MODEL, command, log_rows
@@ -221,6 +222,56 @@ def test_a_saved_folder_is_validated_at_any_length_with_the_loss_of_the_log(
     longer = validate(ValidateSettings(str(folder / "model"), settings.corpus, length=300))
     assert math.isfinite(longer["validation_loss"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
+
+
+@pytest.mark.parametrize("kind", ["RoFormer", "Bert"])
+def test_the_loop_is_the_textbooks_with_transformers_own_model(
+    kind, pretrain_flags, tokenizer, tmp_path, monkeypatch
+):
+    """Loss over micro-batches, clipping, decay and schedule: losses, and weights at the end."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), **TINY_MODEL, **still
+    )
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    model.save_pretrained(tmp_path / "stock")
+    seen, agree = [], pretrain.agree
+    monkeypatch.setattr(pretrain, "agree", lambda x, *rest: seen.append(x) or agree(x, *rest))
+    flags = [f"--model.type={kind.lower()}", f"--model.init={tmp_path / 'stock'}"]
+    flags += ["--model.config={}", "--optim.micro_batch=4", "--optim.clip_norm=0.5"]
+    settings = run(pretrain_flags, *flags).optim
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": settings.weight_decay},
+         {"params": others, "weight_decay": 0.0}],
+        lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon,
+    )  # fmt: skip
+    losses = []
+    for step, micro_batches in enumerate(seen, start=1):
+        falling = (13 - step) / (13 - settings.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(step / settings.warmup_steps, falling)
+        total = sum(len(batch["targets"]) for batch in micro_batches)
+        loss = 0.0
+        for batch in micro_batches:
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            scores = model.train()(**inputs).logits.flatten(0, 1)[batch["places"]]
+            part = torch.nn.functional.cross_entropy(scores, batch["targets"], reduction="sum")
+            (part / total).backward()
+            loss += part.item() / total
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    assert len(seen) == 12
+    assert len(seen[0]) == 4
+    found = log_rows(tmp_path / "runs" / "tiny")
+    np.testing.assert_allclose([found[step] for step in range(1, 13)], losses, atol=1e-5)
+    trained = load_file(tmp_path / "runs" / "tiny" / "model" / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        if name in trained:
+            torch.testing.assert_close(trained[name], weight, atol=2e-5, rtol=1e-4)
 
 
 def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
