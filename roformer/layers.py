@@ -328,14 +328,14 @@ class RoFormerLayer(GradientCheckpointingLayer):
         Not with hooks, methods or modules of somebody else's (pruning, LoRA): what they make of it
         may not come out a second time.
         """
-        if not (self.keeps_its_input and _keeps_tensors()):
+        replaced = "forward" in vars(self.intermediate)
+        if replaced or not (self.keeps_its_input and _keeps_tensors()):
             return False
         widen, close = self.intermediate, self.output
         parts = {widen: RoFormerIntermediate, widen.intermediate_act_fn: self.activation_type}
         parts |= {close: RoFormerResidual, close.dense: nn.Linear}
         return all(
             type(part) is made
-            and "forward" not in vars(part)
             and not (part._forward_pre_hooks or part._forward_hooks)
             and not (part._backward_pre_hooks or part._backward_hooks)
             for part, made in parts.items()
