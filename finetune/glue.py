@@ -364,8 +364,7 @@ def describe(
     guess = {split: majority(task, data["train"], data[split]) for split in task.validations}
     return {
         **{name: values[name] for name in KEY},
-        "weights": None if settings.random_weights else weights_of(settings.model),
-        "data": data_of(task, settings.glue_dir),
+        **inputs_of(settings),
         "model_type": config.model_type,
         "label": task.label(rows),
         "official": task.is_official(rows),
@@ -385,6 +384,12 @@ def describe(
         "settings": values,
         "command": command_of(settings, precision, device == "cpu", processes),
     }
+
+
+def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
+    """Hashes of what a run reads, by the names of `INPUTS`; None where there is nothing to hash."""
+    weights = None if settings.random_weights else weights_of(settings.model)
+    return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
 
 
 def command_of(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:

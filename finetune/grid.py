@@ -23,7 +23,6 @@ import torch
 
 from finetune import glue
 from finetune.board import Board
-from finetune.examples import data_of
 from finetune.results import (
     Claims,
     append_result,
@@ -32,7 +31,6 @@ from finetune.results import (
     read_results,
     result_key,
     run_name,
-    weights_of,
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
@@ -131,10 +129,9 @@ def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | 
     line = done.get(result_key(asdict(run)))
     if line is None:
         return None
-    if not run.random_weights and are_other(weights_of(run.model), line, "weights"):
-        return f"the weights of {run.model}"
-    other = are_other(data_of(TASKS[run.task], run.glue_dir), line, "data")
-    return f"{run.task} of {run.glue_dir}" if other else None
+    names = {"weights": f"the weights of {run.model}", "data": f"{run.task} of {run.glue_dir}"}
+    found = glue.inputs_of(run).items()
+    return next((names[name] for name, value in found if are_other(value, line, name)), None)
 
 
 def require_precision(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> None:
@@ -219,8 +216,7 @@ def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
     command = glue.command_of(run, precision, cpu=not torch.cuda.is_available())
     return {
         **values,
-        "weights": None if run.random_weights else weights_of(run.model),
-        "data": data_of(TASKS[run.task], run.glue_dir),
+        **glue.inputs_of(run),
         "status": "failed",
         "error": error,
         "settings": values,
