@@ -274,6 +274,16 @@ def test_the_loop_is_the_textbooks_with_transformers_own_model(
             torch.testing.assert_close(trained[name], weight, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_a_second_text_is_read_like_the_first_though_none_was_shown(kind, pretrain_flags, tmp_path):
+    run(pretrain_flags, f"--model.type={kind}")
+    folder = tmp_path / "runs" / "tiny" / "model"
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    ids = torch.arange(5, 21)[None]
+    first, second = (model(ids, token_type_ids=torch.full_like(ids, t)).logits for t in (0, 1))
+    assert torch.equal(first, second)
+
+
 def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
     run(pretrain_flags)
     first = log_rows(tmp_path / "runs" / "tiny")

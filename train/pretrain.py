@@ -93,7 +93,8 @@ def main(settings: PretrainSettings) -> Path:
             accelerator.init_trackers(name, flat_settings(settings))
             code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
             if code is None:
-                save_model(objective, tokenizer, folder / "model", accelerator)
+                fresh = settings.model.init is None
+                save_model(objective, tokenizer, folder / "model", accelerator, fresh)
     accelerator.end_training()
     if code:
         raise SystemExit(code)
