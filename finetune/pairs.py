@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.cells import Row
+from finetune.cells import Row, model_name
 from finetune.comparison import Comparison, compare, corrected
 from train.curves import by_model
 
@@ -149,7 +149,7 @@ def _same_size(first: Row, second: Row) -> bool:
 
 def _beginning(row: Row) -> tuple[object, ...]:
     """What decides a model's random weights, fine-tuned in one way."""
-    (name,) = by_model([row.short])
+    (name,) = by_model([model_name(row.key.model)])
     return name, row.model_type, row.key.tokenizer, row.key.way
 
 

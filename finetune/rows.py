@@ -7,12 +7,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from finetune.cells import Cell, Line, Row, RowKey, number
+from finetune.cells import Cell, Line, Row, RowKey, model_name, number
 from finetune.pairs import Difference, control_differences, pair_differences
 from finetune.results import KEY, RECIPE
 from finetune.tasks import TASKS
@@ -141,11 +140,8 @@ def without_rates(rows: Sequence[Row]) -> list[Row]:
 
 
 def short_names(models: Iterable[str]) -> dict[str, str]:
-    """The telling part of each path: runs/NAME/model is NAME; the whole where two are equal."""
-    short = {}
-    for model in models:
-        parts = [part for part in Path(model).parts if part not in ("model", "/")]
-        short[model] = parts[-1] if parts else model
+    """The name of each model; the whole path where two have one name."""
+    short = {model: model_name(model) for model in models}
     taken = list(short.values())
     return {model: name if taken.count(name) == 1 else model for model, name in short.items()}
 

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -394,6 +395,17 @@ def test_a_model_is_compared_with_its_random_control():
     assert texts(grid) == {f"small-bert (bert) {MINUS} random weights": {"RTE, accuracy": text}}
     pair = table(lines).pairs[0]
     assert pair.tasks["rte"].mean == 0.0  # the control has no part in it
+
+
+def test_random_weights_are_borrowed_from_a_model_of_the_same_name_in_another_folder():
+    """A run that went on is published under its name, and its random weights were run before."""
+    lines = []
+    for model, kind in ((BERT, "bert"), (ROFORMER, "roformer")):
+        later = f"later/{Path(model).parent.name}/model"
+        for task in ("sst2", "cola", "stsb"):
+            lines += seeds(later, task, (0.6, 0.64), model_type=kind)
+            lines += seeds(model, task, (0.5, 0.54), random_weights=True, model_type=kind)
+    assert verdicts(table(lines))[0].startswith(f"RoFormer {MINUS} BERT counts: ")
 
 
 @pytest.mark.parametrize(("sizes", "found"), [((1, 9), 1), ((9, 9), 2), ((None, 9), 2)])
