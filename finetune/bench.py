@@ -25,8 +25,10 @@ from finetune import glue
 from finetune.examples import Examples
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
+from train.folders import require_writable
 from train.journal import environment
 from train.launch import run_command
+from train.settings import require
 
 Epoch = Callable[[], float]  # makes one, returns its seconds
 
@@ -53,6 +55,12 @@ class BenchSettings:
     """Folder where tokens are kept."""
     output: str = "results/glue-bench-cpu.json"
     """File for the numbers; the table goes beside it."""
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        require(not unknown, "tasks", f"must be of {', '.join(TASKS)}", unknown, "see --help")
+        require(self.rounds >= 1, "rounds", "must be at least 1", self.rounds, "3 is usual")
+        require_writable(Path(self.output).parent, "output")
 
 
 def first_rows(examples: Examples, count: int) -> Examples:
@@ -114,7 +122,7 @@ def official(
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            for batch in batches["validation"]:
+            for batch in (x for split, part in batches.items() if split != "train" for x in part):
                 model(**batch).logits.argmax(dim=-1)
         return time.perf_counter() - started
 

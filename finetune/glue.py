@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from finetune.results import (
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train import counter
+from train.folders import require_writable
 from train.journal import commit
 from train.launch import run_command, start_accelerator
 from train.optim import adamw, rate_factor, set_rate
@@ -89,7 +91,10 @@ def main(
     """
     started, task = time.perf_counter(), TASKS[settings.task]
     accelerator = accelerator or start_accelerator()
+    require_writable(Path(settings.output).parent, "output")
+    require_writable(Path(settings.cache), "cache")
     if settings.save is not None:
+        require_writable(Path(settings.save).parent, "save")
         require_free(settings.save)
     config, tokenizer = load_description(settings, task)
     data = load_data(settings, task, tokenizer)
@@ -119,9 +124,9 @@ def main(
         for split, values in logits.items():
             file = prediction_file(settings.output, result, split)
             write_predictions(file, data[split].labels, values)
+        append_result(claims or Claims(settings.output), result)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
-        append_result(claims or Claims(settings.output), result)
     return result
 
 
@@ -388,7 +393,7 @@ def describe(
 
 def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
     """Hashes of what a run reads, by the names of `INPUTS`; None where there is nothing to hash."""
-    weights = None if settings.random_weights else weights_of(settings.model)
+    weights = None if settings.random_weights else weights_of(settings.mnli or settings.model)
     return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
 
 

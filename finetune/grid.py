@@ -34,6 +34,7 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
+from train.folders import require_writable
 from train.launch import run_command, start_accelerator
 from train.settings import InputError, require
 
@@ -51,9 +52,13 @@ def main(settings: GridSettings) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     remedy = "launch one and give --workers"
     require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
+    require_writable(Path(settings.output).parent, "output")
+    require_writable(Path(settings.cache), "cache")
     runs = all_runs(settings)
     done = finished(settings.output)
     missing = [run for run in runs if not is_done(run, done)]
+    again = {run.save for run in missing if run.save}  # and what starts from these
+    missing += [run for run in runs if run.mnli in again and run not in missing]
     for run in runs:
         require_precision(run, done)
     stale = {what for run in missing if (what := other_inputs(run, done))}
@@ -129,7 +134,10 @@ def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | 
     line = done.get(result_key(asdict(run)))
     if line is None:
         return None
-    names = {"weights": f"the weights of {run.model}", "data": f"{run.task} of {run.glue_dir}"}
+    names = {
+        "weights": f"the weights of {run.mnli or run.model}",
+        "data": f"{run.task} of {run.glue_dir}",
+    }
     found = glue.inputs_of(run).items()
     return next((names[name] for name, value in found if are_other(value, line, name)), None)
 

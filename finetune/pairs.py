@@ -63,14 +63,17 @@ def pair_differences(
         names = [side[0].short if side else name for side, name in zip(sides, names)]
     title, counts = f" {MINUS} ".join(names), [len({row.key.side for row in x}) for x in sides]
     seeds = [sorted({seed_of(row) for row in side}) for side in sides]
-    if seeds[0] == seeds[1] and counts == [len(seeds[0])] * 2 != [1, 1]:
-        return over_seeds(title, *sides), ""
+    alike = all(_same_size(side[0], row) for side in sides for row in side)
+    nothing = f"No {title}: nothing was run with the same recipe on both."
+    if alike and seeds[0] == seeds[1] and counts == [len(seeds[0])] * 2 != [1, 1]:
+        over = over_seeds(title, *sides)
+        return over, "" if over else nothing
     if counts != [1, 1]:
         found = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
         remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""
         return [], f"No {title}: it takes one model of each, here are {found}{remedy}."
     same = differences(title, *sides)
-    return same, "" if same else f"No {title}: nothing was run with the same recipe on both."
+    return same, "" if same else nothing
 
 
 def differences(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:

@@ -47,7 +47,7 @@ NOTES = (
     "what the paper did; such a score is too good. Only rates with the most scored seeds compete.",
     "A difference is taken seed by seed between runs of the same recipe. The bootstrap interval is "
     "the 95 % percentile interval of the mean when seeds are resampled. It is too short for few "
-    "seeds: of normally distributed differences it holds the truth in 49 % of cases with 2 seeds, "
+    "seeds: of normally distributed differences it holds the truth in 48 % of cases with 2 seeds, "
     "67 % with 3, 84 % with 5, 90 % with 10; Student's t interval and the paired t-test keep their "
     "level. p (Holm) is corrected over the tasks of one comparison. The effect size is Hedges' "
     "g_z: mean over standard deviation of the differences, corrected for few seeds; report.json "

@@ -2,6 +2,7 @@
 
     results.jsonl                               one line a run
     predictions/TASK-MODEL-DIGEST/SPLIT.parquet  columns row, label (-1 on test splits), logits
+    NAME.jsonl, NAME-predictions/...            the same of a file of another name
 
 A line is there whole or not at all, and its predictions are there before it. Several processes may
 append to one file: a run is claimed before it is made, so that none is made twice.
@@ -80,8 +81,10 @@ def run_name(values: Mapping[str, Any]) -> str:
 
 
 def prediction_file(results: str, line: Mapping[str, Any], split: str) -> Path:
-    """Where the predictions of a run on a split are."""
-    return Path(results).parent / "predictions" / run_name(line) / f"{split}.parquet"
+    """Where the predictions of a run on a split are: each results file has a folder of its own."""
+    file = Path(results)
+    folder = "predictions" if file.stem == "results" else f"{file.stem}-predictions"
+    return file.parent / folder / run_name(line) / f"{split}.parquet"
 
 
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:

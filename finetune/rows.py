@@ -120,8 +120,8 @@ def place(lines: Sequence[Line]) -> list[Line]:
         found = places.get((task, line["glue_dir"]), places.get(task, other))
         placed.append({"collapsed": False, **line, **found, "model_type": kind})
     starts, data, order = mnli_names(placed), data_names(placed), list(TASKS)
-    for line in placed:
-        words = starts[line["mnli"]], data.get((line["label"], line["glue_dir"]), "")
+    for line, changed in zip(placed, input_names(placed)):
+        words = [starts[line["mnli"]], data.get((line["label"], line["glue_dir"]), ""), *changed]
         line["start"] = ", ".join(filter(None, words))
     return sorted(placed, key=lambda x: (order.index(x["task"]), x["label"], x["seed"]))
 
@@ -240,6 +240,27 @@ def data_names(lines: Sequence[Line]) -> dict[tuple[str, str | None], str]:
     several = {label for (label, *_), found in folders.items() if len(found) > 1}
     places = {(x["label"], x["glue_dir"]) for x in lines if x["label"] in several}
     return {place: f"data of {place[1] or 'the hub'}" for place in places}
+
+
+def input_names(lines: Sequence[Line]) -> list[list[str]]:
+    """Of each line what to call its weights and data, where they changed in place between runs.
+
+    Runs of what was there before are not seeds of what is there now.
+    """
+    found: dict[tuple[str, tuple], set[str]] = defaultdict(set)
+    places: list[dict[str, tuple]] = []
+    for line in lines:
+        seed = line["seed"] if line["mnli"] else None  # each has a model of MNLI of its own
+        model, data = (line["model"], line["mnli"], seed), (line["label"], line["glue_dir"])
+        places.append({"weights": model, "data": data})
+        for name, where in places[-1].items():
+            if line.get(name) is not None:
+                found[name, where].add(line[name])
+    return [
+        [f"{name} {line[name][:8]}" for name, where in both.items()
+         if len(found[name, where]) > 1 and line.get(name) is not None]
+        for line, both in zip(lines, places)
+    ]  # fmt: skip
 
 
 def best_rates(cells: Mapping[RowKey, dict[str, Cell]]) -> dict[RowKey, dict[str, Cell]]:

@@ -4,11 +4,12 @@ Keys are flat. `Recipe` is what a protocol fixes for all its runs; `GlueSettings
 `GridSettings` which runs. Defaults stand here and nowhere else.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.tasks import TASKS
-from train.settings import SCHEDULES, require
+from train.settings import SCHEDULES, require, require_seed
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "learning_rate", "epochs", "clip_norm"):
-            value = getattr(self, name)
-            require(value > 0, name, "must be positive", value, "leave it out for the default")
+            value, remedy = getattr(self, name), "leave it out for the default"
+            require(0 < value < math.inf, name, "must be positive and finite", value, remedy)
         require(
             self.length >= 8, "length", "must be at least 8", self.length, "128 and 512 are usual"
         )
@@ -106,7 +107,7 @@ class GlueSettings(Recipe):
             repr(self.task),
             remedy,
         )
-        require(self.seed >= 0, "seed", "must not be negative", self.seed, "use 0, 1, 2, ...")
+        require_seed(self.seed, "seed")
         local = self.glue_dir is not None or TASKS[self.task].official
         require(
             local,

@@ -31,8 +31,9 @@ def _controls(pair: Difference, table: Table) -> list[tuple[Row, Row]]:
 
 
 def _verdict(pair: Difference, table: Table) -> str:
-    doubts = []
-    for row, control in (x for part in pair.over or (pair,) for x in _controls(part, table)):
+    parts = [(part, _controls(part, table)) for part in pair.over or (pair,)]
+    doubts = [f"{part.title}: no random weights beside both" for part, x in parts if not x]
+    for row, control in (x for _, found in parts for x in found):
         for label in TASKS_THAT_COUNT:
             cells = row.cells.get(label), control.cells.get(label)
             doubt = _doubt(*cells)

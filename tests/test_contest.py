@@ -77,6 +77,30 @@ def test_longer_texts_are_columns_and_a_table_that_ends_is_refused(runs, tmp_pat
     assert "| at length 16 | at length 32 |" in (tmp_path / "c.md").read_text()
 
 
+def test_a_model_has_one_colour_in_all_panels(runs, tmp_path, monkeypatch):
+    axes = []
+    monkeypatch.setattr("train.contest.save", lambda found, output: axes.extend(found))
+    row = {"seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
+    rows = [row | {"model": "none"}, row | {"model": "rope"}]  # in another order than the runs
+    (tmp_path / "lengths.json").write_text(json.dumps(rows))
+    main(ContestSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "c.png")))
+    colours = [
+        {x.get_label(): x.get_color() for x in axis.lines if x.get_label() in ("rope", "none")}
+        for axis in (axes[0], axes[2])
+    ]
+    assert colours[0] == colours[1] == {"rope": "tab:red", "none": "tab:blue"}
+
+
+def test_a_shorter_run_moves_difference_and_losses_to_one_place(runs, tmp_path):
+    log = tmp_path / "none-0" / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))  # half as many tokens
+    main(ContestSettings([runs[0], runs[1], *runs[3:]], output=str(tmp_path / "c.png")))
+    rope, none = written(tmp_path)
+    apart = np.subtract([5.0, 5.0], [6.0, 6.0])
+    assert rope["at_equal_tokens"]["values"] == [5.0, 5.0]
+    assert none["first_minus_it"]["values"] == apart.tolist()
+
+
 def test_models_without_a_seed_in_common_are_not_subtracted(runs, tmp_path):
     main(ContestSettings([runs[0], runs[4]], output=str(tmp_path / "c.png")))
     assert [row["first_minus_it"] for row in written(tmp_path)] == [None, None]

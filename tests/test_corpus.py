@@ -20,7 +20,7 @@ from tqdm import tqdm
 import train.corpus
 from train import docstrings, vocabulary
 from train.corpus import TokeniseSettings, main, tokenise
-from train.documents import documents
+from train.documents import documents, documents_of, require_apart
 from train.settings import CorpusSettings, InputError
 from train.store import TokenStore
 
@@ -256,7 +256,8 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_vocabulary(
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
     settings = corpus(str(written), tmp_path, tokenizer=str(tokenizer_folder))
-    settings = dataclasses.replace(settings, validation=str(written / "c.txt"))
+    shutil.copy(written / "c.txt", tmp_path / "held-out.txt")
+    settings = dataclasses.replace(settings, validation=str(tmp_path / "held-out.txt"))
     for made in (3, 0):
         main(TokeniseSettings(settings))
         line = capsys.readouterr().out.splitlines()[0]
@@ -415,3 +416,74 @@ def test_docstrings_are_read_without_running_the_file(tmp_path):
     assert list(docstrings.docstrings(file)) == ["Top.", "In A.", "In f."]
     file.write_text('def broken(:\n  """x"""')
     assert list(docstrings.docstrings(file)) == []
+
+
+def test_linked_files_and_folders_are_read_once(written, tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "d.txt").write_text("from elsewhere\n")
+    (written / "linked").symlink_to(tmp_path / "more")
+    (written / "itself").symlink_to(written)
+    (written / "again.txt").symlink_to(written / "c.txt")
+    plain = ["a.parquet", "b.jsonl", "c.txt"]
+    found = list(documents(corpus(str(written), tmp_path), "train"))
+    named = corpus([str(written / name) for name in plain], tmp_path)
+    assert sorted(found) == sorted([*documents(named, "train"), "from elsewhere\n"])
+    (written / "lost.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"readable file, got .*lost\.txt"):
+        tokenise(corpus(str(written), tmp_path), "train", vocabulary.of_bytes())
+
+
+def test_a_glob_may_match_the_folders_that_spark_writes(tmp_path):
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.parquet").mkdir()
+        pq.write_table(
+            pa.table({"text": [text]}), tmp_path / f"{number}.parquet" / "part-0.parquet"
+        )
+        (tmp_path / f"{number}.parquet" / "_SUCCESS").touch()
+    assert list(documents(corpus(str(tmp_path / "*.parquet"), tmp_path), "train")) == TEXTS
+
+
+def test_a_file_that_grows_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
+    file = tmp_path / "growing.txt"
+    file.write_text("one\n")
+
+    def reading(*arguments):
+        yield from documents_of(*arguments)
+        file.write_text("one\n\ntwo\n")
+
+    monkeypatch.setattr(train.corpus, "documents_of", reading)
+    with pytest.raises(InputError, match=r"must not change while it is read, got .*growing\.txt"):
+        tokenise(corpus(str(file), tmp_path), "train", vocabulary.of_bytes())
+    assert not list((tmp_path / "tokens").glob("*/tokens.bin"))
+
+
+@pytest.mark.parametrize("line", ['{"text": "\\ud800"}', '{"text": ' + "[" * 100_000])
+def test_json_that_is_no_text_is_named_by_its_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n' + line + "\n")
+    read = documents(corpus(str(tmp_path / "a.jsonl"), tmp_path), "train")
+    assert next(read) == "\N{GRINNING FACE}"
+    with pytest.raises(InputError, match=r"got line 2 of .*a\.jsonl"):
+        next(read)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "{0}"}, "must be 'embedded' for both parts or neither"),
+        ({"train": "{0}", "validation": "{0}/c.txt"}, r"no file of corpus\.train, got .*c\.txt"),
+        ({"train": ["{0}/a.parquet"], "validation": ["{0}/../text/a.parquet"]}, r"a\.parquet"),
+    ],
+)
+def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path, settings, message):
+    def filled(value):
+        return [filled(x) for x in value] if isinstance(value, list) else value.format(written)
+
+    given = {key: filled(value) for key, value in settings.items()}
+    with pytest.raises(InputError, match=message):
+        require_apart(CorpusSettings(**given, cache=str(tmp_path)))
+
+
+def test_a_vocabulary_is_read_line_by_line_as_transformers_does(tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\N{LINE SEPARATOR}", "a", "b"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    assert vocabulary.load(str(tmp_path / "vocab.txt")).convert_tokens_to_ids(["a", "b"]) == [6, 7]

@@ -446,9 +446,9 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     other = f"--corpus.tokenizer={tmp_path / 'swapped'}"
     with pytest.raises(InputError, match="corpus.tokenizer.* must give the tokens"):
         here(pretrain_flags, other)
-    validation = f"--corpus.train={corpus_folder / 'validation.jsonl'}"
+    shutil.copy(corpus_folder / "validation.jsonl", tmp_path / "other.jsonl")
     with pytest.raises(InputError, match="corpus.train.* must give the tokens"):
-        here(pretrain_flags, validation)
+        here(pretrain_flags, f"--corpus.train={tmp_path / 'other.jsonl'}")
     here(pretrain_flags, "--run.max_hours=1e-9", "--optim.micro_batch=4")  # decides nothing
     here(pretrain_flags, "--run.max_hours=1e-9", "--optim.learning_rate=0.5", drift)
     run = tmp_path / "runs" / "tiny"
@@ -468,7 +468,7 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
         here(pretrain_flags, other_size, drift)
     assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
     fast = "--optim.learning_rate=0.5"
-    here(pretrain_flags, other, validation, fast, drift)
+    here(pretrain_flags, other, f"--corpus.train={tmp_path / 'other.jsonl'}", fast, drift)
     assert reached(run) == 12
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
     assert notes[0] == f"# {first}"

@@ -421,6 +421,29 @@ def test_a_save_folder_that_holds_something_else_is_refused_before_the_run(tmp_p
     assert not (tmp_path / "results.jsonl").exists()
 
 
+@pytest.mark.parametrize("key", ["output", "cache", "save"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, key):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"{key} must be a folder that can be written"):
+        glue.main(settings(tmp_path, **{key: str(tmp_path / "file" / "x")}))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_each_results_file_has_predictions_of_its_own(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    files = set()
+    for name in ("results", "one", "two"):
+        asked = settings(tmp_path, epochs=1, output=str(tmp_path / f"{name}.jsonl"))
+        files.add(prediction_file(asked.output, glue.main(asked), "validation"))
+    assert all(file.is_file() for file in files)
+    assert {file.parent.parent.name for file in files} == {
+        "predictions", "one-predictions", "two-predictions",
+    }  # fmt: skip
+
+
 def test_reduced_data_without_test_splits_still_predict_ax(tmp_path):
     tiny_model(tmp_path / "model", "roformer")
     pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}

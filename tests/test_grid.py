@@ -230,6 +230,12 @@ def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
     assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in lines) == expected
     losses = {(bool(x["mnli"]), x["seed"]): x["losses"] for x in lines if x["task"] == "stsb"}
     assert losses[False, 0] != losses[True, 0]
+    pair["label"] = [1, 0, 1] * 3  # MNLI is made again, and with it what begins from it
+    write_split(tmp_path / "glue", "mnli", "train", pair)
+    grid.main(settings)
+    made = [json.loads(x) for x in Path(settings.output).read_text().splitlines()][len(lines) :]
+    again = [(task, begun, seed) for task, begun, seed in expected if task == "mnli" or begun]
+    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in made) == again
 
 
 @pytest.mark.parametrize(

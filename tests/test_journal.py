@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
     accelerator = Accelerator(cpu=True)
     with Journal(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[0])
-        state = {"step": 0} | journal.state()
+        state = {"step": 0} | journal.state(0)
     with Journal(accelerator, tmp_path, state, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[1])
         journal.training(2, 0.5, torch.tensor(3.0))
@@ -54,12 +55,22 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
     assert (row["loss"], row["accuracy"], row["tokens"]) == (4.0, 0.2, 116)
 
 
+def test_a_checkpoint_has_the_loss_measured_at_its_own_step_or_none(tmp_path):
+    with Journal(Accelerator(cpu=True), tmp_path, START, 20, CONFIG, 1e12) as journal:
+        assert journal.state(0)["validation_loss"] is None
+        journal.validation(5, {"validation_loss": 1.5})
+        assert journal.state(5)["validation_loss"] == 1.5
+        assert journal.state(6)["validation_loss"] is None
+        journal.validation(8, {"validation_loss": math.nan})
+        assert journal.state(8)["validation_loss"] is None
+
+
 def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
     accelerator = Accelerator(cpu=True)
     with Journal(accelerator, tmp_path, START, 20, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[0])
         time.sleep(0.2)  # slow steps, and no report before the end
-        state = {"step": 9} | journal.state()
+        state = {"step": 9} | journal.state(9)
     with Journal(accelerator, tmp_path, state, 20, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[1])
         with journal.clock.paused():

@@ -67,8 +67,18 @@ def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
         PublishSettings(str(finished), str(tmp_path / "new"), "x", dtype="half")
     good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
     (finished / "model" / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match="run must hold a finished model"):
+    with pytest.raises(InputError, match=r"run must be the folder of a finished run, got .*tiny"):
         main(good)
-    with pytest.raises(InputError, match="run must hold a finished model"):
+    with pytest.raises(InputError, match="run must be the folder of a finished run"):
         main(dataclasses.replace(good, run=str(tmp_path)))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain_flags, tmp_path):
+    more = ["--optim.learning_rate=5e-3", "--optim.steps=24", "--run.allow_drift=true"]
+    pretrain(parse(PretrainSettings, [*pretrain_flags, *more, "--run.max_hours=1e-9"]))
+    good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
+    with pytest.raises(InputError, match="run must be the folder of a finished run"):
+        main(good)  # its log is newer than the weights of the model that was here
+    pretrain(parse(PretrainSettings, [*pretrain_flags, *more]))
+    assert "| steps | 24 |" in (main(good) / "README.md").read_text()

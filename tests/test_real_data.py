@@ -60,7 +60,7 @@ def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(real_data, tmp_path,
 
 
 def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
-    wikipedia = real_data / "corpus" / "wikipedia" / "validation.parquet"
+    wikipedia = real_data / "corpus" / "wikipedia"
     launch = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
     tiny = (
         "--config",
@@ -69,8 +69,9 @@ def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
         "configs/model/roformer-tiny.yaml",
     )
     done = command(
-        *launch, "train/pretrain.py", *tiny, "--corpus.train", wikipedia,
-        "--corpus.validation", wikipedia, "--corpus.cache", tmp_path / "tokens",
+        *launch, "train/pretrain.py", *tiny, "--corpus.train",
+        wikipedia / "train-00000-of-00004.parquet", "--corpus.validation",
+        wikipedia / "validation.parquet", "--corpus.cache", tmp_path / "tokens",
         "--corpus.tokenizer", real_data / "vocab" / "bert-base-uncased.txt",
         "--corpus.vocabulary_size", "null", "--optim.tokens", "null", "--optim.warmup_steps", "10",
         "--optim.steps", "60", "--run.folder", tmp_path, "--run.name", "tiny",

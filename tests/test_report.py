@@ -319,6 +319,51 @@ def test_models_of_other_pretraining_seeds_are_not_paired():
     assert "2 RoFormer and 2 BERT; name two models" in table(lines).remark
 
 
+def test_widths_that_look_like_pretraining_seeds_are_not_taken_for_them():
+    lines = []
+    for name, kind in (("roformer", "roformer"), ("bert", "bert")):
+        for width in (128, 768):
+            changes = {"model_type": kind, "parameters": width}
+            lines += seeds(f"runs/{name}-{width}/model", "rte", (0.5, 0.6), **changes)
+    assert table(lines).pairs == []
+    assert "2 RoFormer and 2 BERT; name two models" in table(lines).remark
+
+
+def test_a_pretraining_seed_without_random_weights_is_a_doubt():
+    lines = []
+    for seed in (0, 1):
+        for name in ("roformer", "bert"):
+            of = {"model_type": name}
+            for task in ("sst2", "cola", "stsb"):
+                model = f"runs/{name}-{seed}/model"
+                lines += seeds(model, task, (0.6, 0.62), **of)
+                if seed == 0:
+                    lines += seeds(model, task, (0.4, 0.42), random_weights=True, **of)
+    assert "counts: " in verdicts(table(lines))[-1]
+    for row in lines:  # with another tokenizer random weights are other ones
+        row["tokenizer"] = "other" if "-1/" in row["model"] else None
+    last = verdicts(table(lines))[-1]
+    assert "pretraining seed 1: no random weights beside both" in last
+
+
+@pytest.mark.parametrize("name", ["weights", "data"])
+def test_runs_of_what_was_changed_in_place_share_no_cell(name):
+    lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(4)]
+    for row, found in zip(lines, ("a" * 16, "a" * 16, "b" * 16, None)):
+        row[name] = found
+    found = scores(lines)
+    assert found[f"small-bert (bert), {name} aaaaaaaa"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
+    assert found[f"small-bert (bert), {name} bbbbbbbb"]["RTE, accuracy"] == "70.0 (1)"
+    assert found["small-bert (bert)"]["RTE, accuracy"] == "80.0 (1)"
+
+
+def test_each_seeds_model_of_mnli_has_weights_of_its_own():
+    lines = [line(BERT, "rte", 0.5, seed=seed, mnli=f"mnli/{seed}") for seed in (0, 1)]
+    for number, row in enumerate(lines):
+        row["weights"] = str(number) * 16
+    assert list(scores(lines)) == ["small-bert (bert), started from MNLI", "majority baseline"]
+
+
 def learned(gains: dict[str, float]) -> list[dict]:
     """Both models above their random weights by 10 points, or as `gains` says of a task of BERT."""
     lines = []

@@ -84,7 +84,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
         (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast"),
-        (["--optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1.0"),
+        (["--optim.learning_rate=-1"], "optim.learning_rate must be positive and finite, got -1.0"),
         (
             ["--optim.tokens=5"],
             "optim needs one of optim.steps, .*, got optim.steps, optim.tokens; set one",
@@ -139,3 +139,20 @@ def test_yaml_runs_no_code(tmp_path):
     with pytest.raises(InputError):
         parse(PretrainSettings, ["--config", str(file)])
     assert not (tmp_path / "made").exists()
+
+
+def test_a_key_that_a_yaml_says_twice_is_refused(tmp_path):
+    file = tmp_path / "twice.yaml"
+    file.write_text("optim: {steps: 4, learning_rate: 1e-5}\nrun: {seed: 1}\noptim:\n  steps: 5\n")
+    for flags in ([f"--config={file}"], ["--config", str(file)]):
+        with pytest.raises(InputError, match=r"twice\.yaml must say a key once, got optim; join"):
+            parse(PretrainSettings, flags)
+    file.write_text("optim:\n  steps: 4\n  steps: 5\n")
+    with pytest.raises(InputError, match="must say a key once, got steps"):
+        parse(PretrainSettings, [f"--config={file}"])
+
+
+@pytest.mark.parametrize("flag", ["--run.seed=18446744073709551616", "--corpus.weights=[.inf]"])
+def test_numbers_that_are_none_are_refused(flag):
+    with pytest.raises(InputError, match=flag[2:].split("=")[0]):
+        parse(PretrainSettings, [flag])

@@ -150,7 +150,7 @@ def plan(
         "steps_at_least" if settings.optim.tokens else "steps": steps,
         "tokens_at_most": tokens or None,
         "hours": settings.optim.hours or round(hours, 2),
-        "memory_gb": round((memory() + (ADAM_BYTES - 8) * parameters) / 1e9, 2),
+        "memory_gb": round((memory(accelerator.device) + (ADAM_BYTES - 8) * parameters) / 1e9, 2),
         "checkpoints_gb": round(SAVED_BYTES * parameters * (settings.run.keep + 2) / 1e9, 2),
         "processes": accelerator.num_processes,
     }

@@ -62,8 +62,9 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
     rows = []
     for model, seeds in models.items():
         mine = list(seeds.values())
-        apart = difference(first, seeds) if seeds is not first else None
-        ends = [values[-1] for values in apart["by_seed"].values() if values] if apart else []
+        pairs = [(first[x], seeds[x]) for x in seeds if x in first and seeds is not first]
+        apart = [minus(*(equal["tokens"][run.name] for run in pair)) for pair in pairs]
+        ends = [value for value in apart if value is not None]
         here = {key: common(losses, mine) for key, losses in equal.items()}
         speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
         rows.append(
@@ -81,6 +82,11 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
             }
         )
     return rows
+
+
+def minus(first: float | None, second: float | None) -> float | None:
+    """The difference, where both are known."""
+    return None if first is None or second is None else first - second
 
 
 def common(losses: dict[str, float | None], runs: list[Run]) -> Row | None:
@@ -141,7 +147,7 @@ def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: st
     if lengths:
         # one is as long as the training's: nobody is rescaled there, or anywhere below it
         plain = [row for row in lengths if row["way"] == PLAIN]
-        draw_on(axes[2], plain, min(row["length"] for row in plain))
+        draw_on(axes[2], plain, min(row["length"] for row in plain), models)
         crosses = [x for x in zip(*axes[2].get_legend_handles_labels()) if REFUSED in x[1]]
         if crosses:  # the colours are those of the other panels
             axes[2].legend(*zip(*crosses), frameon=False, fontsize=8)

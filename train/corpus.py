@@ -32,7 +32,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from train import vocabulary
-from train.documents import Source, documents_of, ending, find_files, sources
+from train.documents import (
+    Source,
+    documents_of,
+    ending,
+    find_files,
+    readable,
+    require_apart,
+    sources,
+)
 from train.folders import no_room, require_writable, whole_folder
 from train.launch import redraw_seconds, run_command
 from train.settings import CorpusSettings, HeldOutSettings, require
@@ -95,11 +103,7 @@ class _Builder:
     def shards(self, source: Source) -> list[Path]:
         """Folders of all shards of a source; only those that are missing cost work."""
         cache, column = Path(self.corpus.cache), self.corpus.text_column
-        if isinstance(source, Path):
-            text = _hash(_file_hash(source, cache), ending(source), column)
-        else:  # what the hub holds under that name may change: the cache holds what it was
-            text = _hash(source, self.part, column)
-        facts = {"format": FORMAT, "text": text, "tokenizer": self.rules}
+        facts = {"format": FORMAT, "text": self._text(source), "tokenizer": self.rules}
         name = _hash(*facts.values())
         found = _found(cache, name)
         if found and _manifest(found[-1])["last"]:
@@ -107,12 +111,26 @@ class _Builder:
         _sweep(cache, name)
         known = sum(_manifest(shard)["documents"] for shard in found)
         texts = itertools.islice(documents_of(source, self.part, column), known, None)
-        return found + list(self._make(_batches(texts), _shards(cache, name, len(found)), facts))
+        folders = _shards(cache, name, len(found))
+        return found + list(self._make(source, _batches(texts), folders, facts))
+
+    def _text(self, source: Source) -> str:
+        """A hash of what a source holds and how it is read."""
+        column, key = self.corpus.text_column, f"corpus.{self.part}"
+        if isinstance(source, str):  # the hub's may change: the cache holds what it was
+            return _hash(source, self.part, column)
+        with readable(source, key):
+            return _hash(_file_hash(source, Path(self.corpus.cache)), ending(source), column)
 
     def _make(
-        self, batches: Iterator[list[str]], folders: Iterator[Path], facts: dict[str, Any]
+        self,
+        source: Source,
+        batches: Iterator[list[str]],
+        folders: Iterator[Path],
+        facts: dict[str, Any],
     ) -> Iterator[Path]:
         """Write batches to shards, as many as it takes."""
+        rule = "must not change while it is read"
         batch = next(batches, None)
         while batch is not None:
             folder = next(folders)
@@ -120,6 +138,8 @@ class _Builder:
                 ours = itertools.chain([batch], itertools.islice(batches, BATCHES_A_SHARD - 1))
                 counts = self._write(ours, unfinished)
                 batch = next(batches, None)
+                same = self._text(source) == facts["text"]
+                require(same, f"corpus.{self.part}", rule, source, "start again when it is whole")
                 manifest = facts | counts | {"last": batch is None}
                 (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
             yield folder
@@ -268,6 +288,7 @@ def main(settings: TokeniseSettings) -> None:
     """Tokenise both parts; says how much, how fast and in how much memory."""
     corpus = settings.corpus
     require_writable(Path(corpus.cache), "corpus.cache")
+    require_apart(corpus)
     vocabulary.learn_if_missing(corpus)
     tokenizer = vocabulary.load(corpus.tokenizer)
     cores = len(os.sched_getaffinity(0))

@@ -64,6 +64,7 @@ def read_runs(folders: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
     Raises:
         InputError: A folder holds no run, or two runs have one name.
     """
+    require(len(folders) > 0, "runs", "must name a run folder", "none", "give one")
     runs = {Path(folder).name: read_log(folder) for folder in folders}
     models = by_model([Path(folder).name for folder in folders])
     unit = NATS

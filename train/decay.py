@@ -20,19 +20,20 @@ import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig
 
 import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import inverse_frequencies
 from train import vocabulary
 from train.corpus import tokenise
+from train.curves import by_model
 from train.initialise import build, model_config
 from train.launch import run_command, start_accelerator
 from train.lengths import run_name
 from train.packing import Sequences, SpecialTokens, examples
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import HeldOutSettings, ModelSettings, require
+from train.validate import read_config
 
 Floats = NDArray[np.float64]
 
@@ -132,7 +133,7 @@ def of_model(
         InputError: It is no RoFormer that rotates, or cannot be loaded.
     """
     tokenizer = vocabulary.load(folder, key="models")
-    saved = AutoConfig.from_pretrained(folder)
+    saved = read_config(folder)
     fits = (
         isinstance(saved, RoFormerConfig)
         and (saved.position_encoding, saved.linear_attention) == ("rope", None)
@@ -219,6 +220,7 @@ def main(settings: DecaySettings) -> dict[str, Any]:
         "thetas": [(width, base) for base in settings.thetas],
         "widths": [(d, theta) for d in settings.widths],
     }
+    by_model([run_name(folder) for folder in settings.models])  # refuses two of one name
     found = drawn(width, theta, distances)
     for folder in settings.models:
         found |= of_model(folder, settings.corpus, distances, accelerator)

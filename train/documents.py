@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import parquet
 
 from train import docstrings
-from train.settings import HeldOutSettings, InputError, require
+from train.settings import CorpusSettings, HeldOutSettings, InputError, require
 
 Source = Path | str
 """A file, or the name of a hub data set."""
@@ -60,18 +60,22 @@ def _named_files(name: str, key: str) -> list[Path]:
     path = Path(name)
     endings = ", ".join(READERS)
     if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if ending(p) and p.is_file()]
-        require(
-            bool(found), key, f"must hold {endings} files", f"none in {name!r}", "put text there"
-        )
-        return found
+        # rglob would leave out what is linked, and a link to nothing
+        inside = map(Path, glob.iglob(f"{glob.escape(name)}/**/*", recursive=True))
+        found = sorted(p for p in inside if ending(p) and not p.is_dir())
+        once = {p.resolve(): p for p in reversed(found)}  # a folder may be linked into itself
+        rule, nothing = f"must hold {endings} files", f"none in {name!r}"
+        require(bool(found), key, rule, nothing, "put text there")
+        return sorted(once.values())
     matches = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
     if glob.has_magic(name):
         require(bool(matches), key, "must match a file", f"none for {name!r}", "check the pattern")
+    found = []
     for match in matches:
         rule, remedy = f"must be {endings} files", "convert or rename the file"
         require(bool(ending(match)), key, rule, str(match), remedy)
-    return matches
+        found += _named_files(str(match), key) if match.is_dir() else [match]
+    return found
 
 
 def _looks_like_path(name: str) -> bool:
@@ -105,8 +109,33 @@ def documents_of(source: Source, part: str, column: str) -> Iterator[str]:
     return READERS[ending(source)](source, f"corpus.{part}", column)
 
 
+def require_apart(corpus: CorpusSettings) -> None:
+    """Refuse to measure a model on the text it learns from, or on none of the user's own.
+
+    Raises:
+        InputError: A file is in both parts, or only one of them is embedded.
+    """
+    rule, remedy = f"must be {EMBEDDED!r} for both parts or neither", "name held-out text of yours"
+    alike = len({getattr(corpus, part) == EMBEDDED for part in ("train", "validation")}) == 1
+    found = f"train {corpus.train!r} and validation {corpus.validation!r}"
+    require(alike, "corpus.validation", rule, found, remedy)
+    if corpus.train != EMBEDDED:
+        train, held_out = (
+            {
+                f.resolve()
+                for files in find_files(corpus, part)
+                for f in files
+                if isinstance(f, Path)
+            }
+            for part in ("train", "validation")
+        )
+        shared = ", ".join(sorted(map(str, train & held_out))[:3])
+        rule, remedy = "must hold no file of corpus.train", "move it out of the training text"
+        require(not shared, "corpus.validation", rule, shared, remedy)
+
+
 @contextmanager
-def _readable(file: Path, key: str) -> Iterator[None]:
+def readable(file: Path, key: str) -> Iterator[None]:
     """Say of a damaged file which one it is."""
     try:
         yield
@@ -116,7 +145,7 @@ def _readable(file: Path, key: str) -> Iterator[None]:
 
 
 def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
-    with _readable(file, key), parquet.ParquetFile(file) as table:
+    with readable(file, key), parquet.ParquetFile(file) as table:
         kinds = {field.name: field.type for field in table.schema_arrow}
         _require_column(column, kinds, file)
         for batch in table.iter_batches(batch_size=256, columns=[column]):
@@ -129,7 +158,9 @@ def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+            if "\\u" in line:  # half of a pair is JSON, but no text that can be encoded
+                json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
             found = f"line {number} of {file}: {error}"
             raise InputError(
                 f"{key} must hold one JSON object a line, got {found}; mend it"
@@ -162,7 +193,7 @@ READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
 
 def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
     """Numbered lines of a text file; pyarrow unpacks it when its ending says so."""
-    with _readable(file, key), io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream:
+    with readable(file, key), io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream:
         for number, line in enumerate(stream, start=1):
             try:
                 yield number, line.decode("utf-8")
@@ -203,16 +234,10 @@ def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
         for row in rows:
             _require_column(column, row, Path(name))
             yield _text(row[column], column, Path(name))
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _unreadable_hub(name, part, error) from error
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise _unreadable_hub(name, part, error) from error
-
-
-def _unreadable_hub(name: str, part: str, error: BaseException) -> InputError:
-    return InputError(
-        f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
-        f"got {name!r} ({_first_line(error)}); check the spelling and the network"
-    )
+    except InputError:
+        raise
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
+            f"got {name!r} ({_first_line(error)}); check the spelling and the network"
+        ) from error

@@ -1,6 +1,7 @@
 """A folder is there whole or not at all: how everything but checkpoints is written."""
 
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -9,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.settings import InputError, require
+
+UNFINISHED = ".unfinished-"
+"""In the name of a folder that is being filled."""
 
 
 @contextmanager
@@ -24,9 +28,10 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:
-        for left in target.parent.glob(f".{target.name}.*"):
+        for left in target.parent.glob(f".{glob.escape(target.name)}{UNFINISHED}*"):
             shutil.rmtree(left)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    prefix = f".{target.name}{UNFINISHED}"
+    unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
         yield unfinished
         unfinished.chmod(0o755)  # mkdtemp's is private, and so are the files of safetensors

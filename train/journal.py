@@ -48,7 +48,7 @@ FREE = {
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
     """Versions, machine and commit: what a number needs beside it to be believed."""
-    cuda = torch.cuda.is_available()
+    cuda = accelerator.device.type == "cuda"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -141,7 +141,8 @@ def changed_settings(
 
 
 def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in stage.items() if key not in FREE["optim"]}
+    free = FREE["optim"] | FREE["corpus"]
+    return {key: value for key, value in stage.items() if key not in free}
 
 
 def _read(file: Path, what: str) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class Journal:
     ) -> None:
         self.accelerator, self.config, self.peak = accelerator, config, peak
         self.tokens, self.step = state["tokens"], state["reported"]
-        self.validation_loss = state.get("validation_loss")
+        self.validated: tuple[int, float] | None = None  # step and loss
         self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
         main = accelerator.is_main_process
@@ -304,15 +305,19 @@ class Journal:
             torch.cat((self.computed, self.read.to(self.computed.device)))
         ).tolist()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the log to go on as if nothing had happened."""
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after a step must hold for the log to go on as if nothing had happened.
+
+        And the held-out loss, if it was measured after that very step.
+        """
+        at, loss = self.validated or (None, math.nan)
         return {
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "reported": self.step,
             "pending": self._sums(),
             "unreported": [self.clock.training(), self.clock.waited],
-            "validation_loss": self.validation_loss,
+            "validation_loss": loss if at == step and math.isfinite(loss) else None,
         }
 
     def add(self, loss: Tensor, right: Tensor, batch: Batch) -> None:
@@ -341,7 +346,7 @@ class Journal:
             "seconds_per_step": round(elapsed / steps, 4),
             "data_wait": round(self.clock.waited / elapsed, 4),
             "mfu": round(flops / elapsed / self.peak / self.accelerator.num_processes, 4),
-            "memory_gb": round(memory() / 1e9, 3),
+            "memory_gb": round(memory(self.accelerator.device) / 1e9, 3),
         }
         if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
@@ -356,7 +361,7 @@ class Journal:
 
     def validation(self, step: int, scores: dict[str, float]) -> None:
         """Report an evaluation, at the tokens of all steps so far."""
-        self.validation_loss = scores["validation_loss"]
+        self.validated = step, scores["validation_loss"]
         tokens = self.tokens + int(self._sums()[3])
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
@@ -389,10 +394,10 @@ def sequence_lengths(batch: Batch) -> Tensor:
     return batch["cu_seq_lens_q"].diff()
 
 
-def memory() -> int:
-    """Largest use so far in bytes: of the GPU, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def memory(device: torch.device) -> int:
+    """Largest use so far in bytes: of a GPU, or of the process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -10,7 +10,7 @@ rescaling). Nothing is trained here.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import roformer
 from train import vocabulary
@@ -29,7 +29,7 @@ from train.launch import run_command, start_accelerator
 from train.packing import Sequences, SpecialTokens
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import HeldOutSettings, InputError, require
-from train.validate import evaluate, load_objective
+from train.validate import evaluate, load_objective, read_config
 
 PLAIN = "as it is"
 REFUSED = "refused, its table of positions has ended"
@@ -60,6 +60,7 @@ class LengthsSettings:
             require(length >= 8, "lengths", "must be at least 8", length, "128 is usual")
         require(self.trained >= 8, "trained", "must be at least 8", self.trained, "128 is usual")
         require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
+        require(len(self.models) > 0, "models", "must name a folder", "none", "give one")
         require_picture(self.output)
 
 
@@ -68,7 +69,14 @@ def main(settings: LengthsSettings) -> list[dict[str, Any]]:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    rows = [row for model in settings.models for row in rows_of(model, settings, accelerator)]
+    folders = {run_name(folder): folder for folder in settings.models}
+    models = by_model([run_name(folder) for folder in settings.models])
+    rows = [
+        {"model": model, "seed": seed} | row
+        for model, seeds in models.items()
+        for seed, name in seeds.items()
+        for row in rows_of(folders[name], settings, accelerator)
+    ]
     if accelerator.is_main_process:
         output = Path(settings.output)
         draw(rows, settings)
@@ -84,17 +92,15 @@ def rows_of(
     """What one model does at each length, or why it cannot.
 
     Yields:
-        model, seed, way, length; and the scores of `validate.evaluate` with the number of sequences
-        read, or `refused` with the reason.
+        way, length; and the scores of `validate.evaluate` with the number of sequences read, or
+        `refused` with the reason.
     """
-    tokenizer = vocabulary.load(folder, key="models")
+    tokenizer, config = vocabulary.load(folder, key="models"), read_config(folder)
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
-    (name, seeds), *_ = by_model([run_name(folder)]).items()
-    config = AutoConfig.from_pretrained(folder)
     for length in settings.lengths:
         for way, changes in ways(config, length / settings.trained).items():
-            head = {"model": name, "seed": next(iter(seeds)), "way": way, "length": length}
+            head = {"way": way, "length": length}
             try:
                 objective = load_objective(folder, tokenizer, length, settings.attention, changes)
             except InputError as error:
@@ -193,16 +199,24 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
 def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
     """Write the picture."""
     (axis,) = axes_of(1, 1, 9.5, 4.6)
-    draw_on(axis, rows, settings.trained)
+    draw_on(axis, rows, settings.trained, [row["model"] for row in rows])
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save([axis], Path(settings.output))
 
 
-def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int) -> None:
-    """Loss against length: colour for the model, line style for the way, band for the seeds."""
+def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int, models: Iterable[str]) -> None:
+    """Loss against length: colour for the model, line style for the way, band for the seeds.
+
+    Args:
+        axis: To draw on.
+        rows: What `main` measured.
+        trained: Longest sequence of pretraining.
+        models: Names in the order of their colours; others come after them.
+    """
     found = means(rows)
     lengths = sorted({row["length"] for row in rows})
-    colours = dict(zip(dict.fromkeys(model for model, _ in found), COLOURS * len(found)))
+    names = dict.fromkeys([*models, *(model for model, _ in found)])
+    colours = dict(zip(names, COLOURS * len(names)))
     styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
     plain = len(styles) == 1
     for (model, way), losses in found.items():

@@ -6,6 +6,7 @@ matplotlib is imported only when something is drawn: a machine that only trains 
 from pathlib import Path
 from typing import Any
 
+from train.folders import require_writable
 from train.settings import require
 
 COLOURS = (
@@ -15,13 +16,14 @@ COLOURS = (
 
 
 def require_picture(output: str) -> None:
-    """Refuse a name that is no picture's.
+    """Refuse a name that is no picture's, or in no folder of ours, before anything is measured.
 
     Raises:
-        InputError: It does not end in .png or .svg.
+        InputError: It does not end in .png or .svg, or could not be written.
     """
     fits = Path(output).suffix in (".png", ".svg")
     require(fits, "output", "must end in .png or .svg", output, "rename it")
+    require_writable(Path(output).parent, "output")
 
 
 def axes_of(rows: int, columns: int, width: float, height: float) -> list[Any]:

@@ -27,7 +27,7 @@ import roformer
 from train import checkpoint, counter, vocabulary
 from train.capacity import fit_micro_batch, plan
 from train.corpus import tokenise
-from train.documents import EMBEDDED, find_files
+from train.documents import require_apart
 from train.flops import measured_peak
 from train.folders import no_room, require_writable
 from train.initialise import build, model_config
@@ -122,7 +122,7 @@ def train(
     )
     model, optimizer = accelerator.prepare(objective, optimizer)
     data = [*(part.sequences.store.folder.name for part in steps.parts), held_out.store.folder.name]
-    state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data)
+    state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data, total)
     peak = peak_flops(run, accelerator)
     fit(steps, model, objective, accelerator)
     hours, config = state["seconds"] / 3600, objective.model.config
@@ -161,7 +161,7 @@ def train(
                         held_out,
                         steps.special,
                         accelerator,
-                        batch=min(part.micro_batch for part in steps.parts),  # these fit
+                        batch=fitting(steps, held_out),
                         chosen=first_of(held_out, run.validation_sequences),
                         alive=interruptions.alive,
                     )
@@ -181,7 +181,7 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
     """Say what does not fit before any work is done on the text.
 
     Raises:
-        InputError: Model and length, batch and processes, or a named file.
+        InputError: Model and length, batch and processes, a named file, or one in both parts.
     """
     config = model_config(settings.model, settings.corpus.length)
     with torch.device("meta"):  # an activation, kernel or head that does not exist is said here
@@ -189,9 +189,7 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
         LanguageModel(build(fresh, config, settings.run.seed))
     optim = settings.optim
     require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-    for part in ("train", "validation"):
-        if getattr(settings.corpus, part) != EMBEDDED:  # which is made, not found
-            find_files(settings.corpus, part)
+    require_apart(settings.corpus)
 
 
 def prepare_data(
@@ -251,11 +249,18 @@ def make_steps(
         )
         parts.append((number_of_steps(optim, sequences.mean_length), steps))
     whole = Stages(parts)
-    warmup, rule = stages[0].optim.warmup_steps, f"must be fewer than the {whole.total} steps"
-    fits = whole.total is None or warmup < whole.total
-    remedy = "shorten it or train longer"
-    require(fits, "optim.warmup_steps", f"{rule} of the run", warmup, remedy)
+    require_warmup(stages[0].optim.warmup_steps, whole.total)
     return whole
+
+
+def require_warmup(steps: int, total: int | None) -> None:
+    """Refuse a warm-up that would outlast the run; None is a run that ends by the clock.
+
+    Raises:
+        InputError: It would.
+    """
+    rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
+    require(total is None or steps < total, "optim.warmup_steps", rule, steps, remedy)
 
 
 def is_compiled(accelerator: Accelerator) -> bool:
@@ -288,6 +293,8 @@ def dry_run(
     fresh = dataclasses.replace(model, init=None)  # of the same sizes, and nothing is loaded
     objective = make_objective(dataclasses.replace(settings, model=fresh), config)
     steps = [number_of_steps(stage.optim, stage.corpus.length) for stage in stages]
+    known = [number for number in steps if number is not None]
+    require_warmup(settings.optim.warmup_steps, sum(known) if known == steps else None)
     plan(settings, stages, objective.to(accelerator.device), steps, accelerator)
 
 
@@ -304,6 +311,12 @@ def fit(
             part.capacity = mask_capacity(part.micro_batch * length, part.mask_rate)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def fitting(steps: Stages, held_out: Sequences) -> int:
+    """Held-out sequences of a forward pass: as many tokens as every micro-batch holds."""
+    tokens = min(part.micro_batch * (part.sequences.content + 2) for part in steps.parts)
+    return max(1, tokens // (held_out.content + 2))
 
 
 def make_loader(steps: Stages, start: int, workers: int, device: torch.device) -> DataLoader:

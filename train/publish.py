@@ -61,8 +61,10 @@ def main(settings: PublishSettings) -> Path:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     source = Path(settings.run) / "model"
-    finished = (source / "tokenizer_config.json").is_file()
-    require(finished, "run", "must hold a finished model", settings.run, "let it end")
+    needed = ("model/tokenizer_config.json", "settings.yaml", "environment.json", "log.jsonl")
+    missing = [name for name in needed if not (source.parent / name).is_file()]
+    rule, found = "must be the folder of a finished run", f"{settings.run} without {missing[:1]}"
+    require(not missing, "run", rule, found, "let it end")
     config = AutoConfig.from_pretrained(source)
     model = head_for(config).from_pretrained(source, dtype=DTYPES[settings.dtype])
     tokenizer = AutoTokenizer.from_pretrained(source)

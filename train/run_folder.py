@@ -3,6 +3,7 @@
 `checkpoint` knows the files; here all processes act together: what one of them finds, all obey.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -53,10 +54,13 @@ def resume(
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
     data: list[str],
+    total: int | None,
 ) -> dict[str, Any]:
     """Load the newest complete checkpoint, if there is one; says where the run goes on.
 
     Only after that is the run's header written, so that settings which cannot go on change nothing.
+    If the run ended earlier before, and now goes on to `total` steps, its model is taken away: the
+    log no longer tells of it.
 
     Raises:
         InputError: The text or vocabulary is not what the run began with, the checkpoint is another
@@ -82,6 +86,8 @@ def resume(
             changed[f"the tokens of {keys}"] = state["data"], data
         size = sum(parameter.numel() for parameter in model.parameters())
         write_header(folder, settings, accelerator, state["step"], size, changed)
+        if state["step"] != total:
+            shutil.rmtree(folder / "model", ignore_errors=True)
     return state
 
 
@@ -102,7 +108,7 @@ class Saver:
             InputError: The last checkpoint could not be written.
         """
         accelerator = journal.accelerator
-        state = journal.state() | {"data": self.data}
+        state = journal.state(step) | {"data": self.data}
         held = checkpoint.content(self.model, self.optimizer, keep=accelerator.is_main_process)
         failed = ""
         if accelerator.is_main_process:

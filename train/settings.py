@@ -6,12 +6,15 @@ several `--config` files are merged, later ones win, flags win over all (`--opti
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
+import yaml
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -35,12 +38,22 @@ def require(holds: bool, key: str, rule: str, found: object, remedy: str) -> Non
         raise InputError(f"{key} {rule}, got {found}; {remedy}")
 
 
+def require_seed(seed: int, key: str) -> None:
+    """Refuse a seed that torch would not take.
+
+    Raises:
+        InputError: It is negative or has more than 64 bits.
+    """
+    fits = 0 <= seed < 2**64
+    require(fits, key, "must not be negative, or 2^64 or more", seed, "use 0, 1, 2, ...")
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """The encoder that is trained."""
 
     type: str = "roformer"
-    """transformers' model type: roformer, bert, or any other with a language-model head."""
+    """transformers' model type: roformer, bert, or another whose language-model head is BERT's."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of that type's configuration class; the vocabulary size comes from the tokenizer."""
     init: str | None = None
@@ -105,7 +118,7 @@ class CorpusSettings(HeldOutSettings):
         )
         if self.weights is not None:
             names = 1 if isinstance(self.train, str) else len(self.train)
-            fits = len(self.weights) == names and all(weight > 0 for weight in self.weights)
+            fits = len(self.weights) == names and all(0 < w < math.inf for w in self.weights)
             rule = f"must be a positive number for each of the {names} names of corpus.train"
             require(fits, "corpus.weights", rule, self.weights, "give 1.0 where nothing changes")
 
@@ -142,13 +155,9 @@ class OptimSettings:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "epsilon", "clip_norm", "batch_size", "micro_batch"):
             value = getattr(self, name)
-            require(
-                value > 0,
-                f"optim.{name}",
-                "must be positive",
-                value,
-                "leave it out for the default",
-            )
+            finite = 0 < value < math.inf
+            remedy = "leave it out for the default"
+            require(finite, f"optim.{name}", "must be positive and finite", value, remedy)
         inside = all(0 <= beta < 1 for beta in self.betas)
         require(
             inside, "optim.betas", "must be at least 0 and below 1", self.betas, "0.9, 0.98 work"
@@ -180,12 +189,13 @@ class RunSettings:
     validate_every: int = 200
     """Optimiser steps between two evaluations on the held-out text."""
     validation_sequences: int = 2048
-    """Most held-out sequences an evaluation reads."""
+    """Most held-out sequences an evaluation reads: the first, whatever they are of."""
     save_every: int = 500
     """Optimiser steps between two checkpoints."""
     keep: int = 2
-    """Newest checkpoints kept, beside the one of the lowest validation loss; an older one goes only
-    after a newer one is complete."""
+    """Newest checkpoints kept, beside the best of those saved right after an evaluation (let
+    `save_every` be a multiple of `validate_every`); an older one goes only after a newer one is
+    complete."""
     workers: int = 0
     """Processes beside each training process that make its batches ahead of time."""
     max_hours: float | None = None
@@ -226,7 +236,7 @@ class RunSettings:
             repr(self.name),
             "put the path in run.folder",
         )
-        require(self.seed >= 0, "run.seed", "must not be negative", self.seed, "use 0, 1, 2, ...")
+        require_seed(self.seed, "run.seed")
 
 
 @dataclass(frozen=True)
@@ -309,6 +319,24 @@ class _OneLineParser(jsonargparse.ArgumentParser):
         raise InputError(f"{line}; {hint}") from ex
 
 
+def _refuse_repeats(file: str) -> None:
+    """Refuse a YAML that says a key twice, of which only the last would count.
+
+    Raises:
+        InputError: It does.
+    """
+    try:
+        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # the parser says what is wrong
+    for node in nodes:  # which grows
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+            require(not twice, file, "must say a key once", ", ".join(twice), "join the two")
+            nodes += [value for _, value in node.value]
+
+
 def parse(
     settings: type[SettingsT], argv: Sequence[str] | None = None, default_config: str | None = None
 ) -> SettingsT:
@@ -328,6 +356,10 @@ def parse(
     flags = list(sys.argv[1:] if argv is None else argv)
     if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config", default_config, *flags]
+    for flag, value in zip(flags, [*flags[1:], ""]):
+        name, equals, given = flag.partition("=")
+        if name == "--config":
+            _refuse_repeats(given if equals else value)
     try:
         return jsonargparse.auto_cli(
             settings, args=flags, parser_class=_OneLineParser, as_positional=False

@@ -44,7 +44,7 @@ class ValidateSettings:
     length: int = 128
     """Longest sequence in tokens."""
     sequences: int | None = None
-    """Most sequences to read; None means all."""
+    """Most sequences to read, the first; null means all."""
     batch: int = 32
     """Sequences a forward pass, in each process."""
     attention: str = "sdpa"
@@ -53,6 +53,8 @@ class ValidateSettings:
     def __post_init__(self) -> None:
         require(self.length >= 8, "length", "must be at least 8", self.length, "128 is usual")
         require(self.batch >= 1, "batch", "must be at least 1", self.batch, "32 is usual")
+        some = self.sequences is None or self.sequences >= 1
+        require(some, "sequences", "must be at least 1", self.sequences, "leave it out for all")
 
 
 @torch.no_grad()
@@ -113,6 +115,19 @@ def first_of(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
 
+def read_config(folder: str) -> transformers.PreTrainedConfig:
+    """What a folder or the hub says of a model.
+
+    Raises:
+        InputError: There is no model.
+    """
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        rule = "must be a folder or hub id with a config.json"
+        raise InputError(f"model {rule}, got {folder!r}; check the path") from error
+
+
 def load_objective(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -132,11 +147,7 @@ def load_objective(
     Raises:
         InputError: There is no model, it lacks a head, or its positions end before the length.
     """
-    try:
-        kind = transformers.AutoConfig.from_pretrained(folder).model_type
-    except (OSError, ValueError) as error:
-        rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"model {rule}, got {folder!r}; check the path") from error
+    kind = read_config(folder).model_type
     wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
     config = model_config(wanted, length, tokenizer, key="length")
     return LanguageModel(build(wanted, config, seed=0, whole=True))

@@ -143,8 +143,7 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
         if name == BYTES:
             tokenizer = of_bytes()
         elif Path(name).is_file():
-            pieces = Path(name).read_text(encoding="utf-8").splitlines()
-            tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+            tokenizer = BertTokenizer(vocab=name)
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
