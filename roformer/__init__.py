@@ -46,6 +46,7 @@ from transformers import (
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     AutoModelForTokenClassification,
 )
 
@@ -80,6 +81,7 @@ _HEADS: dict[Any, type[RoFormerPreTrainedModel]] = {
     AutoModelForMultipleChoice: RoFormerForMultipleChoice,
     AutoModelForQuestionAnswering: RoFormerForQuestionAnswering,
     AutoModelForSequenceClassification: RoFormerForSequenceClassification,
+    AutoModelForTextEncoding: RoFormerModel,
     AutoModelForTokenClassification: RoFormerForTokenClassification,
 }
 

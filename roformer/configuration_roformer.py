@@ -194,13 +194,20 @@ class RoFormerConfig(PreTrainedConfig):
         return self._rope["rope_theta"]
 
     @property
+    def partial_rotary_factor(self) -> float:
+        """Share of a head that turns, as `rope_parameters` has it; may be set by this name too."""
+        if "_name_or_path" not in self.__dict__:  # or transformers would write it down for all
+            raise AttributeError("partial_rotary_factor")
+        return self._rope.get("partial_rotary_factor", 1.0)
+
+    @property
     def rotated_width(self) -> int:
         """Coordinates of a head that the rotation turns: D, or less with a partial rotation; with
         FAVOR+ they are random features.
         """  # noqa: D205 one sentence
         favor = self.linear_attention == "favor"
         width = self.random_features if favor else self.head_width
-        return int(width * self._rope.get("partial_rotary_factor", 1.0))
+        return int(width * self.partial_rotary_factor)
 
     @property
     def has_position_limit(self) -> bool:

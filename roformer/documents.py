@@ -32,7 +32,7 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
 
     A row is packed when its positions count up by one, apart from returns to 0; its first document
     may have begun in an earlier row. Any other row, with gaps or in another order, is one document
-    with unusual positions.
+    with unusual positions, and so is one that counts from below 0 through 0.
 
     Args:
         positions: [B, L].
@@ -40,15 +40,17 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
 
     Returns:
         [B, L] int64, counting from 0 in each row; None when no row is packed, which while compiling
-        is not to be known.
+        or without values is not to be known.
     """
     first = real & (real.cumsum(dim=-1) == 1)  # with padding on the left, not the first of the row
-    starts = ((positions == 0) | first) & real
     follows = positions == positions.roll(1, dims=-1) + 1
+    returns = (positions == 0) & ~(follows & real.roll(1, dims=-1))
+    starts = (returns | first) & real
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
     numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
-    if not torch.compiler.is_compiling() and not numbers.any():
+    hidden = torch.compiler.is_compiling() or positions.is_meta
+    if not hidden and not numbers.any():
         return None
     return numbers
 
@@ -130,7 +132,7 @@ def arrange(
     positions = position_ids.to(words.device).long().view(-1, L)
     numbers: Tensor | None = None
     known = not (follows and torch.compiler.is_compiling())
-    if real is not None and isinstance(start, int) and start == 0 and known:
+    if real is not None and known and L > 1 and int(start) == 0:
         numbers = from_positions(positions.expand(B, L), real)
     return Batch(positions, real, numbers)
 

@@ -144,6 +144,10 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config.is_decoder = True
         super().__init__(config)
 
+    def _supports_default_dynamic_cache(self) -> bool:
+        """Whether `generate` hands in its own kind of cache: linear attention makes another."""
+        return self.config.linear_attention is None
+
     @can_return_tuple
     def forward(
         self,

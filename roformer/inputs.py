@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from .configuration_roformer import RoFormerConfig
 from .rotary import is_traced
@@ -42,6 +43,10 @@ def check_tokens(
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
     if is_traced():
         return
+    given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    given |= {"token_type_ids": token_type_ids, "position_ids": position_ids}
+    for name, value in given.items():
+        _require_tensor(name, value)
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
         require_shape("inputs_embeds", inputs_embeds, (None, None, config.word_width))
@@ -69,7 +74,7 @@ def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
     Raises:
         ValueError: As the module says.
     """
-    if torch.compiler.is_compiling() or not config.has_position_limit:
+    if is_traced() or not config.has_position_limit:
         return
     if positions.device.type == "cpu" and positions.numel():
         first, last = int(positions.min()), int(positions.max())
@@ -94,13 +99,13 @@ def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor 
     Raises:
         ValueError: As the module says.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     B, L = words.shape[:2]  # noqa: N806
-    if isinstance(attention_mask, list | tuple):
-        raise ValueError("attention_mask must be a tensor, got a list; wrap it in torch.tensor")
+    if not isinstance(attention_mask, BlockMask):
+        _require_tensor("attention_mask", attention_mask)
     if isinstance(attention_mask, Tensor):
-        ready = ((B, None, L, None), (1, None, L, None))
+        ready = tuple((rows, None, width, None) for rows in (B, 1) for width in (L, 1))
         require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
         _require_zeros_and_ones("attention_mask", attention_mask)
     if borders is not None:
@@ -154,13 +159,13 @@ def check_source(
             "encoder_hidden_states must be None without cross-attention, got a tensor; set "
             "is_decoder=True and add_cross_attention=True in the configuration"
         )
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     B, L = words.shape[:2]  # noqa: N806
     require_shape("encoder_hidden_states", states, (B, None, config.hidden_size))
     if attention_mask is not None:
         S = states.shape[1]  # noqa: N806
-        whole = ((B, None, L, S), (1, None, L, S))
+        whole = tuple((rows, None, width, S) for rows in (B, 1) for width in (L, 1))
         require_shape("encoder_attention_mask", attention_mask, (B, S), *whole)
         _require_zeros_and_ones("encoder_attention_mask", attention_mask)
 
@@ -171,7 +176,7 @@ def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
     Raises:
         ValueError: It names the argument, the shapes and the one found.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     shape = tuple(tensor.shape)
     for sizes in allowed:
@@ -179,6 +184,12 @@ def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
             return
     options = " or ".join(str(list(s)).replace("None", "any") for s in dict.fromkeys(allowed))
     raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
+
+
+def _require_tensor(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be a tensor, got a {kind}; wrap it in torch.tensor")
 
 
 def _require_zeros_and_ones(name: str, mask: Tensor) -> None:

@@ -222,14 +222,14 @@ def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 def _keeps_tensors() -> bool:
     """Whether a backward pass of the ordinary kind will follow.
 
-    Compilers choose what to keep by themselves, a checkpoint keeps nothing, and torch.func allows
-    no hooks.
+    Compilers choose what to keep by themselves; so do checkpoints, offloading and others that set
+    hooks of their own; and torch.func allows none.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    inside_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    return not (inside_checkpoint or torch._C._are_functorch_transforms_active())
+    kept_otherwise = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed and not kept_otherwise
 
 
 class RoFormerAttention(nn.Module):

@@ -110,11 +110,15 @@ def with_kernel(config: PreTrainedConfig, kernel: str) -> PreTrainedConfig:
 
 def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """What is added to scores: a mask, if there is one, and what positions say."""
-    return bias if mask is None else mask + bias.to(mask.dtype)
+    if mask is None:
+        return bias
+    told = mask + bias.to(mask.dtype)
+    # two large values of float16 are -inf together, and a row of nothing else would be nan
+    return told.clamp(min=torch.finfo(told.dtype).min) if told.dtype == torch.float16 else told
 
 
 def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
-    """A [B or 1, 1 or H, L, S] mask as that kernel takes it: sdpa takes bools, the others sums."""
+    """A [B or 1, 1 or H, L or 1, S] mask as a kernel takes it: sdpa bools, the others sums."""
     if is_flash(kernel):
         raise ValueError(
             f"attention_mask must be [B, S] with attn_implementation={kernel!r}, got shape "
@@ -122,10 +126,10 @@ def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
         )
     if mask.is_floating_point():
         # the least of float32 would become -inf, and a row of nothing else nan
-        mask = mask.clamp(min=torch.finfo(words.dtype).min).to(words.dtype)
+        mask = mask.to(words.dtype).clamp(min=torch.finfo(words.dtype).min)
     else:
         mask = mask.bool()
         if kernel not in ("sdpa", UNPADDED):
             least = torch.finfo(words.dtype).min
             mask = torch.zeros_like(mask, dtype=words.dtype).masked_fill(~mask, least)
-    return mask.expand(words.shape[0], -1, -1, -1)
+    return mask.expand(words.shape[0], -1, words.shape[1], -1)

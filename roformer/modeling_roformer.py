@@ -233,8 +233,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Args:
             input_ids: [B, L] token ids, int32 or int64.
             attention_mask: [B, S], 1 for a token and 0 for padding, S counting cached tokens; or
-                ready-made [B or 1, 1 or H, L, S], bool (True is seen) or floats added to scores,
-                which is taken as it is: causality and documents are its business.
+                ready-made [B or 1, 1 or H, L or 1, S], bool (True is seen) or floats added to
+                scores, which is taken as it is: causality and documents are its business.
             token_type_ids: [B, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers, any start, order and gaps; None counts from 0, or
                 from the end of the cache. A row that counts up by one, and from 0 again and again,
@@ -493,12 +493,10 @@ def _cache_of_packed_rows(
 
 
 def _linear_cache(given: Cache | None, wanted: bool) -> Cache | None:
-    """The cache of linear attention; `generate` hands in an empty one of another kind."""
-    if isinstance(given, LinearCache):
-        return given
-    if given is not None and given.get_seq_length():
+    """The cache of linear attention: sums, which no other kind can keep."""
+    if given is not None and not isinstance(given, LinearCache):
         raise ValueError(
             "past_key_values must be a LinearCache with linear_attention, got a "
-            f"{type(given).__name__} of {given.get_seq_length()} tokens; leave it out"
+            f"{type(given).__name__}; leave it out"
         )
-    return LinearCache() if wanted or given is not None else None
+    return LinearCache() if given is None and wanted else given

@@ -78,15 +78,18 @@ def test_padding_masks_give_eager_outputs_and_gradients(kernel, kind, decoder, c
         torch.testing.assert_close(a, b, atol=1e-5 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["bool", "int", "float", "one row"])
+@pytest.mark.parametrize("form", ["bool", "int", "float", "bfloat16", "one row", "one query"])
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_ready_made_masks_mean_the_same_everywhere(kernel, form, config):
     ids, mask = padded("right")
     seen = mask.bool()[:, None, None, :].expand(4, 1, 24, 24)
     if form == "one row":
         seen, mask = seen[2:3], mask[2:3].expand(4, -1)
+    if form == "one query":  # the same for all, as transformers' extended masks have it
+        seen = seen[:, :, :1]
     ready = {
         "int": seen.long(),
+        "bfloat16": torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill(~seen, -3e38),
         "float": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min),
     }.get(form, seen)
     model = model_with(config, kernel)

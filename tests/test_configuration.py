@@ -144,8 +144,8 @@ def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, con
         assert changed.rope_parameters[name] == value
         assert not changed.is_stock
         assert name not in changed.to_dict()
-    if name == "rope_theta":
-        assert RoFormerConfig.from_pretrained(tmp_path, rope_theta=500.0).rope_theta == 500.0
+    loaded = RoFormerConfig.from_pretrained(tmp_path, **{name: value})
+    assert getattr(loaded, name) == loaded.rope_parameters[name] == value
     with pytest.raises(ValueError, match=f"rope_parameters.{name} must"):
         setattr(config, name, -1.0)
     assert config.rope_parameters[name] == value

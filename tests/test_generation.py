@@ -140,6 +140,15 @@ def test_a_static_cache_gives_the_logits_of_one_call(causal):
     torch.testing.assert_close(torch.cat((first, second), 1), whole, atol=2e-4, rtol=1e-4)
 
 
+def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(causal):
+    cache = StaticCache(config=causal.config, max_cache_len=20)
+    ids = torch.arange(6)[None]
+    causal(ids, past_key_values=cache)
+    cache.reset()  # which leaves a tensor for its length
+    with pytest.raises(ValueError, match="position_ids must count through one document beside"):
+        causal(ids, past_key_values=cache, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
 def test_left_padding_changes_no_generated_token(causal):
     ids = torch.randint(1, 60, (1, 7))
     causal.generation_config.pad_token_id = 0

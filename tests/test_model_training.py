@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from roformer import (
     RoFormerForTokenClassification,
     RoFormerModel,
 )
+from roformer.layers import _keeps_tensors
 from train.bench import Kept
 
 
@@ -389,3 +391,25 @@ def test_backward_keeps_at_most_half_of_the_bytes_of_stock(dropout, record_prope
         dropout, mine / 1e6, theirs / 1e6, 100 * share,
     )  # fmt: skip
     assert share <= 0.5 or dropout
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    ],
+)
+def test_hooks_of_the_users_own_are_left_alone(hooks):
+    """Offloading must have the tensors, and where hooks are forbidden we set none."""
+    torch.manual_seed(0)
+    model = RoFormerModel(RoFormerConfig(vocab_size=60, **TINY_MODEL)).eval()
+    ids, gradients = torch.randint(5, 60, (2, 8)), []
+    for context in (nullcontext, hooks):
+        model.zero_grad()
+        with context():
+            assert _keeps_tensors() == (context is nullcontext)
+            model(ids).last_hidden_state.pow(2).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for plain, hooked in zip(*gradients):
+        torch.testing.assert_close(plain, hooked)

@@ -298,3 +298,13 @@ def test_what_an_encoding_cannot_do_is_refused_by_name(ids):
 def test_what_does_not_go_together_is_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         RoFormerConfig(vocab_size=V, **TINY_MODEL, **fields)
+
+
+def test_half_precision_adds_no_bias_to_infinity(ids):
+    """Two large negative values of float16 are -inf together, and a row of them is nan."""
+    model = model_of("t5", is_decoder=True)
+    torch.nn.init.constant_(model.score_bias.relative_attention_bias.weight, -30.0)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = hidden(model.half(), ids, attention_mask=mask)
+    assert found[mask.bool()].isfinite().all()
