@@ -510,9 +510,10 @@ def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
 ):
     run = tmp_path / "runs" / "tiny"
     here(pretrain_flags)
-    model, left = run / "model", run / ".model.killed"
+    model, others = run / "model", run / ".model.backup"
     before = {path: path.read_bytes() for path in model.iterdir()}
-    left.mkdir()
+    (run / ".model.unfinished-killed").mkdir()
+    others.mkdir()
     limit = (len(before[model / "model.safetensors"]) * 3 // 4, resource.RLIM_INFINITY)
     limited = start(
         SCRIPT, *pretrain_flags, KNOWN_PEAK, **CPU,
@@ -524,7 +525,7 @@ def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
     assert error.endswith("; make some, the same command goes on")
     assert "Traceback" not in said(tmp_path)
     assert {path: path.read_bytes() for path in model.iterdir()} == before
-    assert not list(run.glob(".model.*"))
+    assert list(run.glob(".model.*")) == [others]
     (model / "config.json").write_text("{}")
     here(pretrain_flags)  # nothing is left to train: the model is written again
     assert {path: path.read_bytes() for path in model.iterdir()} == before
