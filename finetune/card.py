@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from finetune.results import RECIPE, run_name
 from finetune.tasks import TASKS
-from train.folders import whole_folder
+from train.folders import require_writable, whole_folder
 from train.launch import run_command
 from train.settings import InputError, require
 
@@ -126,13 +126,14 @@ def save_model(folder: str, model: Any, tokenizer: Any, line: dict[str, Any]) ->
 
 
 def require_free(folder: str) -> None:
-    """Refuse to save where anything but an earlier save is.
+    """Refuse to save where anything but an earlier save is, or nothing can be.
 
     Raises:
-        InputError: The folder holds something else.
+        InputError: The folder holds something else, or could not be made.
     """
     path = Path(folder)
     if not path.exists():
+        require_writable(path.parent, "save")
         return
     require(path.is_dir(), "save", "must name a folder", f"the file {folder}", "choose another")
     names = sorted(entry.name for entry in path.iterdir())

@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ from finetune.results import (
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train import counter
-from train.folders import require_writable
 from train.journal import commit
 from train.launch import run_command, start_accelerator
 from train.optim import adamw, rate_factor, set_rate
@@ -91,10 +89,7 @@ def main(
     """
     started, task = time.perf_counter(), TASKS[settings.task]
     accelerator = accelerator or start_accelerator()
-    require_writable(Path(settings.output).parent, "output")
-    require_writable(Path(settings.cache), "cache")
     if settings.save is not None:
-        require_writable(Path(settings.save).parent, "save")
         require_free(settings.save)
     config, tokenizer = load_description(settings, task)
     data = load_data(settings, task, tokenizer)

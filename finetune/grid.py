@@ -34,7 +34,6 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
-from train.folders import require_writable
 from train.launch import run_command, start_accelerator
 from train.settings import InputError, require
 
@@ -52,8 +51,6 @@ def main(settings: GridSettings) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     remedy = "launch one and give --workers"
     require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
-    require_writable(Path(settings.output).parent, "output")
-    require_writable(Path(settings.cache), "cache")
     runs = all_runs(settings)
     done = finished(settings.output)
     missing = [run for run in runs if not is_done(run, done)]

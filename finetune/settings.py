@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.tasks import TASKS
+from train.folders import require_writable
 from train.settings import SCHEDULES, require, require_seed
 
 
@@ -72,6 +73,8 @@ class Recipe:
             f"the folder {self.output}",
             "add /results.jsonl",
         )
+        require_writable(Path(self.output).parent, "output")
+        require_writable(Path(self.cache), "cache")
 
 
 @dataclass(frozen=True, kw_only=True)

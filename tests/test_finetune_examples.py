@@ -126,8 +126,9 @@ def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp
     write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [1, 0]})
     words = ["idx of sst2/test must count from 0", "got 1 in row 0", "sort"]
     refused(words, lambda: load(tmp_path, split="test"))
-    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [0, 1]})
-    assert len(load(tmp_path, split="test")) == 2
+    for index in ([0, 1], [0.0, 1.0]):
+        write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": index})
+        assert len(load(tmp_path, split="test")) == 2
 
 
 def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):

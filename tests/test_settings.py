@@ -147,9 +147,10 @@ def test_a_key_that_a_yaml_says_twice_is_refused(tmp_path):
     for flags in ([f"--config={file}"], ["--config", str(file)]):
         with pytest.raises(InputError, match=r"twice\.yaml must say a key once, got optim; join"):
             parse(PretrainSettings, flags)
-    file.write_text("optim:\n  steps: 4\n  steps: 5\n")
-    with pytest.raises(InputError, match="must say a key once, got steps"):
-        parse(PretrainSettings, [f"--config={file}"])
+    for text in ("optim:\n  steps: 4\n  steps: 5\n", "stages: [{steps: 4, steps: 5}]\n"):
+        file.write_text(text)
+        with pytest.raises(InputError, match="must say a key once, got steps"):
+            parse(PretrainSettings, [f"--config={file}"])
 
 
 @pytest.mark.parametrize("flag", ["--run.seed=18446744073709551616", "--corpus.weights=[.inf]"])

@@ -62,9 +62,9 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
     rows = []
     for model, seeds in models.items():
         mine = list(seeds.values())
-        pairs = [(first[x], seeds[x]) for x in seeds if x in first and seeds is not first]
-        apart = [minus(*(equal["tokens"][run.name] for run in pair)) for pair in pairs]
-        ends = [value for value in apart if value is not None]
+        at, shared = equal["tokens"], [x for x in seeds if x in first and seeds is not first]
+        pairs = [(at[first[x].name], at[seeds[x].name]) for x in shared]
+        ends = [a - b for a, b in pairs if a is not None and b is not None]
         here = {key: common(losses, mine) for key, losses in equal.items()}
         speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
         rows.append(
@@ -82,11 +82,6 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
             }
         )
     return rows
-
-
-def minus(first: float | None, second: float | None) -> float | None:
-    """The difference, where both are known."""
-    return None if first is None or second is None else first - second
 
 
 def common(losses: dict[str, float | None], runs: list[Run]) -> Row | None:

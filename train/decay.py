@@ -133,7 +133,7 @@ def of_model(
         InputError: It is no RoFormer that rotates, or cannot be loaded.
     """
     tokenizer = vocabulary.load(folder, key="models")
-    saved = read_config(folder)
+    saved = read_config(folder, key="models")
     fits = (
         isinstance(saved, RoFormerConfig)
         and (saved.position_encoding, saved.linear_attention) == ("rope", None)

@@ -5,6 +5,7 @@ Files are read here and not by `datasets`, which would turn numbers into text an
 
 import glob
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -120,18 +121,15 @@ def require_apart(corpus: CorpusSettings) -> None:
     found = f"train {corpus.train!r} and validation {corpus.validation!r}"
     require(alike, "corpus.validation", rule, found, remedy)
     if corpus.train != EMBEDDED:
-        train, held_out = (
-            {
-                f.resolve()
-                for files in find_files(corpus, part)
-                for f in files
-                if isinstance(f, Path)
-            }
-            for part in ("train", "validation")
-        )
-        shared = ", ".join(sorted(map(str, train & held_out))[:3])
+        shared = sorted(map(str, _paths(corpus, "train") & _paths(corpus, "validation")))
         rule, remedy = "must hold no file of corpus.train", "move it out of the training text"
-        require(not shared, "corpus.validation", rule, shared, remedy)
+        require(not shared, "corpus.validation", rule, ", ".join(shared[:3]), remedy)
+
+
+def _paths(corpus: CorpusSettings, part: str) -> set[Path]:
+    """The files of a part, wherever links lead."""
+    found = itertools.chain.from_iterable(find_files(corpus, part))
+    return {source.resolve() for source in found if isinstance(source, Path)}
 
 
 @contextmanager

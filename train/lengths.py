@@ -95,7 +95,7 @@ def rows_of(
         way, length; and the scores of `validate.evaluate` with the number of sequences read, or
         `refused` with the reason.
     """
-    tokenizer, config = vocabulary.load(folder, key="models"), read_config(folder)
+    tokenizer, config = vocabulary.load(folder, key="models"), read_config(folder, key="models")
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
     for length in settings.lengths:

@@ -161,7 +161,7 @@ def train(
                         held_out,
                         steps.special,
                         accelerator,
-                        batch=fitting(steps, held_out),
+                        batch=held_out_batch(steps, held_out),
                         chosen=first_of(held_out, run.validation_sequences),
                         alive=interruptions.alive,
                     )
@@ -313,7 +313,7 @@ def fit(
         torch.cuda.reset_peak_memory_stats()
 
 
-def fitting(steps: Stages, held_out: Sequences) -> int:
+def held_out_batch(steps: Stages, held_out: Sequences) -> int:
     """Held-out sequences of a forward pass: as many tokens as every micro-batch holds."""
     tokens = min(part.micro_batch * (part.sequences.content + 2) for part in steps.parts)
     return max(1, tokens // (held_out.content + 2))

@@ -63,7 +63,7 @@ def main(settings: PublishSettings) -> Path:
     source = Path(settings.run) / "model"
     needed = ("model/tokenizer_config.json", "settings.yaml", "environment.json", "log.jsonl")
     missing = [name for name in needed if not (source.parent / name).is_file()]
-    rule, found = "must be the folder of a finished run", f"{settings.run} without {missing[:1]}"
+    rule, found = "must be the folder of a finished run", f"{settings.run} without {missing}"
     require(not missing, "run", rule, found, "let it end")
     config = AutoConfig.from_pretrained(source)
     model = head_for(config).from_pretrained(source, dtype=DTYPES[settings.dtype])

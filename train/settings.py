@@ -335,6 +335,8 @@ def _refuse_repeats(file: str) -> None:
             twice = sorted({str(key) for key in keys if keys.count(key) > 1})
             require(not twice, file, "must say a key once", ", ".join(twice), "join the two")
             nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 def parse(

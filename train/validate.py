@@ -115,8 +115,8 @@ def first_of(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
 
-def read_config(folder: str) -> transformers.PreTrainedConfig:
-    """What a folder or the hub says of a model.
+def read_config(folder: str, key: str = "model") -> transformers.PreTrainedConfig:
+    """What a folder or the hub, given under `key`, says of a model.
 
     Raises:
         InputError: There is no model.
@@ -125,7 +125,7 @@ def read_config(folder: str) -> transformers.PreTrainedConfig:
         return transformers.AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"model {rule}, got {folder!r}; check the path") from error
+        raise InputError(f"{key} {rule}, got {folder!r}; check the path") from error
 
 
 def load_objective(
