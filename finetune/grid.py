@@ -34,7 +34,7 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
-from train.launch import run_command, start_accelerator
+from train.launch import launcher, run_command, start_accelerator
 from train.settings import InputError, require
 
 FROM_MNLI = ("rte", "mrpc", "stsb")
@@ -172,7 +172,7 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
     Returns:
         How many runs failed.
     """
-    pending, failures = deque(runs), 0
+    pending, failures, started_by = deque(runs), 0, launcher()
     workers = [Worker(number, count) for number in range(min(count, len(runs)))]
     try:
         while pending or any(worker.run for worker in workers):
@@ -182,7 +182,7 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
                 if run is not None:
                     worker.start(run)
                     making.append(run)
-            for worker in [w for w in workers if w.connection in wait_for(workers)]:
+            for worker in [w for w in workers if w.connection in wait_for(workers, started_by)]:
                 run, (what, value) = worker.run, worker.hear()
                 assert run is not None
                 if what == "dead":
@@ -229,8 +229,14 @@ def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
     }
 
 
-def wait_for(workers: list["Worker"]) -> list[Any]:
-    """Connections on which a worker has something to say; those without a run say nothing."""
+def wait_for(workers: list["Worker"], started_by: int | None) -> list[Any]:
+    """Connections on which a worker has something to say; those without a run say nothing.
+
+    Raises:
+        InputError: The launcher died.
+    """
+    alive, rule = started_by in (None, os.getppid()), "must live as long as its grid"
+    require(alive, "launcher", rule, "its end", "the same command goes on")
     return wait([worker.connection for worker in workers if worker.run], timeout=SECONDS)
 
 

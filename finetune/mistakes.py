@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
+from sklearn.metrics import confusion_matrix
 
 from finetune.examples import read_columns
 from finetune.metrics import accuracy, matthews
 from finetune.results import KEY, prediction_file, read_predictions, read_results, run_name
+from finetune.settings import name_alike
 from finetune.tasks import TASKS, Task
 from train.launch import run_command
 from train.settings import InputError, require
@@ -69,6 +71,7 @@ class MistakesSettings:
     """Markdown file; null only prints."""
 
     def __post_init__(self) -> None:
+        name_alike(self, "model", "glue_dir")
         known = [name for name, task in TASKS.items() if "train" in task.splits]
         remedy = "ax is part of mnli" if self.task == "ax" else "take one of them"
         rule = f"must be one of {', '.join(known)}"
@@ -168,15 +171,10 @@ def section(
         return [title, binned(labels, values), *largest_errors(labels, values, texts)]
     wrong = int((logits.argmax(axis=1) != labels).sum())
     title = f"## {split}: {wrong:,} of {len(labels):,} rows wrong"
-    counts = confusion(labels, logits.argmax(axis=1), len(task.labels))
+    classes = range(len(task.labels))
+    counts = confusion_matrix(labels.astype(np.int64), logits.argmax(axis=1), labels=classes)
     worst = confident_mistakes(labels, logits, texts, task.labels)
     return [title, confusion_table(counts, task.labels), *worst]
-
-
-def confusion(labels: NDArray, predictions: NDArray, classes: int) -> NDArray[np.int64]:
-    """Rows of each label [C] given each class [C]."""
-    places = labels.astype(np.int64) * classes + predictions
-    return np.bincount(places, minlength=classes**2).reshape(classes, classes)
 
 
 def confusion_table(counts: NDArray[np.int64], names: Sequence[str]) -> str:

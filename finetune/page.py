@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.metrics import confusion_matrix
 
 from finetune.cells import Cell, Line, run_id
 from finetune.pairs import MINUS
@@ -310,6 +311,7 @@ def confusion(cell: Cell, split: str, results: str) -> tuple[NDArray[np.int64], 
             except InputError as error:
                 print(f"warning: {error}", file=sys.stderr)
                 continue
-            np.add.at(counts, (labels, logits.argmax(axis=1)), 1)
+            answers = logits.argmax(axis=1)
+            counts += confusion_matrix(labels, answers, labels=range(classes))
             runs += 1
     return counts, runs

@@ -6,11 +6,21 @@ Keys are flat. `Recipe` is what a protocol fixes for all its runs; `GlueSettings
 
 import math
 from dataclasses import dataclass, field
+from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 from finetune.tasks import TASKS
 from train.folders import require_writable
 from train.settings import SCHEDULES, require, require_seed
+
+
+def name_alike(settings: Any, *names: str) -> None:
+    """Write the places that settings name in one way: `runs/a/` is `runs/a`, as are its runs."""
+    for name in names:
+        value = getattr(settings, name)
+        alike = list(map(normpath, value)) if isinstance(value, list) else value and normpath(value)
+        object.__setattr__(settings, name, alike)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class Recipe:
         )
         require_writable(Path(self.output).parent, "output")
         require_writable(Path(self.cache), "cache")
+        name_alike(self, "glue_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +110,7 @@ class GlueSettings(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name_alike(self, "model", "tokenizer", "mnli")
         known = [name for name, task in TASKS.items() if "train" in task.splits]
         remedy = (
             "ax has no training rows: fine-tune mnli" if self.task == "ax" else "take one of them"
@@ -148,6 +160,7 @@ class GridSettings(Recipe):
         super().__post_init__()
         for name in ("models", "tasks", "seeds"):
             require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
+        name_alike(self, "models")
         require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
         there = not self.from_mnli or "mnli" in self.tasks
         require(there, "tasks", "must hold mnli for from_mnli", self.tasks, "add mnli")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from finetune.results import prediction_file, read_predictions, read_results, run_name
-from finetune.settings import Recipe
+from finetune.settings import Recipe, name_alike
 from finetune.tasks import TASKS
 from train.launch import run_command
 from train.settings import InputError, require
@@ -105,6 +105,7 @@ class SubmissionSettings:
     """Check this zip, wherever it was made, and write none."""
 
     def __post_init__(self) -> None:
+        name_alike(self, "model")
         given = [name for name in ("model", "check") if getattr(self, name) is not None]
         found, remedy = " and ".join(given) or "neither", "model writes a zip, check reads one"
         require(len(given) == 1, "submission", "needs one of model and check", found, remedy)

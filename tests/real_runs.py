@@ -62,7 +62,8 @@ def starting(tmp_path: Path) -> Iterator[Start]:
         **environment: str,
     ) -> subprocess.Popen[bytes]:
         def prepare() -> None:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under `nohup`
+            for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
+                signal.signal(number, signal.SIG_DFL)
             if limits is not None:
                 limits()
 

@@ -118,6 +118,18 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_
         assert len({file.read_bytes() for file in files}) == 1
 
 
+def test_a_grid_ends_with_its_launcher(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, seeds=list(range(1000)))
+    launcher = start(settings)
+    wait_for(lambda: lines_of(settings))
+    rest = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    _, alive = psutil.wait_procs(rest, timeout=20)
+    assert not alive
+
+
 @pytest.mark.slow
 def test_two_grids_on_one_file_make_each_run_once(tmp_path, start):
     tiny_model(tmp_path / "model", "roformer")
@@ -194,7 +206,7 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue", train=32)
     grid.main(ask(tmp_path, random_control=True))
-    more = ask(tmp_path, seeds=[0, 1], random_control=True)
+    more = ask(tmp_path, seeds=[0, 1], random_control=True, models=[f"{tmp_path}/./model/"])
     Path(more.output).parent.joinpath("predictions").chmod(0o755)
     broken = prediction_file(more.output, seed_of(more, 1), "validation")
     broken.mkdir(parents=True)  # where the run of seed 1 will want to write a file

@@ -62,6 +62,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
         (signal.SIGTERM, "rank 1"),
         (signal.SIGUSR1, "rank 0"),
         (signal.SIGHUP, "rank 1"),
+        (signal.SIGINT, "rank 0"),
     ):
         before = changed(run)
         both = start_ranks(start, flags)
@@ -96,7 +97,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
 
     for more in ([], ["--run.name=whole"]):
         assert start(*TORCHRUN, SCRIPT, *flags, *more, **CPU).wait(PATIENCE) == 0
-    assert said(tmp_path).count("going on after step") == 7
+    assert said(tmp_path).count("going on after step") == 8
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
@@ -213,14 +214,47 @@ def test_a_process_whose_output_nobody_reads_any_more_saves_and_leaves(
     assert newest_step(run) == reached(run) > 0
 
 
-def test_a_hangup_is_heard_unless_it_is_to_be_ignored():
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_is_heard_unless_it_is_to_be_ignored(number):
     for before, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):  # the latter by `nohup`
-        own = signal.signal(signal.SIGHUP, before)
+        own = signal.signal(number, before)
         with Interruptions(time.monotonic(), None) as interruptions:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             told = dict(zip(REASONS, interruptions.told()))
-        assert told == {reason: heard and reason == "SIGHUP" for reason in REASONS}
-        assert signal.signal(signal.SIGHUP, own) == before
+        assert told == {reason: heard and reason == number.name for reason in REASONS}
+        assert signal.signal(number, own) == before
+
+
+def test_what_a_shell_started_without_a_launcher_outlives_it(pretrain_flags, tmp_path, start):
+    run, flags = tmp_path / "runs" / "tiny", " ".join([*pretrain_flags, *ENDLESS])
+    line = f"nohup {sys.executable} {SCRIPT} {flags} >> {tmp_path / 'output'} 2>&1 & wait"
+    shell = start("-c", line, program="sh", **CPU)
+    train_until(shell, run, 0, 3)
+    (process,) = children(shell.pid)
+    shell.kill()
+    shell.wait()
+    last = reached(run)
+    wait_for(lambda: reached(run) > last + 5)
+    os.kill(process, signal.SIGTERM)
+    assert exit_code(process, 30) == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_in_a_terminal_saves_and_again_ends_at_once(pretrain_flags, tmp_path, start):
+    run = tmp_path / "runs" / "tiny"
+    launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS, "--run.workers=2")
+    train_until(launcher, run, 0, 3)
+    (process,) = children(launcher.pid)
+    os.killpg(launcher.pid, signal.SIGINT)  # the launcher and the workers hear it too
+    assert launcher.wait(30) != 0
+    assert exit_code(process, 30) == 128 + signal.SIGINT
+    assert newest_step(run) == reached(run) >= 3
+    assert f"SIGINT: saved after step {newest_step(run)};" in said(tmp_path)
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Interruptions(time.monotonic(), None):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, own)
 
 
 @pytest.mark.slow

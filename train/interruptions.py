@@ -21,7 +21,9 @@ from typing import Any, TextIO, cast
 import torch
 from torch import Tensor
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from train.launch import launcher
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LAUNCHER = "the launcher died"
 LIMIT = "run.max_hours"
 
@@ -93,7 +95,7 @@ class Interruptions:
     def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
         self.shortest = 600.0 if compiled else SHORTEST_STALL
         self.deadline = None if max_hours is None else started + 3600 * max_hours
-        self.parent = os.getppid()
+        self.launcher = launcher()
         self.heard: set[str] = set()
         self.longest = 0.0
         self.last_sign: float | None = None
@@ -103,8 +105,9 @@ class Interruptions:
     def __enter__(self) -> "Interruptions":
         threading.Thread(target=self._watch, daemon=True).start()
         self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
-        if self.before[signal.SIGHUP] == signal.SIG_IGN:  # as `nohup` wants it
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for number, handler in self.before.items():
+            if handler == signal.SIG_IGN:  # as `nohup`, or a script's `&`, wants it
+                signal.signal(number, handler)
         self.streams = sys.stdout, sys.stderr
         outlets = [s and cast(TextIO, Outlet(s, self._unread)) for s in self.streams]
         sys.stdout, sys.stderr = outlets
@@ -119,7 +122,10 @@ class Interruptions:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard.add(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and name in self.heard:
+            signal.default_int_handler(number, frame)  # whoever presses Ctrl-C again means now
+        self.heard.add(name)
 
     def _unread(self) -> None:
         self.heard.add(LAUNCHER)
@@ -129,7 +135,7 @@ class Interruptions:
 
         A limit is heard one step early, and a save, so that the checkpoint is there before it.
         """
-        if os.getppid() != self.parent:
+        if self.launcher not in (None, os.getppid()):
             self.heard.add(LAUNCHER)
         if self.deadline is not None and time.monotonic() + 3 * self.longest > self.deadline:
             self.heard.add(LIMIT)
@@ -179,7 +185,7 @@ def end_workers() -> None:
 
 def ignore_signals(worker: int) -> None:
     """For data workers: a signal to the whole group is for the loop to obey, not for them."""
-    for number in (*SIGNALS, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
