@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants, get_token
@@ -23,12 +22,11 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from finetune.results import RECIPE, run_name
-from finetune.tasks import TASKS
+from finetune.tasks import HUB_DATA, TASKS
 from train.folders import require_writable, whole_folder
 from train.launch import run_command
 from train.settings import InputError, require
 
-HUB_DATA = "nyu-mll/glue"
 MARK = "<!-- written by finetune/card.py -->"
 EXAMPLE = ("A man is playing a guitar.", "Somebody makes music.")
 FILES = (
@@ -112,15 +110,11 @@ def save_model(folder: str, model: Any, tokenizer: Any, line: dict[str, Any]) ->
         backend.no_truncation()
         backend.no_padding()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-        with aside as earlier, whole_folder(target) as unfinished:
+        with whole_folder(target, replace=True) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             saved = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
             model_card(line, saved["model_type"]).save(unfinished / "README.md")
-            if target.exists():  # moved away, not deleted, so that no half of it is ever there
-                target.rename(Path(earlier) / "it")
     except (OSError, SafetensorError) as error:
         raise InputError(f"save must name a folder that can be written, got {error}") from error
 

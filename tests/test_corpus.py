@@ -311,9 +311,8 @@ def test_weights_that_do_not_fit_the_names_are_refused(train, weights):
 def test_parts_follow_the_names_and_hub_data_sets_stand_among_files(
     written, tmp_path, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(
-        "train.documents.datasets.load_dataset", lambda *a, **k: iter([{"text": "the moon"}])
-    )
+    splits = {part: [{"text": "the moon"}] for part in ("train", "validation")}
+    monkeypatch.setattr("train.documents.datasets.load_dataset", lambda *a, **k: splits)
     names = [str(written), "owner/name", str(written / "c.txt")]
     store = tokenise(corpus(names, tmp_path), "train", tokenizer)
     assert store.parts == (9, 1, 3)
@@ -382,10 +381,9 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
 
 
 def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
-    def load_dataset(name, configuration, split, streaming):
-        assert (name, configuration) == ("owner/name", "small")
-        assert (split, streaming) == ("validation", True)
-        return iter([{"text": text} for text in TEXTS] + [{"text": None}])
+    def load_dataset(name, configuration, streaming):
+        assert (name, configuration, streaming) == ("owner/name", "small", True)
+        return {"validation": [{"text": text} for text in TEXTS] + [{"text": None}]}
 
     monkeypatch.setattr("train.documents.datasets.load_dataset", load_dataset)
     settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
@@ -393,6 +391,19 @@ def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
     missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))
     with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
         list(documents(missing, "validation"))
+
+
+def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.documents.HELD_OUT", 2)
+    file = tmp_path / "owner" / "name" / "train.jsonl"  # `datasets` reads a folder in the same way
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abcde"))
+    for part, texts in (("train", ["c", "d", "e"]), ("validation", ["a", "b"])):
+        assert list(documents_of("owner/name", part, "text")) == texts
+    file.rename(file.with_name("test.jsonl"))
+    with pytest.raises(InputError, match="hub data set with a train split"):
+        list(documents_of("owner/name", "train", "text"))
 
 
 def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import yaml
 
-from train.curves import CurvesSettings, main
+from train.curves import CurvesSettings, main, read_runs
 from train.settings import InputError
 
 
@@ -47,6 +48,18 @@ def test_seeds_of_a_model_are_one_line_and_differ_in_pairs(tmp_path):
     assert found["by_seed"] == {"0": [-1.0, -1.5], "1": [-1.0, -0.5]}
     assert found["mean_at_end"] == -1.0
     assert found["std_at_end"] == pytest.approx(0.5**0.5)
+
+
+def test_the_end_of_a_name_is_a_seed_only_where_the_run_had_it(tmp_path):
+    for name, loss in (("rate-1e-3", 4.0), ("rate-1e-4", 5.0), ("rope-3", 6.0)):
+        write_run(tmp_path / name, [loss, loss], 1)
+        seed = 3 if name == "rope-3" else 0
+        text = yaml.safe_dump({"corpus": {}, "run": {"seed": seed}})
+        (tmp_path / name / "settings.yaml").write_text(text)
+    models, _ = read_runs([str(tmp_path / name) for name in ("rate-1e-3", "rate-1e-4", "rope-3")])
+    found = {(model, seed): run.name for model in models for seed, run in models[model].items()}
+    names = {("rate-1e-3", 0): "rate-1e-3", ("rate-1e-4", 0): "rate-1e-4", ("rope", 3): "rope-3"}
+    assert found == names
 
 
 def test_runs_that_were_never_evaluated_at_the_same_tokens_are_compared_between(tmp_path):

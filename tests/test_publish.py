@@ -1,6 +1,7 @@
 """A finished run as a folder: half the bytes, the same predictions, a card of what was run."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -44,9 +45,13 @@ def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, c
 
 
 def test_the_card_says_what_was_run(finished, tmp_path):
+    config = finished / "model" / "config.json"
+    changed = json.loads(config.read_text())
+    config.write_text(json.dumps(changed | {"attention_probs_dropout_prob": 0.25}))
     settings = PublishSettings(str(finished), str(tmp_path / "small"), "a tiny language", "mit")
     card = ModelCard.load(main(settings) / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
+    assert card.data.language is None
     dropout = RoFormerForMaskedLM.from_pretrained(tmp_path / "small").config.hidden_dropout_prob
     for fact in (
         "a tiny language",
@@ -55,7 +60,7 @@ def test_the_card_says_what_was_run(finished, tmp_path):
         "| seed | 0 |",
         "learning_rate: 0.005",
         "dtype=torch.float32",
-        f"the dropout of pretraining, {dropout:g};",
+        f"the dropout of pretraining, {dropout:g} and 0.25;",
     ):
         assert fact in card.text
 

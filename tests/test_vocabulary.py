@@ -49,8 +49,10 @@ def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
 
 
 def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
-    with pytest.raises(InputError, match="corpus.tokenizer must be a folder, vocab.txt or hub id"):
+    with pytest.raises(InputError, match=r"corpus.tokenizer must be a folder, .* to learn one"):
         vocabulary.load(str(tmp_path / "none"))
+    with pytest.raises(InputError, match="model must be a folder, .*; check the path$"):
+        vocabulary.load(str(tmp_path / "none"), key="model")
 
 
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):

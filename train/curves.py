@@ -1,10 +1,10 @@
 """Loss curves, after the paper's Fig. 3: `python -m train.curves --runs '[runs/a, runs/b]'`.
 
 Training loss faint (the mean of each logging interval), held-out loss with markers, against steps,
-tokens and wall-clock. Runs whose names differ in a last `-0`, `-1`, ... are seeds of one model: a
-line for their mean, a band for their range. Of two models the difference is drawn too, seed by
-seed. The numbers go into a JSON file beside the picture. Where all runs read bytes, losses are bits
-a byte.
+tokens and wall-clock. Runs whose names differ in a last `-0`, `-1`, ..., their `run.seed`, are
+seeds of one model: a line for their mean, a band for their range. Of two models the difference is
+drawn too, seed by seed. The numbers go into a JSON file beside the picture. Where all runs read
+bytes, losses are bits a byte.
 """
 
 import json
@@ -56,6 +56,7 @@ class Run:
     held_out: Rows
     parameters: int | None = None
     bytewise: bool = False
+    seed: int | None = None
 
 
 def read_runs(folders: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
@@ -66,7 +67,7 @@ def read_runs(folders: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
     """
     require(len(folders) > 0, "runs", "must name a run folder", "none", "give one")
     runs = {Path(folder).name: read_log(folder) for folder in folders}
-    models = by_model([Path(folder).name for folder in folders])
+    models = by_model([Path(folder).name for folder in folders], "runs", runs)
     unit = NATS
     if all(run.bytewise for run in runs.values()):
         runs, unit = {name: in_bits(run) for name, run in runs.items()}, BITS
@@ -102,17 +103,28 @@ def read_log(run: str) -> Run:
     file = Path(run) / "settings.yaml"
     settings = yaml.safe_load(file.read_text()) if file.is_file() else {"corpus": {}}
     bytewise = settings["corpus"].get("tokenizer") == BYTES
-    return Run(Path(run).name, training, held_out, parameters, bytewise)
+    seed = settings.get("run", {}).get("seed")
+    return Run(Path(run).name, training, held_out, parameters, bytewise, seed)
 
 
-def by_model(names: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Model -> seed -> name: `bert-0` and `bert-1` are seeds of `bert`; `bert` alone is seed 0."""
+def by_model(
+    names: Sequence[str], key: str = "models", runs: Mapping[str, Run] | None = None
+) -> dict[str, dict[int, str]]:
+    """Model -> seed -> name: `bert-0` and `bert-1` are seeds of `bert`; `bert` alone is seed 0.
+
+    Args:
+        names: Of runs.
+        key: The setting that names them.
+        runs: What is known of them: the 4 of `rate-1e-4` or the 16 of `width-16` is no seed.
+    """
     models: dict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
         found = re.fullmatch(r"(.+)-(\d+)", name)
+        if found and runs and runs[name].seed not in (None, int(found[2])):
+            found = None
         model, seed = (found[1], int(found[2])) if found else (name, 0)
         rule = "must have names of their own"
-        require(seed not in models[model], "runs", rule, f"{model} twice", "rename one")
+        require(seed not in models[model], key, rule, f"{model} twice", "rename one")
         models[model][seed] = name
     return dict(models)
 

@@ -23,6 +23,9 @@ Source = Path | str
 
 EMBEDDED = "embedded"
 
+HELD_OUT = 2000
+"""Documents that are held out, the first, where a hub data set has no validation split."""
+
 LONGEST_PARAGRAPH = 1_000_000
 """Characters after which a txt without blank lines is cut, at the end of a line."""
 
@@ -228,13 +231,22 @@ def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
     """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
     dataset, _, configuration = name.partition(":")
     try:
-        rows = datasets.load_dataset(dataset, configuration or None, split=part, streaming=True)
+        splits = datasets.load_dataset(dataset, configuration or None, streaming=True)
+        rows = splits[part if "validation" in splits else "train"]
+        if "validation" not in splits:
+            rows = rows.take(HELD_OUT) if part == "validation" else rows.skip(HELD_OUT)
         for row in rows:
             _require_column(column, row, Path(name))
             yield _text(row[column], column, Path(name))
     except InputError:
         raise
-    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise InputError(
             f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
             f"got {name!r} ({_first_line(error)}); check the spelling and the network"

@@ -29,23 +29,33 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:
         for left in target.parent.glob(f".{glob.escape(target.name)}{UNFINISHED}*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
     prefix = f".{target.name}{UNFINISHED}"
     unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    aside = Path(f"{unfinished}-replaced")
     try:
         yield unfinished
         unfinished.chmod(0o755)  # mkdtemp's is private, and so are the files of safetensors
         for file in unfinished.rglob("*.safetensors"):
             file.chmod(0o644)
-        if replace:
-            shutil.rmtree(target, ignore_errors=True)
+        if replace and target.exists():
+            target.rename(aside)  # not deleted yet: no half of it shall be there
         try:
             unfinished.rename(target)
         except OSError:
-            if not target.exists():
+            if replace or not target.exists():
                 raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        for folder in (unfinished, aside):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def model_name(place: str) -> str:
+    """The telling part of a model's path or hub id: NAME of runs/NAME/model."""
+    parts = [part for part in Path(place).parts if part not in ("/", "model")]
+    return parts[-1] if parts else "model"
 
 
 def require_writable(folder: Path, key: str) -> None:

@@ -40,6 +40,8 @@ class PublishSettings:
     """What the model was trained on, in words, for the card."""
     licence: str = "unknown"
     """Licence of the weights by its name on the hub."""
+    language: str | None = None
+    """Language of the text by its code on the hub, such as en."""
     dtype: str = "bfloat16"
     """Of the saved weights: bfloat16 or float32."""
 
@@ -99,7 +101,7 @@ def card(
     log = read_log(settings.run)
     kind, causal = config["model_type"], bool(config.get("is_decoder"))
     data = ModelCardData(
-        language="en",
+        language=settings.language,
         license=settings.licence,
         library_name="transformers",
         pipeline_tag="text-generation" if causal else "fill-mask",
@@ -164,9 +166,11 @@ def _classes(kind: str) -> str:
 
 def _further(dtype: str, config: dict[str, Any]) -> str:
     """What someone who trains on must know, because from_pretrained says none of it."""
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    rates = dict.fromkeys(config[name] for name in names)  # once, where they are the same
     dropout = (
         "The configuration has the dropout of pretraining, "
-        f"{config['hidden_dropout_prob']:g}; `from_pretrained` takes another as "
+        f"{' and '.join(f'{value:g}' for value in rates)}; `from_pretrained` takes another as "
         "`hidden_dropout_prob=...` and `attention_probs_dropout_prob=...`."
     )
     if dtype == "float32":

@@ -91,8 +91,8 @@ class CorpusSettings(HeldOutSettings):
     tokenizer: str = "runs/vocabulary"
     """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8."""
     vocabulary_size: int | None = None
-    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet;
-    null takes what is there."""
+    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet,
+    lower-cased and without accents; null takes what is there."""
     length: int = 128
     """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
     mask_rate: float = 0.15

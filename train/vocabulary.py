@@ -147,10 +147,10 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        raise InputError(
-            f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r}; "
-            "check the path, or give corpus.vocabulary_size to learn one there"
-        ) from error
+        rule, remedy = "must be a folder, vocab.txt or hub id of a tokenizer", "check the path"
+        if key == "corpus.tokenizer":
+            remedy += ", or give corpus.vocabulary_size to learn one there"
+        raise InputError(f"{key} {rule}, got {name!r}; {remedy}") from error
     require(tokenizer.is_fast, key, "must be a fast tokenizer", name, "use a BERT tokenizer")
     # a tokenizer.json may carry both from its last use, and would cut whole documents
     tokenizer.backend_tokenizer.no_truncation()
