@@ -7,7 +7,6 @@ are x 100.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,12 +150,6 @@ class Row:
         shared = sorted(set.intersection(*(set(score) for score in scores)))
         whole = float(np.mean([np.mean(list(score.values())) for score in scores]))
         return whole, {seed: float(np.mean([s[seed] for s in scores])) for seed in shared}
-
-
-def model_name(model: str) -> str:
-    """The telling part of a path: NAME of runs/NAME/model."""
-    parts = [part for part in Path(model).parts if part not in ("model", "/")]
-    return parts[-1] if parts else model
 
 
 def number(value: object) -> str:

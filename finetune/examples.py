@@ -28,14 +28,13 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from finetune.results import digest
-from finetune.tasks import Task
+from finetune.tasks import HUB_DATA, Task
 from train import vocabulary
 from train.counter import permuted
 from train.folders import no_room
 from train.settings import InputError, require
 
 Rows = NDArray[np.int64]
-HUB_DATA = "nyu-mll/glue"
 ROWS_AT_ONCE = 8192
 """Rows that are tokenised in one call: what it returns takes 240 bytes a token."""
 WINDOW = 32

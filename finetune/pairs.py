@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.cells import Row, model_name
+from finetune.cells import Row
 from finetune.comparison import Comparison, compare, corrected
 from train.curves import by_model
+from train.folders import model_name
 
 TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen

@@ -25,7 +25,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from train.folders import no_room
+from train.folders import model_name, no_room
 from train.settings import InputError
 
 RECIPE = (
@@ -75,9 +75,8 @@ def are_other(found: str | None, line: Mapping[str, Any], name: str) -> bool:
 
 def run_name(values: Mapping[str, Any]) -> str:
     """The name of a run's folder under predictions/: readable, and different for different keys."""
-    parts = [part for part in Path(values["model"]).parts if part not in ("/", "model")]
     digest = hashlib.sha256(json.dumps(result_key(values)).encode()).hexdigest()[:10]
-    return f"{values['task']}-{parts[-1] if parts else 'model'}-{digest}"
+    return f"{values['task']}-{model_name(values['model'])}-{digest}"
 
 
 def prediction_file(results: str, line: Mapping[str, Any], split: str) -> Path:

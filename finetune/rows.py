@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from finetune.cells import Cell, Line, Row, RowKey, model_name, number
+from finetune.cells import Cell, Line, Row, RowKey, number
 from finetune.pairs import Difference, control_differences, pair_differences
 from finetune.results import KEY, RECIPE
 from finetune.tasks import TASKS
+from train.folders import model_name
 from train.settings import require
 
 GROUPS = {

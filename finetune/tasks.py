@@ -9,6 +9,9 @@ and are not GLUE. A folder without the official number of rows gives no official
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+HUB_DATA = "nyu-mll/glue"
+"""GLUE on the hub."""
+
 
 @dataclass(frozen=True)
 class Task:

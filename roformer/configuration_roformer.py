@@ -15,11 +15,10 @@ PLUS = "roformer_plus"
 
 ENCODINGS = ("rope", "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none")
 FEATURES = ("elu", "relu", "favor")
-_PLUS_FIELDS = {  # and their defaults
-    "rope_interleave": True, "use_bias": True, "norm_type": "layer_norm",
-    "position_encoding": "rope", "linear_attention": None, "random_features": 256,
-    "redraw_features": 1000,
-}  # fmt: skip
+_PLUS_FIELDS = (
+    "rope_interleave", "use_bias", "norm_type", "position_encoding", "linear_attention",
+    "random_features", "redraw_features",
+)  # fmt: skip
 
 # keys of `rope_parameters` by type, beside the four that every type may have
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
@@ -78,9 +77,9 @@ class RoFormerConfig(PreTrainedConfig):
         hidden_act: Activation by its transformers name.
         hidden_dropout_prob: Dropout after embeddings, projections and in classification heads.
         attention_probs_dropout_prob: Dropout of the attention probabilities.
-        max_position_embeddings: The length the model was trained for. Nothing here is cut off by
-            it: a rotation has no table to run out of. Stock builds a table of this many rows, and
-            the dynamic rope type compares the length of a row with it.
+        max_position_embeddings: The length the model is made for, at least that of its training.
+            Nothing here is cut off by it: a rotation has no table to run out of. Stock builds a
+            table of this many rows, and the dynamic rope type changes rows longer than it.
         type_vocab_size: Number of token types (segments); 0 leaves them out and is not stock's.
         initializer_range: Standard deviation of the initial weights.
         layer_norm_eps: Added to the variance in every normalisation.
@@ -234,7 +233,7 @@ class RoFormerConfig(PreTrainedConfig):
         rope = _WHOLE | self._rope
         if rope["rope_type"] in ("default", "dynamic", "linear"):
             rope.pop("original_max_position_embeddings", None)  # said, but not read
-        changed = {name for name, value in _PLUS_FIELDS.items() if getattr(self, name) != value}
+        changed = {n for n in _PLUS_FIELDS if getattr(self, n) != getattr(RoFormerConfig, n)}
         return changed | ({"rope_parameters"} if rope != _WHOLE | _PLAIN_ROPE else set())
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import TINY_MODEL, log_rows
 from train import vocabulary
 from train.corpus import tokenise
-from train.packing import Sequences, SpecialTokens, examples
+from train.masking import SpecialTokens
+from train.packing import Sequences, examples
 from train.pretrain import main
 from train.publish import PublishSettings
 from train.publish import main as publish

@@ -52,7 +52,8 @@ from real_runs import (
 )
 from train import checkpoint, vocabulary
 from train.corpus import tokenise
-from train.packing import Sequences, SpecialTokens, Steps
+from train.masking import SpecialTokens
+from train.packing import Sequences, Steps
 from train.pretrain import blame, main
 from train.settings import InputError, PretrainSettings, parse
 from train.stages import Stages

@@ -91,7 +91,7 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
         assert losses["bert", seed, "as it is", 128] is None
     for folder in ("x/bert-0", "y/bert-0"):
         twice = LengthsSettings([folders[1], f"{folder}/model"], long_text, output=str(output))
-        with pytest.raises(InputError, match="must have names of their own, got bert twice"):
+        with pytest.raises(InputError, match="models must have names of their own, got bert twice"):
             main(twice)
     wrong = LengthsSettings(folders[:1], long_text, attention="no_such", output=str(output))
     with pytest.raises(InputError, match="model must be usable"):  # no matter of length

@@ -10,8 +10,7 @@ from scipy import stats
 from transformers import DataCollatorForLanguageModeling
 
 from train import vocabulary
-from train.masking import corrupt
-from train.packing import SpecialTokens
+from train.masking import SpecialTokens, corrupt
 from train.settings import InputError
 
 SPECIAL = SpecialTokens(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))

@@ -10,10 +10,10 @@ import torch
 
 from conftest import TINY_MODEL, log_rows
 from train import counter, packing
+from train.masking import SpecialTokens
 from train.packing import (
     IGNORED,
     Sequences,
-    SpecialTokens,
     Steps,
     examples,
     mask_capacity,

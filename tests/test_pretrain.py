@@ -71,6 +71,23 @@ def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
     torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("rope", "made_for"), [("default", 32), ("dynamic", 16)])
+def test_a_model_says_that_it_is_made_for_what_it_was_trained_on(
+    rope, made_for, pretrain_flags, tmp_path
+):
+    changes = {"max_position_embeddings": 16, "rope_parameters": {"rope_type": rope, "factor": 2.0}}
+    if rope == "default":
+        changes["rope_parameters"].pop("factor")
+    model = f"--model.config={json.dumps(TINY_MODEL | changes)}"
+    folder = main(parse(PretrainSettings, [*pretrain_flags, model]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = roformer.RoFormerConfig.from_pretrained(folder)
+    assert tokenizer.model_max_length == config.max_position_embeddings == made_for
+    if rope == "default":
+        stock = transformers.RoFormerForMaskedLM.from_pretrained(folder)
+        assert stock(torch.full((1, 32), 5)).logits.isfinite().all()
+
+
 def test_other_trackers_get_the_folder_of_the_runs_for_a_project(pretrain_flags, monkeypatch):
     asked = []
 

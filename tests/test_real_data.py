@@ -10,7 +10,8 @@ from train import vocabulary
 from train.corpus import tokenise
 from train.documents import documents
 from train.journal import sequence_lengths
-from train.packing import Sequences, SpecialTokens, Steps
+from train.masking import SpecialTokens
+from train.packing import Sequences, Steps
 from train.settings import CorpusSettings
 
 pytestmark = pytest.mark.slow

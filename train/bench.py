@@ -29,7 +29,8 @@ from train.bench_table import Row, draw, line_of, page
 from train.flops import measured_peak, step_flops
 from train.journal import environment
 from train.launch import run_command
-from train.packing import Sequences, SpecialTokens, Steps
+from train.masking import SpecialTokens
+from train.packing import Sequences, Steps
 from train.peers import (
     BERT,
     MASK_RATE,

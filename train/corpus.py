@@ -291,7 +291,7 @@ def main(settings: TokeniseSettings) -> None:
     require_apart(corpus)
     vocabulary.learn_if_missing(corpus)
     tokenizer = vocabulary.load(corpus.tokenizer)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for part in ("train", "validation"):
         started, before = time.time(), time.perf_counter()
         store = tokenise(corpus, part, tokenizer)

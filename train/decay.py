@@ -27,13 +27,13 @@ from roformer.rotary import inverse_frequencies
 from train import vocabulary
 from train.corpus import tokenise
 from train.curves import by_model
-from train.initialise import build, model_config
+from train.folders import model_name
+from train.initialise import build, model_config, read_config
 from train.launch import run_command, start_accelerator
-from train.lengths import run_name
-from train.packing import Sequences, SpecialTokens, examples
+from train.masking import SpecialTokens
+from train.packing import Sequences, examples
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import HeldOutSettings, ModelSettings, require
-from train.validate import read_config
 
 Floats = NDArray[np.float64]
 
@@ -156,7 +156,7 @@ def of_model(
     for name, settings in (("trained", trained), ("untrained", beginning)):
         model = build(settings, config, seed=0).eval()
         query, key = queries_and_keys(model.base_model, inputs, config.rotated_width)
-        found[f"{run_name(folder)}, {name}"] = scores(query, key, distances, theta)
+        found[f"{model_name(folder)}, {name}"] = scores(query, key, distances, theta)
     return found
 
 
@@ -220,7 +220,7 @@ def main(settings: DecaySettings) -> dict[str, Any]:
         "thetas": [(width, base) for base in settings.thetas],
         "widths": [(d, theta) for d in settings.widths],
     }
-    by_model([run_name(folder) for folder in settings.models])  # refuses two of one name
+    by_model([model_name(folder) for folder in settings.models])  # refuses two of one name
     found = drawn(width, theta, distances)
     for folder in settings.models:
         found |= of_model(folder, settings.corpus, distances, accelerator)

@@ -57,6 +57,17 @@ def model_config(
     return config
 
 
+def make_for(config: PreTrainedConfig, length: int) -> None:
+    """Let a model that rotates say that it is made for the longest sequence it is trained on.
+
+    transformers' RoFormer, and tokenizers, stop at what it says. A rope type that changes longer
+    rows counts from it, and keeps what it was given.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not getattr(config, "has_position_limit", True) and rope.get("rope_type") == "default":
+        config.max_position_embeddings = max(config.max_position_embeddings, length)
+
+
 @contextmanager
 def input_errors(key: str) -> Iterator[None]:
     """Turn what transformers says of a user's values into one line that names the key."""
@@ -75,7 +86,7 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
         if tokenizer is not None:
             special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         return AutoConfig.for_model(settings.type, **(special | settings.config))
-    saved = _saved_config(settings.init)
+    saved = read_config(settings.init, "model.init")
     convertible = (saved.model_type, settings.type) == ("bert", "roformer")
     found = f"{saved.model_type} for {settings.type}"
     rule, remedy = (
@@ -99,12 +110,17 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     return AutoConfig.for_model(settings.type, **(kept | settings.config))
 
 
-def _saved_config(init: str) -> PreTrainedConfig:
+def read_config(folder: str, key: str) -> PreTrainedConfig:
+    """What a folder or the hub, given under `key`, says of a model.
+
+    Raises:
+        InputError: There is no model.
+    """
     try:
-        return AutoConfig.from_pretrained(init)
+        return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"model.init {rule}, got {init!r}; check the path") from error
+        raise InputError(f"{key} {rule}, got {folder!r}; check the path") from error
 
 
 def _require_vocabulary(
@@ -147,7 +163,7 @@ def build(
     with input_errors("model"):
         if settings.init is None:
             return kind.from_config(config, **options)
-        if _saved_config(settings.init).model_type == config.model_type:
+        if read_config(settings.init, "model.init").model_type == config.model_type:
             model, report = kind.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )

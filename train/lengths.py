@@ -25,11 +25,14 @@ import roformer
 from train import vocabulary
 from train.corpus import tokenise
 from train.curves import by_model
+from train.folders import model_name
+from train.initialise import read_config
 from train.launch import run_command, start_accelerator
-from train.packing import Sequences, SpecialTokens
+from train.masking import SpecialTokens
+from train.packing import Sequences
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import HeldOutSettings, InputError, require
-from train.validate import evaluate, load_objective, read_config
+from train.validate import evaluate, load_objective
 
 PLAIN = "as it is"
 REFUSED = "refused, its table of positions has ended"
@@ -69,8 +72,8 @@ def main(settings: LengthsSettings) -> list[dict[str, Any]]:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    folders = {run_name(folder): folder for folder in settings.models}
-    models = by_model([run_name(folder) for folder in settings.models])
+    folders = {model_name(folder): folder for folder in settings.models}
+    models = by_model([model_name(folder) for folder in settings.models])
     rows = [
         {"model": model, "seed": seed} | row
         for model, seeds in models.items()
@@ -114,12 +117,6 @@ def rows_of(
             special = SpecialTokens.of(tokenizer)
             scores = evaluate(objective, sequences, special, accelerator, batch, chosen)
             yield head | scores | {"sequences": len(chosen)}
-
-
-def run_name(folder: str) -> str:
-    """Name of a run by the folder of its model: runs/NAME/model, or NAME itself."""
-    path = Path(folder)
-    return path.parent.name if path.name == "model" else path.name
 
 
 def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:

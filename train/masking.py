@@ -5,39 +5,70 @@ random token, 10 % stay. Each token is chosen on its own, as in RoBERTa and tran
 word as a whole (its tokens then meet their fates one by one), as in BERT's later checkpoints.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from train import counter
+from train.settings import require
 
 
-class MaskIds(Protocol):
-    """What masking must know of a vocabulary."""
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What the data path must know of a vocabulary.
 
-    @property
-    def mask(self) -> int:
-        """Id of [MASK]."""
+    Attributes:
+        first, last, padding, mask: Ids of [CLS], [SEP], [PAD] and [MASK].
+        vocabulary: Number of ids, V.
+        unmaskable: Ids that are never chosen: special tokens and padding.
+        continuing: [V] which ids go on with the word before them; None chooses token by token.
+    """
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids, V."""
+    first: int
+    last: int
+    padding: int
+    mask: int
+    vocabulary: int
+    unmaskable: tuple[int, ...]
+    continuing: NDArray[np.bool_] | None = None
 
-    @property
-    def unmaskable(self) -> tuple[int, ...]:
-        """Ids that are never chosen: special tokens and padding."""
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> "SpecialTokens":
+        """Read them off a tokenizer.
 
-    @property
-    def continuing(self) -> NDArray[np.bool_] | None:
-        """[V] which ids go on with the word before them; None chooses token by token."""
+        Raises:
+            InputError: It lacks one that masked language modelling needs, or whole words are asked
+                for and its pieces do not say where a word goes on.
+        """
+        names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
+        ids = [getattr(tokenizer, name) for name in names]
+        missing = [name for name, value in zip(names, ids) if value is None]
+        rule = "must have [CLS], [SEP], [PAD] and [MASK]"
+        require(
+            not missing, "corpus.tokenizer", rule, f"none for {missing}", "use a BERT tokenizer"
+        )
+        first, last, padding, mask = ids
+        unmaskable = tuple(sorted(tokenizer.all_special_ids))
+        continuing = _continuing(tokenizer) if whole_word else None
+        return cls(first, last, padding, mask, len(tokenizer), unmaskable, continuing)
+
+
+def _continuing(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
+    model = tokenizer.backend_tokenizer.model
+    prefix = getattr(model, "continuing_subword_prefix", None)
+    rule, remedy = "must be false unless pieces are WordPiece's (##ing)", "use a BERT tokenizer"
+    require(bool(prefix), "corpus.whole_word", rule, f"true with {type(model).__name__}", remedy)
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return np.array([piece.startswith(prefix) for piece in pieces])
 
 
 def corrupt(
     ids: NDArray[np.int64],
     sequence: NDArray[np.int64],
     epoch: NDArray[np.int64],
-    special: MaskIds,
+    special: SpecialTokens,
     rate: float,
     seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -7,17 +7,15 @@ of all sequences in a packed row.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from train import counter
-from train.masking import corrupt
+from train.masking import SpecialTokens, corrupt
 from train.settings import require
 from train.store import TokenStore
 
@@ -36,48 +34,6 @@ BLOCK = 16
 
 IGNORED = -100
 """Target of a place that only fills up a fixed size: no loss, no guess."""
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids the data path needs to know; `continuing` as in `masking.MaskIds`."""
-
-    first: int
-    last: int
-    padding: int
-    mask: int
-    vocabulary: int
-    unmaskable: tuple[int, ...]
-    continuing: NDArray[np.bool_] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> "SpecialTokens":
-        """Read them off a tokenizer.
-
-        Raises:
-            InputError: It lacks one that masked language modelling needs, or whole words are asked
-                for and its pieces do not say where a word goes on.
-        """
-        names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
-        ids = [getattr(tokenizer, name) for name in names]
-        missing = [name for name, value in zip(names, ids) if value is None]
-        rule = "must have [CLS], [SEP], [PAD] and [MASK]"
-        require(
-            not missing, "corpus.tokenizer", rule, f"none for {missing}", "use a BERT tokenizer"
-        )
-        first, last, padding, mask = ids
-        unmaskable = tuple(sorted(tokenizer.all_special_ids))
-        continuing = _continuing(tokenizer) if whole_word else None
-        return cls(first, last, padding, mask, len(tokenizer), unmaskable, continuing)
-
-
-def _continuing(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
-    model = tokenizer.backend_tokenizer.model
-    prefix = getattr(model, "continuing_subword_prefix", None)
-    rule, remedy = "must be false unless pieces are WordPiece's (##ing)", "use a BERT tokenizer"
-    require(bool(prefix), "corpus.whole_word", rule, f"true with {type(model).__name__}", remedy)
-    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return np.array([piece.startswith(prefix) for piece in pieces])
 
 
 class Sequences:

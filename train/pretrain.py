@@ -30,7 +30,7 @@ from train.corpus import tokenise
 from train.documents import require_apart
 from train.flops import measured_peak
 from train.folders import no_room, require_writable
-from train.initialise import build, model_config
+from train.initialise import build, make_for, model_config
 from train.interruptions import (
     EXIT_CODES,
     REASONS,
@@ -41,9 +41,10 @@ from train.interruptions import (
 )
 from train.journal import Journal, flat_settings, refuse_other_settings
 from train.launch import run_command, start_accelerator
+from train.masking import SpecialTokens
 from train.objective import LanguageModel
 from train.optim import FiniteSteps, adamw, learning_rate, set_rate
-from train.packing import Sequences, SpecialTokens, Steps, mask_capacity, require_shares
+from train.packing import Sequences, Steps, mask_capacity, require_shares
 from train.run_folder import Saver, alone, resume, save_model
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 from train.stages import Stages, seed_of, stages_of
@@ -82,6 +83,7 @@ def main(settings: PretrainSettings) -> Path:
     with no_room(folder):
         tokenizer, stores, held_out = prepare_data(settings, stages, accelerator)
         config = model_config(settings.model, settings.corpus.length, tokenizer)
+        make_for(config, max(stage.corpus.length for stage in stages))
         objective = make_objective(settings, config)
         steps = make_steps(stages, stores, tokenizer, objective, accelerator)
         with alone(folder, accelerator):
@@ -200,6 +202,7 @@ def prepare_data(
     with accelerator.local_main_process_first():
         vocabulary.learn_if_missing(stages[0].corpus)
         tokenizer = vocabulary.load(corpus.tokenizer)
+        accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {corpus.tokenizer}")
         for stage in stages:
             model_config(stage.model, stage.corpus.length, tokenizer)
         stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]

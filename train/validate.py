@@ -24,11 +24,12 @@ from transformers import PreTrainedTokenizerBase
 import roformer
 from train import vocabulary
 from train.corpus import tokenise
-from train.initialise import build, model_config
+from train.initialise import build, model_config, read_config
 from train.launch import run_command, start_accelerator
+from train.masking import SpecialTokens
 from train.objective import LanguageModel
-from train.packing import Sequences, SpecialTokens, examples
-from train.settings import HeldOutSettings, InputError, ModelSettings, require
+from train.packing import Sequences, examples
+from train.settings import HeldOutSettings, ModelSettings, require
 
 MASK_RATE = 0.15
 MASK_SEED = 0
@@ -115,19 +116,6 @@ def first_of(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
 
-def read_config(folder: str, key: str = "model") -> transformers.PreTrainedConfig:
-    """What a folder or the hub, given under `key`, says of a model.
-
-    Raises:
-        InputError: There is no model.
-    """
-    try:
-        return transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"{key} {rule}, got {folder!r}; check the path") from error
-
-
 def load_objective(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -147,7 +135,7 @@ def load_objective(
     Raises:
         InputError: There is no model, it lacks a head, or its positions end before the length.
     """
-    kind = read_config(folder).model_type
+    kind = read_config(folder, key="model").model_type
     wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
     config = model_config(wanted, length, tokenizer, key="length")
     return LanguageModel(build(wanted, config, seed=0, whole=True))
