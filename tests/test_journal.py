@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 
 from conftest import TINY_MODEL
 from roformer import RoFormerConfig
+from train import journal
 from train.journal import (
     NOTHING,
     Journal,
@@ -196,3 +198,19 @@ def test_the_environment_says_what_a_number_needs_beside_it():
     assert found["torch"] == torch.__version__
     assert found["commit"] != "unknown"
     assert found["machine"]
+
+
+def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
+    for name in ("roformer", "train", "finetune", "configs", "results"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("committed")
+    one = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]
+    for command in (["init", "-q"], ["add", "."], one):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    monkeypatch.setattr(journal, "__file__", str(tmp_path / "train" / "journal.py"))
+    clean = journal.commit.__wrapped__()
+    assert len(clean) == 12
+    (tmp_path / "results" / "file").write_text("another line")
+    assert journal.commit.__wrapped__() == clean
+    (tmp_path / "finetune" / "file").write_text("changed")
+    assert journal.commit.__wrapped__() == f"{clean}-dirty"

@@ -79,13 +79,22 @@ def _processor() -> str:
 
 @functools.cache
 def commit() -> str:
-    """Of the clone that this file is in, "-dirty" where files differ from it; else "unknown"."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    git += ["describe", "--always", "--dirty", "--abbrev=12"]
+    """Of the clone that this file is in, "-dirty" where its code is not; else "unknown".
+
+    What a run itself writes into the clone, such as a line of results, does not count.
+    """
+    root = Path(__file__).parent.parent
+    code = [str(root / name) for name in ("roformer", "train", "finetune", "configs")]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        changed = _git(root, "status", "--porcelain", *code)
+        return _git(root, "describe", "--always", "--abbrev=12") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _git(clone: Path, *command: str) -> str:
+    git = ["git", "-C", str(clone), *command]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def as_dict(settings: PretrainSettings) -> dict[str, Any]:
