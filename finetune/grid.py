@@ -182,7 +182,8 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
                 if run is not None:
                     worker.start(run)
                     making.append(run)
-            for worker in [w for w in workers if w.connection in wait_for(workers, started_by)]:
+            ready = wait_for(workers, started_by)
+            for worker in [w for w in workers if w.connection in ready]:
                 run, (what, value) = worker.run, worker.hear()
                 assert run is not None
                 if what == "dead":

@@ -29,7 +29,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:
         for left in target.parent.glob(f".{glob.escape(target.name)}{UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left, ignore_errors=True)  # one that cannot go is hidden and in no way
     prefix = f".{target.name}{UNFINISHED}"
     unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     aside = Path(f"{unfinished}-replaced")
