@@ -1,8 +1,8 @@
 """Two models compared seed by seed: how large the difference is, and how sure one can be of it.
 
-Everything here is about the seeds of fine-tuning (head, order of examples, dropout) of two fixed
-checkpoints on one fixed set of validation examples. What another sample of examples or another
-pretraining run would change is not covered.
+The seeds are those of fine-tuning (head, order of examples, dropout) of two fixed checkpoints, or
+those of pretraining, with a mean over fine-tuning each. The validation examples are fixed: what
+another sample of them would change is not covered.
 """
 
 from collections.abc import Mapping, Sequence

@@ -166,7 +166,8 @@ def fine_tune(
             total += loss.detach()
             step += 1
             if step % LOOK_EVERY == 0 or step == steps:
-                require_finite(norm, "gradient", step)  # the same in every process
+                if optimizer.scaler is None:  # which lets norms be infinite to find its scale
+                    require_finite(norm, "gradient", step)  # the same in every process
                 watch(step, steps, loss.item() / max(1, len(mine)))
         losses.append(accelerator.reduce(total).item() / len(train))
     logits = {

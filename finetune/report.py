@@ -53,7 +53,8 @@ NOTES = (
     "g_z: mean over standard deviation of the differences, corrected for few seeds; report.json "
     "has Cohen's d_z too.",
     "All of this is about the seeds of fine-tuning, with the two checkpoints and the validation "
-    "examples as they are. Another pretraining run or other examples may change more than a seed.",
+    "examples as they are. Another pretraining run or other examples may change more than a seed. "
+    "Only a difference 'over ... pretraining seeds' takes those for its seeds.",
 )
 
 PAPER_HEADS = ("MRPC, F1", "SST-2, accuracy", "QNLI, accuracy", "STS-B, Spearman", "QQP, F1",

@@ -13,7 +13,10 @@ from transformers.activations import ACT2CLS
 
 PLUS = "roformer_plus"
 
-ENCODINGS = ("rope", "learned", "sinusoidal", "transformer_xl", "t5", "alibi", "none")
+ADDED = ("transformer_xl", "t5", "alibi")
+"""Encodings that are added to the scores."""
+
+ENCODINGS = ("rope", "learned", "sinusoidal", *ADDED, "none")
 FEATURES = ("elu", "relu", "favor")
 _PLUS_FIELDS = (
     "rope_interleave", "use_bias", "norm_type", "position_encoding", "linear_attention",
@@ -94,6 +97,7 @@ class RoFormerConfig(PreTrainedConfig):
         rope_parameters: transformers' rope settings: `rope_type` (default, linear, dynamic, yarn,
             llama3 or longrope), `rope_theta`, `partial_rotary_factor` (share of the head width that
             is rotated) and the type's own keys. None means the paper's: default, 10,000, all of it.
+            Given again, by hand or to `from_pretrained`, theta and share stay where none is said.
         rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + D/2,
             as Llama does. `RoFormerPreTrainedModel.set_rope_interleave` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
@@ -160,11 +164,14 @@ class RoFormerConfig(PreTrainedConfig):
             name, value = "rope_parameters", self._rope | {name: value}
         if name != "rope_parameters" or "_name_or_path" not in self.__dict__:
             return super().__setattr__(name, value)
-        # settings given later, by hand or to `from_pretrained`, are completed and checked at once
+        # settings given later, by hand or to `from_pretrained`, are completed and checked at once;
+        # the angles that the weights were trained with stay, whatever is done to them for length
         before, given = self._rope, dict(value or {})
         if "type" in given:
             given.setdefault("rope_type", given.pop("type"))
-        super().__setattr__(name, _PLAIN_ROPE | given)
+        angles = ("rope_theta", "partial_rotary_factor")
+        kept = {} if value is None else {key: before[key] for key in angles if key in before}
+        super().__setattr__(name, _PLAIN_ROPE | kept | given)
         try:
             self.check_rope()
         except ValueError:
@@ -216,7 +223,7 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def biases_scores(self) -> bool:
         """Whether positions are added to the scores, which not every kernel can do."""
-        return self.position_encoding in ("transformer_xl", "t5", "alibi")
+        return self.position_encoding in ADDED
 
     @property
     def depends_on_length(self) -> bool:

@@ -1,7 +1,8 @@
 """What a call may be given: shapes, dtypes and ids, refused in one line that names the argument.
 
-Values are looked at on a CPU only, so that no step waits for another device, and nothing is looked
-at while a model is compiled, exported or transformed. Legend: B batch, L tokens, S keys, E width.
+Values are looked at on a CPU only, because to look is to wait for another device, and nothing is
+looked at while a model is compiled, exported or transformed. Legend: B batch, L tokens, S keys, E
+width.
 """
 
 from typing import Any

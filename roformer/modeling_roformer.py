@@ -35,7 +35,7 @@ from .layers import (
 )
 from .linear import Features, LinearCache
 from .masks import cross_mask, is_flash, kernel_for_masks, self_mask, with_bias
-from .positions import Distances, TransformerXLTerms, distances, score_bias
+from .positions import Distances, distances, score_bias
 from .rotary import frequencies, rotation_table
 
 logger = logging.get_logger(__name__)
@@ -82,11 +82,9 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RoFormerLMPredictionHead) and hasattr(module, "bias"):
             nn.init.zeros_(module.bias)
-        if isinstance(module, Features):
-            module.reset()
-        if isinstance(module, TransformerXLTerms):
-            for bias in (module.u, module.v):
-                nn.init.normal_(bias, std=self.config.initializer_range)
+        reset: Any = getattr(module, "reset", None)  # of what is in no layer of torch's
+        if reset is not None:
+            reset()
 
     @torch.no_grad()
     def set_rope_interleave(self, interleave: bool) -> None:
@@ -194,6 +192,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.embeddings_project = project
         self.encoder = RoFormerEncoder(config)
         self.score_bias = score_bias(config)
+        self.encoding = config.position_encoding
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
         self.rope_config = config
         self.is_causal = config.is_decoder
@@ -255,7 +254,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
         Raises:
             ValueError: Inputs contradict each other or the configuration; ids outside the
-                vocabulary are noticed on CPU only, so that no step waits for another device.
+                vocabulary are noticed on CPU only, because to look is to wait for another device.
         """
         config = self.rope_config
         size = getattr(self.get_input_embeddings(), "num_embeddings", config.vocab_size)
@@ -398,7 +397,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self, batch: documents.Batch, start: int | Tensor, gaps: bool
     ) -> tuple[Tensor | Distances | None, Tensor | None]:
         """What layers must know of positions, and what all of them add to their scores."""
-        if self.rope_config.position_encoding == "rope":
+        edited = self.rope_config.position_encoding
+        if edited != self.encoding:  # another one has other weights
+            raise ValueError(
+                f"config.position_encoding must stay {self.encoding} in a built model, got "
+                f"{edited!r}; give it to from_pretrained"
+            )
+        if self.encoding == "rope":
             return self._rotation(batch), None
         if not self.rope_config.biases_scores:
             return None, None

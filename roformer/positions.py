@@ -12,8 +12,11 @@ alibi           the scores of all layers Press et al. 2021, arXiv:2108.12409, se
 none            nothing                  a bag of words, or in a decoder what causality tells
 =============== ======================== ====================================================
 
-The paper discusses all but the last two in its section 2 (equations 3 to 10). Legend: B batch,
-L queries, S keys, K distances, E width, H heads, D head width.
+The paper discusses all but the last two in its section 2 (equations 3 to 10). Another one that is
+added to the scores takes its name in `configuration_roformer.ADDED`, a class here and its line in
+`score_bias`; everything else, the tests of this folder included, goes by these.
+
+Legend: B batch, L queries, S keys, K distances, E width, H heads, D head width.
 """
 
 import math
@@ -119,7 +122,7 @@ class AlibiBias(nn.Module):
 
     def forward(self, found: Distances) -> Tensor:
         """[1 or B, H, L, S], float32."""
-        slopes = torch.tensor(self.slopes, device=found.between.device)
+        slopes = torch.tensor(self.slopes).to(found.between.device, non_blocking=True)
         return -slopes[:, None, None] * found.between.abs()[:, None]
 
 
@@ -146,7 +149,13 @@ class TransformerXLTerms(nn.Module):
         heads = (config.num_attention_heads, config.head_width)
         self.u = nn.Parameter(torch.empty(heads))
         self.v = nn.Parameter(torch.empty(heads))
+        self.spread = config.initializer_range
         self.key_of_distance = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def reset(self) -> None:
+        """Draw u and v; loading calls it where a checkpoint lacks them."""
+        for bias in (self.u, self.v):
+            nn.init.normal_(bias, std=self.spread)
 
     def forward(self, query: Tensor, found: Distances) -> tuple[Tensor, Tensor]:
         """Queries [B, L, H, D] to what meets the keys, [B, L, H, D], and scores [B, H, L, S].
@@ -163,6 +172,7 @@ class TransformerXLTerms(nn.Module):
 
 def score_bias(config: RoFormerConfig) -> nn.Module | None:
     """What is added to the scores of all layers, or None."""
+    if not config.biases_scores or config.position_encoding == "transformer_xl":  # by each layer
+        return None
     kinds: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
-    kind = kinds.get(config.position_encoding)
-    return None if kind is None else kind(config)
+    return kinds[config.position_encoding](config)

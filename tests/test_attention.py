@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from conftest import enlarge, rope_config
-from roformer import RoFormerForMaskedLM, RoFormerModel
+from roformer import RoFormerForMaskedLM, RoFormerModel, attention
 from roformer.attention import eager_attention
 
 KERNELS = ["eager", "sdpa", "unpadded", "borders"]
@@ -316,3 +317,25 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, config
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
         a, b = (m(ids, position_ids=positions)[0] for m in (eager, flex))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({}, True),
+        ({"dropout": 0.1}, False),
+        ({"dtype": torch.float32}, False),
+        ({"width": 20}, False),
+        ({"width": 264}, False),
+        ({"capability": (7, 5)}, False),
+    ],
+)
+def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes, fits, monkeypatch):
+    """A GPU made of words: what the kernel takes is checked by itself on a real one."""
+    of = {"dropout": 0.0, "dtype": torch.bfloat16, "width": 64, "capability": (8, 0)} | changes
+    monkeypatch.setattr(attention, "varlen_attn", print)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of["capability"])
+    heads = SimpleNamespace(
+        dtype=of["dtype"], shape=(1, 2, 9, of["width"]), is_cuda=True, device="cuda"
+    )
+    assert attention._has_kernel(heads, of["dropout"]) == fits

@@ -282,6 +282,8 @@ from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import enlarge
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train import checkpoint
+from train.capacity import fit_micro_batch
+from train.launch import keep_float32
 from train.objective import LanguageModel
 from train.optim import adamw
 dist.init_process_group("gloo")
@@ -292,11 +294,14 @@ ids = torch.arange(5, 53).view(2, 24)
 places = torch.arange(0, 48, 3)
 
 class OnCpu(Accelerator):  # Accelerate shards on GPUs alone: this is its own code, on a CPU
-    def __init__(self, efficient):
+    def __init__(self, efficient, precision):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
             cpu_ram_efficient_loading=efficient)
-        self.state = SimpleNamespace(fsdp_plugin=plugin, mixed_precision="no",
+        if precision != "no":
+            plugin.set_mixed_precision(precision)  # as Accelerate's own state does
+        keep_float32(plugin)
+        self.state = SimpleNamespace(fsdp_plugin=plugin, mixed_precision=precision,
                                      dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
         self._models = []
     torch_device_mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -307,29 +312,45 @@ class OnCpu(Accelerator):  # Accelerate shards on GPUs alone: this is its own co
     fp8_backend = None
     def _prepare_one(self, thing, first_pass=False, device_placement=None):
         return thing
+    def backward(self, loss):
+        loss.backward()
+    def reduce(self, tensor):
+        return tensor
 
-def trained(kind, efficient):
+def trained(kind, efficient, precision="no", **more):
     torch.manual_seed(1)
     if kind == "bert":
         model = transformers.BertForMaskedLM(transformers.BertConfig(**fields))
     else:
-        model = enlarge(RoFormerForMaskedLM(RoFormerConfig(**fields)))
+        model = enlarge(RoFormerForMaskedLM(RoFormerConfig(**fields, **more)))
     objective = LanguageModel(model).train()
     optimizer = adamw(objective, 1e-2, 0.01)
     if efficient is not None:
-        objective, optimizer = OnCpu(efficient)._prepare_fsdp2(objective, optimizer)
+        accelerator, inner = OnCpu(efficient, precision), objective
+        objective, optimizer = accelerator._prepare_fsdp2(objective, optimizer)
+        assert fit_micro_batch(objective, inner, 24, 2, 0.15, accelerator) == 2  # leaves no trace
     for _ in range(3):
         loss, _ = objective(ids, places, ids.flatten()[places], attention_mask=torch.ones_like(ids))
+        assert loss.dtype == torch.float32
+        first.setdefault((kind, efficient is None, *more.values()), loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return checkpoint.weights(model)
 
+first = {{}}
 for kind in ("roformer", "bert"):
     expected = trained(kind, None)
     for efficient in (False, True):
         for name, weight in trained(kind, efficient).items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
+first.clear()
+for more in ({{}}, dict(rope_interleave=False), dict(linear_attention="elu")):
+    trained("roformer", None, **more)
+    trained("roformer", False, "bf16", **more)  # angles in bfloat16 have no complex product
+    whole, sharded = first.values()
+    assert abs(sharded / whole - 1) < 0.01, (more, first)
+    first.clear()
 print("equal", flush=True)
 dist.barrier()
 os._exit(0)  # now and then a thread of torch's own aborts an orderly end

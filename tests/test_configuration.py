@@ -178,6 +178,14 @@ def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
     with pytest.raises(ValueError, match="factor must be given with rope_type linear"):
         config.rope_parameters = {"rope_type": "linear"}
     assert config.rope_parameters["rope_type"] == "dynamic"
+    config.rope_parameters = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}  # what the weights know stays
+    assert (config.rope_theta, config.partial_rotary_factor) == (500.0, 0.5)
+    RoFormerModel(config).save_pretrained(tmp_path / "trained")
+    model = RoFormerModel.from_pretrained(tmp_path / "trained", rope_parameters={})
+    assert model.config.rope_parameters == {
+        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5
+    }  # fmt: skip
     config.rope_parameters = None
     assert config.is_stock
     RoFormerModel(config).save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import train.corpus
 from train import docstrings, vocabulary
-from train.corpus import TokeniseSettings, main, tokenise
+from train.corpus import TokeniseSettings, main, said, tokenise
 from train.documents import documents, documents_of, require_apart
 from train.settings import CorpusSettings, InputError
 from train.store import TokenStore
@@ -256,13 +256,13 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_vocabulary(
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
     settings = corpus(str(written), tmp_path, tokenizer=str(tokenizer_folder))
-    shutil.copy(written / "c.txt", tmp_path / "held-out.txt")
+    (tmp_path / "held-out.txt").write_text("the river sees a song .\n")
     settings = dataclasses.replace(settings, validation=str(tmp_path / "held-out.txt"))
     for made in (3, 0):
         main(TokeniseSettings(settings))
         line = capsys.readouterr().out.splitlines()[0]
         assert line.startswith("train: 9 documents, ")
-        assert f"; {made} of 3 shards made from " in line
+        assert f", {made} of 3 shards made from " in line
         assert "MB/s a core on" in line
 
 
@@ -342,7 +342,7 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
         (lambda p: str(p / "blank.txt"), "corpus.train must hold text, got .*blank.txt with none"),
         (
             lambda p: str(p / "column.jsonl"),
-            "corpus.text_column must name a column .*'text'; it has body",
+            "corpus.text_column must name a column of line 2 of .*'text'; it has body",
         ),
         (
             lambda p: str(p / "broken.parquet"),
@@ -351,7 +351,7 @@ def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
         (lambda p: str(p / "torn.jsonl"), "must hold one JSON object a line, got line 2 of .*torn"),
         (
             lambda p: str(p / "numbers.jsonl"),
-            "corpus.text_column must name a column of text .*with 5;",
+            "corpus.text_column must name a column of text in line 1 of .*with 5;",
         ),
         (lambda p: str(p / "lists.parquet"), r"must name a column of text .*with \[1\];"),
         (lambda p: [], "corpus.train must name a source, got an empty list"),
@@ -368,7 +368,7 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
     (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\xe9"}\n'.encode("latin-1"))
     (tmp_path / "blank.txt").write_text("\n\n")
-    (tmp_path / "column.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "column.jsonl").write_text('{"text": "x"}\n{"body": "x"}\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     (tmp_path / "torn.jsonl").write_text('{"text": "x"}\n{"text": ')
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n')
@@ -492,6 +492,29 @@ def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path, setti
     given = {key: filled(value) for key, value in settings.items()}
     with pytest.raises(InputError, match=message):
         require_apart(CorpusSettings(**given, cache=str(tmp_path)))
+
+
+def test_a_copy_under_another_name_is_no_held_out_text(written, tmp_path, tokenizer_folder):
+    shutil.copy(written / "c.txt", tmp_path / "held-out.txt")
+    settings = corpus([str(written / "a.parquet"), str(written / "c.txt")], tmp_path)
+    settings = dataclasses.replace(
+        settings, validation=str(tmp_path / "held-out.txt"), tokenizer=str(tokenizer_folder)
+    )
+    with pytest.raises(InputError, match="no file of corpus.train, got copies, of 3 documents"):
+        main(TokeniseSettings(settings))
+
+
+def test_text_that_the_tokenizer_does_not_know_is_said_and_at_last_refused(tmp_path, tokenizer):
+    (tmp_path / "half.txt").write_text("the moon \u0e01 \u0e02\n")
+    store = tokenise(corpus(str(tmp_path / "half.txt"), tmp_path), "train", tokenizer)
+    found = said("train", store)
+    assert found.startswith("train: 1 documents, 4 tokens; warning: 50.0% of them are unknown")
+    (tmp_path / "known.txt").write_text("the moon\n")
+    store = tokenise(corpus(str(tmp_path / "known.txt"), tmp_path), "train", tokenizer)
+    assert said("train", store) == "train: 1 documents, 2 tokens"
+    (tmp_path / "none.txt").write_text("\u0e01 \u0e02\n")
+    with pytest.raises(InputError, match="corpus.tokenizer must know the text of corpus.train"):
+        tokenise(corpus(str(tmp_path / "none.txt"), tmp_path), "train", tokenizer)
 
 
 def test_a_vocabulary_is_read_line_by_line_as_transformers_does(tmp_path):

@@ -74,7 +74,7 @@ def test_a_compiled_packed_step_has_no_graph_break(config):
 
 
 def test_no_value_is_looked_at_on_the_way(config):
-    """A step that waits for the host would raise."""
+    """A step that waits for the host would raise; with a mask transformers looks at it once."""
     model = model_with(config, "sdpa", RoFormerForMaskedLM)
     ids, mask = rows()
     model(ids, attention_mask=mask)

@@ -60,6 +60,10 @@ def test_only_a_rotation_has_ways_and_only_beyond_training():
     assert list(ways(BertConfig(), 4)) == ["as it is"]
     assert list(ways(RoFormerConfig(position_encoding="alibi"), 4)) == ["as it is"]
     assert list(ways(RoFormerConfig(), 1)) == list(ways(RoFormerConfig(), 0.5)) == ["as it is"]
+    one_pair = RoFormerConfig(rope_parameters={"partial_rotary_factor": 2 / 64})
+    assert list(ways(one_pair, 4)) == ["as it is", "positions / s"]  # theta moves none of it
+    features = RoFormerConfig(linear_attention="favor")  # which have the default type alone
+    assert list(ways(features, 4)) == ["as it is", "theta rescaled"]
 
 
 def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, capsys):

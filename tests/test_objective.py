@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import roformer
 from conftest import TINY_MODEL, enlarge
+from roformer.configuration_roformer import ENCODINGS
 from train.objective import LanguageModel, cross_entropy
 from train.packing import IGNORED, Sequences, examples
 from train.settings import InputError
@@ -82,6 +83,15 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
         found.append((loss.detach(), right, torch.autograd.grad(loss, model.parameters())))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-6, atol=0)
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_added_to_scores_is_never_added_between_sequences(encoding):
+    fields = {"vocab_size": 50, "position_encoding": encoding}
+    config = roformer.RoFormerConfig(**TINY_MODEL, **fields)
+    config._attn_implementation = "unpadded"
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    assert model.packed != (encoding in ("t5", "alibi", "transformer_xl"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

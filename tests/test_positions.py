@@ -6,19 +6,19 @@ import math
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from conftest import TINY_MODEL, enlarge
 from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
-from roformer.configuration_roformer import ENCODINGS
+from roformer.configuration_roformer import ADDED, ENCODINGS
 from roformer.positions import alibi_slopes, sinusoids, t5_buckets
 from train.initialise import adopt_bert
 from train.settings import InputError
 
 B, L, V = 2, 12, 60
-RELATIVE = ("rope", "transformer_xl", "t5", "alibi")
-ADDED = ("transformer_xl", "t5", "alibi")
+RELATIVE = ("rope", *ADDED)
 
 
 def config_of(encoding: str, **fields: object) -> RoFormerConfig:
@@ -160,6 +160,27 @@ def test_without_positions_words_are_a_bag(ids):
             same(moved, straight)
         else:
             assert (moved - straight).abs().max() > 1e-2, encoding
+
+
+def test_another_encoding_than_the_one_that_was_built_is_refused(ids):
+    for built, edited in (("rope", "alibi"), ("none", "rope"), ("t5", "none")):
+        model = model_of(built)
+        model.config.position_encoding = edited
+        with pytest.raises(ValueError, match=f"must stay {built} in a built model, got '{edited}'"):
+            model(ids)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_checkpoint_without_an_encodings_weights_gets_drawn_ones(encoding, tmp_path):
+    model_of("rope").save_pretrained(tmp_path)
+    model = RoFormerModel.from_pretrained(tmp_path, position_encoding=encoding)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, weight in model.named_parameters():
+        if name not in saved:
+            assert 0.01 < weight.std() < 0.03, name
+    assert any(name not in saved for name, _ in model.named_parameters()) == (
+        encoding in ("learned", "t5", "transformer_xl")
+    )
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -317,12 +317,31 @@ def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
     run(pretrain_flags, init, "--run.name=longer", f"--model.config={json.dumps(rope)}")
     config = json.loads((tmp_path / "runs" / "longer" / "model" / "config.json").read_text())
     assert config["rope_parameters"]["factor"] == 2.0
+    other = '{"position_encoding": "transformer_xl"}'
+    run(pretrain_flags, init, "--run.name=other", f"--model.config={other}")
+    assert log_rows(tmp_path / "runs" / "other")[1] < first[1] - 0.1  # all else is the checkpoint's
+    config = json.loads((tmp_path / "runs" / "other" / "model" / "config.json").read_text())
+    assert (config["model_type"], config["position_encoding"]) == (
+        "roformer_plus",
+        "transformer_xl",
+    )
     for wrong, message in (
         ('{"hidden_size": 64}', "model.config.hidden_size must stay 32 of model.init, got 64"),
         ('{"hiden_size": 64}', "model.config must be a field of the roformer configuration"),
     ):
         with pytest.raises(InputError, match=message):
-            run(pretrain_flags, init, "--run.name=other", f"--model.config={wrong}")
+            run(pretrain_flags, init, "--run.name=wrong", f"--model.config={wrong}")
+
+
+def test_the_angles_of_a_checkpoint_stay_where_none_are_said(tmp_path):
+    rope = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    roformer.RoFormerConfig(**TINY_MODEL, vocab_size=50, rope_parameters=rope).save_pretrained(
+        tmp_path
+    )
+    for given in ({}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 300.0}):
+        settings = ModelSettings(init=str(tmp_path), config={"rope_parameters": given})
+        found = model_config(settings, 8).rope_parameters
+        assert found == {"rope_type": "default"} | rope | given
 
 
 def test_another_vocabulary_than_the_weights_is_refused(pretrain_flags, tmp_path, tokenizer):

@@ -83,7 +83,12 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     [
         (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
-        (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast"),
+        (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast.*; see --help$"),
+        (["--optim.tokens=5M"], "optim.tokens.*Given value: 5M.*; see --help$"),
+        (
+            ["--model.config.rope_parameters.rope_theta=500"],
+            "model.config.rope_parameters must be given as a whole, got its key rope_theta alone",
+        ),
         (["--optim.learning_rate=-1"], "optim.learning_rate must be positive and finite, got -1.0"),
         (
             ["--optim.tokens=5"],

@@ -39,6 +39,22 @@ def test_a_vocab_txt_serves_as_tokenizer(tokenizer_folder, tokenizer):
     assert from_file.get_vocab() == tokenizer.get_vocab()
 
 
+def test_a_bare_vocab_txt_is_read_in_its_own_case_in_a_folder_too(tmp_path):
+    for name, pieces in (
+        ("cased", ["Hello", "World", "h", "##o"]),
+        ("uncased", ["hello", "world"]),
+    ):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "vocab.txt"
+        file.write_text("\n".join([*vocabulary.SPECIAL, "[unused1]", *pieces]) + "\n")
+        for given in (file, file.parent):
+            found = vocabulary.load(str(given)).tokenize("Hello World")
+            assert found == (["Hello", "World"] if name == "cased" else ["hello", "world"])
+    (tmp_path / "cased" / "vocab.txt").rename(tmp_path / "cased" / "words")
+    with pytest.raises(InputError, match="got '.*cased'; save it there with save_pretrained"):
+        vocabulary.load(str(tmp_path / "cased"))
+
+
 def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
     before = (tokenizer_folder / "vocab.txt").stat().st_mtime_ns
     settings = CorpusSettings(

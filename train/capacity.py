@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +104,9 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
     try:
         # AdamW's moments come with the first step: their room is taken here
         moments = [torch.empty_like(p) for p in trained for _ in range(2)]
-        with accelerator.no_sync(model):
+        # FSDP2 would keep the gradients of an unsynchronised pass where zero_grad does not look
+        sharded = accelerator.is_fsdp2
+        with nullcontext() if sharded else accelerator.no_sync(model):
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["targets"]))
         del moments

@@ -148,17 +148,18 @@ class _Builder:
         """Write tokens and ends of one shard; returns their counts."""
         dtype = np.dtype(np.uint16 if len(self.tokenizer) <= 2**16 else np.uint32)
         ends: list[int] = [0]
-        size = 0
+        size = unknown = 0
         with (folder / "tokens.bin").open("wb") as stream:
             for batch in batches:
                 for ids in _encode(batch, self.tokenizer):
                     stream.write(np.asarray(ids, dtype).tobytes())
+                    unknown += ids.count(self.tokenizer.unk_token_id)
                     ends.append(ends[-1] + len(ids))
                 size += sum(len(text.encode()) for text in batch)
                 self.bar.update(len(batch))
         np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
         counts = {"documents": len(ends) - 1, "tokens": ends[-1], "text_bytes": size}
-        return counts | {"dtype": dtype.name}
+        return counts | {"unknown": unknown, "dtype": dtype.name}
 
 
 def _open_store(
@@ -169,6 +170,9 @@ def _open_store(
     sizes = [manifest["tokens"] for manifest in manifests]
     found = f"{', '.join(sources(corpus, part))} with none"
     require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, "check the files")
+    known = sum(sizes) - sum(manifest.get("unknown", 0) for manifest in manifests)
+    rule, remedy = f"must know the text of corpus.{part}", "learn one from it"
+    require(known > 0, "corpus.tokenizer", rule, "unknown tokens alone", remedy)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # with weights it also matters which shards belong to which name
     groups = parts if isinstance(corpus, CorpusSettings) and corpus.weights else None
@@ -184,6 +188,27 @@ def _open_store(
             (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
     ends = np.memmap(folder / "documents.bin", np.int64, "r")
     return TokenStore(ends, tuple(shards), starts, np.dtype(manifests[0]["dtype"]), parts, folder)
+
+
+def said(part: str, store: TokenStore) -> str:
+    """How much a part holds, in words, and a warning where its tokenizer does not know the text."""
+    tokens = int(store.ends[-1])
+    share = sum(_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
+    line = f"{part}: {len(store.ends):,} documents, {tokens:,} tokens"
+    warning = f"; warning: {share:.1%} of them are unknown to corpus.tokenizer, and not predicted"
+    return line + warning * (share > 0.05)
+
+
+def require_unlike(train: TokenStore, held_out: TokenStore) -> None:
+    """Refuse held-out text that is also in the training text under another name.
+
+    Raises:
+        InputError: A file has the same bytes as one of the other part.
+    """
+    shared = set(train.shards) & set(held_out.shards)
+    documents = sum(_manifest(shard)["documents"] for shard in shared)
+    rule, found = "must hold no file of corpus.train", f"copies, of {documents:,} documents"
+    require(not documents, "corpus.validation", rule, found, "take them out of the training text")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -292,19 +317,22 @@ def main(settings: TokeniseSettings) -> None:
     vocabulary.learn_if_missing(corpus)
     tokenizer = vocabulary.load(corpus.tokenizer)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    stores = []
     for part in ("train", "validation"):
         started, before = time.time(), time.perf_counter()
         store = tokenise(corpus, part, tokenizer)
+        stores.append(store)
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
         size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         print(
-            f"{part}: {len(store.ends):,} documents, {store.ends[-1]:,} tokens in {store.folder}; "
-            f"{len(new)} of {len(store.shards)} shards made from {size:.1f} MB of text in "
+            f"{said(part, store)}; in {store.folder}, {len(new)} of {len(store.shards)} shards "
+            f"made from {size:.1f} MB of text in "
             f"{seconds:.1f} s, {size / seconds / cores:.2f} MB/s a core on {cores} cores; "
             f"peak memory {peak:.2f} GB"
         )
+    require_unlike(*stores)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from train.settings import HeldOutSettings, ModelSettings, require
 Floats = NDArray[np.float64]
 
 PAIRS = 4096
-"""Queries and keys that are drawn, and at most taken from a layer."""
+"""Queries and keys that are drawn; of a model, places taken in all layers, each with every head."""
 
 SEQUENCES = 32
 """Held-out sequences from which a model's are taken."""
@@ -233,11 +233,12 @@ def main(settings: DecaySettings) -> dict[str, Any]:
         },
         "scores": found,
     }  # fmt: skip
-    output = Path(settings.output)
-    draw(numbers, output)
-    output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
-    print(summary(numbers))
-    print(f"picture: {output}")
+    if accelerator.is_main_process:
+        output = Path(settings.output)
+        draw(numbers, output)
+        output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
+        print(summary(numbers))
+        print(f"picture: {output}")
     return numbers
 
 

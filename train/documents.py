@@ -148,9 +148,9 @@ def readable(file: Path, key: str) -> Iterator[None]:
 def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
     with readable(file, key), parquet.ParquetFile(file) as table:
         kinds = {field.name: field.type for field in table.schema_arrow}
-        _require_column(column, kinds, file)
+        _require_column(column, kinds, str(file))
         for batch in table.iter_batches(batch_size=256, columns=[column]):
-            yield from (_text(value, column, file) for value in batch.column(0).to_pylist())
+            yield from (_text(value, column, str(file)) for value in batch.column(0).to_pylist())
 
 
 def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
@@ -166,8 +166,9 @@ def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {found}; mend it"
             ) from error
-        _require_column(column, row if isinstance(row, dict) else {}, file)
-        yield _text(row[column], column, file)
+        place = f"line {number} of {file}"
+        _require_column(column, row if isinstance(row, dict) else {}, place)
+        yield _text(row[column], column, place)
 
 
 def _paragraphs(file: Path, key: str, column: str) -> Iterator[str]:
@@ -203,16 +204,16 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
                 raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
 
 
-def _require_column(column: str, columns: Iterable[str], file: Path) -> None:
+def _require_column(column: str, columns: Iterable[str], place: str) -> None:
     found = f"{column!r}; it has {', '.join(columns) or 'none'}"
     if column not in columns:
-        raise InputError(f"corpus.text_column must name a column of {file}, got {found}")
+        raise InputError(f"corpus.text_column must name a column of {place}, got {found}")
 
 
-def _text(value: object, column: str, file: Path) -> str:
+def _text(value: object, column: str, place: str) -> str:
     if value is None:
         return ""
-    rule = f"must name a column of text in {file}"
+    rule = f"must name a column of text in {place}"
     require(
         isinstance(value, str),
         "corpus.text_column",
@@ -236,8 +237,8 @@ def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
         if "validation" not in splits:
             rows = rows.take(HELD_OUT) if part == "validation" else rows.skip(HELD_OUT)
         for row in rows:
-            _require_column(column, row, Path(name))
-            yield _text(row[column], column, Path(name))
+            _require_column(column, row, name)
+            yield _text(row[column], column, name)
     except InputError:
         raise
     except (

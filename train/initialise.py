@@ -44,7 +44,9 @@ def model_config(
     names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     for name in settings.config:
         rule = f"must be a field of the {settings.type} configuration"
-        require(name in names, "model.config", rule, repr(name), "check the spelling")
+        angle = name in ("rope_theta", "partial_rotary_factor") and "rope_parameters" in names
+        remedy = f"write rope_parameters: {{{name}: ...}}" if angle else "check the spelling"
+        require(name in names, "model.config", rule, repr(name), remedy)
     with input_errors("model.config"):
         config = _config(settings, tokenizer)
     if tokenizer is not None:
@@ -96,18 +98,18 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     same = saved.model_type == settings.type
     require(same or convertible, "model.init", rule, found, remedy)
     for name, value in settings.config.items():
-        # what says nothing about the weights may change, angles for longer texts for instance; the
-        # rest is the checkpoint's
+        # what says nothing about the weights may change, angles for longer texts for instance, and
+        # the encoding of positions, whose own weights are drawn; the rest is the checkpoint's
         there = getattr(saved, name, value)
-        free = name.endswith("dropout_prob") or name == "rope_parameters" or there == value
-        require(
-            free, f"model.config.{name}", f"must stay {there} of model.init", value, "leave it out"
-        )
+        free = name.endswith("dropout_prob") or name in ("rope_parameters", "position_encoding")
+        rule = f"must stay {there} of model.init"
+        require(free or there == value, f"model.config.{name}", rule, value, "leave it out")
+        setattr(saved, name, value)  # not as a whole: a RoFormer completes its rope_parameters
     names = {f.name for f in dataclasses.fields(CONFIG_MAPPING[settings.type])} & set(
         saved.to_dict()
     )
     kept = {name: getattr(saved, name) for name in names - {"transformers_version", "dtype"}}
-    return AutoConfig.for_model(settings.type, **(kept | settings.config))
+    return AutoConfig.for_model(settings.type, **kept)
 
 
 def read_config(folder: str, key: str) -> PreTrainedConfig:

@@ -267,8 +267,9 @@ class Clock:
 class Journal:
     """Counts what a run has done and reports it, on the main process.
 
-    Between two reports no step waits: what the device computes is summed there, what the host knows
-    of a batch is summed here. A micro-batch whose loss is not finite has no part in the loss.
+    Between two reports it waits for nothing: what the device computes is summed there, what the
+    host knows of a batch is summed here. A micro-batch whose loss is not finite has no part in the
+    loss.
 
     Args:
         accelerator: Adds up over processes and feeds the tracker.

@@ -1,10 +1,11 @@
 """How a command starts and ends: processes as asked for, errors in one line, exit codes."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -107,4 +108,26 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
+    if accelerator.device.type == "mps":
+        raise InputError(
+            "launch must be for a CPU or CUDA, got mps, which has no float64; use "
+            "configs/accelerate/cpu.yaml"
+        )
+    if accelerator.is_fsdp2:
+        keep_float32(accelerator.state.fsdp_plugin)
     return accelerator
+
+
+def keep_float32(plugin: Any) -> None:
+    """Shards in half precision that leave in float32 what is: a rotation's angles, sums of losses.
+
+    Accelerate's policy casts what goes into each layer and what comes out of the model.
+
+    Args:
+        plugin: Accelerate's FullyShardedDataParallelPlugin, for FSDP2; changed in place.
+    """
+    policy = plugin.mixed_precision_policy
+    if policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(
+            policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+        )

@@ -116,6 +116,7 @@ def rows_of(
             chosen = same_text(sequences, max(settings.lengths), settings.documents)
             special = SpecialTokens.of(tokenizer)
             scores = evaluate(objective, sequences, special, accelerator, batch, chosen)
+            accelerator.free_memory()  # which keeps every model that it has prepared
             yield head | scores | {"sequences": len(chosen)}
 
 
@@ -131,13 +132,17 @@ def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
         return {PLAIN: {}}
     if getattr(config, "position_encoding", "rope") != "rope":
         return {PLAIN: {}}
+    found: dict[str, dict[str, Any]] = {PLAIN: {}}
+    if (
+        getattr(config, "linear_attention", None) != "favor"
+    ):  # random features have the default type alone
+        linear = rope | {"rope_type": "linear", "factor": factor}
+        found["positions / s"] = {"rope_parameters": linear}
     d = config.rotated_width
-    theta = rope["rope_theta"] * factor ** (d / (d - 2))
-    return {
-        PLAIN: {},
-        "positions / s": {"rope_parameters": rope | {"rope_type": "linear", "factor": factor}},
-        "theta rescaled": {"rope_parameters": rope | {"rope_theta": theta}},
-    }
+    if d > 2:  # a single pair turns by one radian a token whatever theta is
+        theta = rope["rope_theta"] * factor ** (d / (d - 2))
+        found["theta rescaled"] = {"rope_parameters": rope | {"rope_theta": theta}}
+    return found
 
 
 def same_text(sequences: Sequences, longest: int, documents: int) -> NDArray[np.int64]:

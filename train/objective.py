@@ -153,5 +153,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:
-    """Whether the model's attention kernel is told the borders of sequences in a row."""
-    return model.config._attn_implementation == UNPADDED
+    """Whether the model's attention kernel is told the borders of sequences in a row.
+
+    Encodings that are added to the scores have a kernel that would compute those between sequences.
+    """
+    added = getattr(model.config, "biases_scores", False)
+    return model.config._attn_implementation == UNPADDED and not added

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 import roformer
 from train import checkpoint, counter, vocabulary
 from train.capacity import fit_micro_batch, plan
-from train.corpus import tokenise
+from train.corpus import require_unlike, said, tokenise
 from train.documents import require_apart
 from train.flops import measured_peak
 from train.folders import no_room, require_writable
@@ -207,6 +207,10 @@ def prepare_data(
             model_config(stage.model, stage.corpus.length, tokenizer)
         stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenise(corpus, "validation", tokenizer)
+    for store in stores:
+        require_unlike(store, held_out)
+        accelerator.print(said("train", store))
+    accelerator.print(said("validation", held_out))
     return tokenizer, stores, Sequences(held_out, corpus.length)
 
 

@@ -89,7 +89,8 @@ class CorpusSettings(HeldOutSettings):
     """How often an epoch takes each name of `train`: 2 twice, 0.5 one half now and the other in the
     next; null takes everything once."""
     tokenizer: str = "runs/vocabulary"
-    """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8."""
+    """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8. A bare
+    vocab.txt is BERT's, lower-cased unless it has capitals."""
     vocabulary_size: int | None = None
     """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet,
     lower-cased and without accents; null takes what is there."""
@@ -313,7 +314,7 @@ class _OneLineParser(jsonargparse.ArgumentParser):
         line = " ".join(message.split()).removeprefix("Parser key ")
         typed = (
             line.removeprefix("unrecognized arguments: ").split(" ")[0].lstrip("-").split("=")[0]
-        )
+        ).strip("\"':")
         known = difflib.get_close_matches(typed, self.get_defaults().as_flat().__dict__, n=1)
         hint = f"did you mean {known[0]}?" if known and known[0] != typed else "see --help"
         raise InputError(f"{line}; {hint}") from ex
@@ -362,6 +363,13 @@ def parse(
         name, equals, given = flag.partition("=")
         if name == "--config":
             _refuse_repeats(given if equals else value)
+        field_of, _, inside = name.removeprefix("--model.config.").partition(".")
+        whole = not (inside and name.startswith("--model.config."))
+        rule, remedy = (
+            "must be given as a whole",
+            f"write --model.config.{field_of} '{{KEY: VALUE}}'",
+        )
+        require(whole, f"model.config.{field_of}", rule, f"its key {inside} alone", remedy)
     try:
         return jsonargparse.auto_cli(
             settings, args=flags, parser_class=_OneLineParser, as_positional=False

@@ -103,7 +103,8 @@ def evaluate(
         sums += torch.stack(found) * (place < len(batches))
     model.train(was_training)
     loss, right, predicted = accelerator.reduce(sums).tolist()
-    require(predicted > 0, "corpus.validation", "must hold a token to predict", 0, "give more text")
+    rule, remedy = "must hold a token to predict", "give more text, or a tokenizer that knows it"
+    require(predicted > 0, "corpus.validation", rule, 0, remedy)
     return {
         "validation_loss": loss / predicted,
         "validation_accuracy": right / predicted,

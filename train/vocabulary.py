@@ -6,6 +6,7 @@ The same text gives the same bytes, in every process and on every machine.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -139,16 +140,19 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     Raises:
         InputError: There is none, or it is a slow one; `key` is what the message names.
     """
+    bare = _bare_vocabulary(Path(name))
     try:
         if name == BYTES:
             tokenizer = of_bytes()
-        elif Path(name).is_file():
-            tokenizer = BertTokenizer(vocab=name)
+        elif bare is not None:
+            tokenizer = BertTokenizer(vocab=str(bare), do_lower_case=not _has_capitals(bare))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
         rule, remedy = "must be a folder, vocab.txt or hub id of a tokenizer", "check the path"
-        if key == "corpus.tokenizer":
+        if Path(name).exists():
+            remedy = "save it there with save_pretrained"
+        elif key == "corpus.tokenizer":
             remedy += ", or give corpus.vocabulary_size to learn one there"
         raise InputError(f"{key} {rule}, got {name!r}; {remedy}") from error
     require(tokenizer.is_fast, key, "must be a fast tokenizer", name, "use a BERT tokenizer")
@@ -156,6 +160,22 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def _bare_vocabulary(path: Path) -> Path | None:
+    """A vocab.txt without any other file of a tokenizer beside it in the folder, if it is one."""
+    if path.is_file():
+        return path
+    others = ("tokenizer.json", "tokenizer_config.json", "config.json")
+    alone = not any((path / name).exists() for name in others)
+    return path / "vocab.txt" if alone and (path / "vocab.txt").is_file() else None
+
+
+def _has_capitals(file: Path) -> bool:
+    """Whether more than one piece in a hundred does, which no lower-cased text would need."""
+    pieces = file.read_text(encoding="utf-8").split("\n")
+    capital = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")
+    return 100 * sum(bool(capital.search(piece)) for piece in pieces) > len(pieces)
 
 
 def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
