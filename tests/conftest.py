@@ -97,6 +97,14 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def other_text(tmp_path: Path) -> Path:
+    """A jsonl of 40 documents that are in neither part of `corpus_folder`."""
+    texts = (" ".join(sentences(5, 9000 + i)) for i in range(40))
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    return tmp_path / "other.jsonl"
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real texts and GLUE, absolute: runs change folder and link to it."""

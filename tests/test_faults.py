@@ -436,7 +436,7 @@ def test_the_same_step_damaged_twice_is_set_aside_twice(tmp_path):
 
 
 def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
-    pretrain_flags, corpus_folder, tmp_path, tokenizer, capsys
+    pretrain_flags, other_text, tmp_path, tokenizer, capsys
 ):
     drift = "--run.allow_drift=true"
     here(pretrain_flags, "--run.max_hours=1e-9")
@@ -447,9 +447,8 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     other = f"--corpus.tokenizer={tmp_path / 'swapped'}"
     with pytest.raises(InputError, match="corpus.tokenizer.* must give the tokens"):
         here(pretrain_flags, other)
-    shutil.copy(corpus_folder / "validation.jsonl", tmp_path / "other.jsonl")
     with pytest.raises(InputError, match="corpus.train.* must give the tokens"):
-        here(pretrain_flags, f"--corpus.train={tmp_path / 'other.jsonl'}")
+        here(pretrain_flags, f"--corpus.train={other_text}")
     here(pretrain_flags, "--run.max_hours=1e-9", "--optim.micro_batch=4")  # decides nothing
     here(pretrain_flags, "--run.max_hours=1e-9", "--optim.learning_rate=0.5", drift)
     run = tmp_path / "runs" / "tiny"

@@ -92,10 +92,10 @@ def test_stages_and_steps_together_are_refused(pretrain_flags):
         parse(PretrainSettings, [*pretrain_flags, f"--stages={json.dumps(STAGES)}"])
 
 
-def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, corpus_folder, tmp_path):
+def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_path):
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
-        shutil.copy(corpus_folder / "validation.jsonl", tmp_path / place / "other.jsonl")
+        shutil.copy(other_text, tmp_path / place / "other.jsonl")
     here, there = (
         [{"steps": 4}, {"steps": 4, "train": str(tmp_path / x)}] for x in ("here", "there")
     )
