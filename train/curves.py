@@ -211,8 +211,11 @@ def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output:
 
 
 def last_loss(name: str, runs: Sequence[Run]) -> str:
-    """A model in a legend: its last held-out loss, mean over runs, and where that was."""
-    ends = [run.held_out[-1] for run in runs]
+    """A model in a legend: its last held-out loss that all of its runs have, and where that was."""
+    shared = set.intersection(*({row["step"] for row in run.held_out} for run in runs))
+    if not shared:
+        return name
+    ends = [row for run in runs for row in run.held_out if row["step"] == max(shared)]
     loss, tokens = (np.mean([end[key] for end in ends]) for key in ("validation_loss", "tokens"))
     many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
     return f"{name} ({loss:.3f} at {tokens / 1e6:.1f} M tokens{many})"
