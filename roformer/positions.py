@@ -14,7 +14,7 @@ none            nothing                  a bag of words, or in a decoder what ca
 
 The paper discusses all but the last two in its section 2 (equations 3 to 10). Another one that is
 added to the scores takes its name in `configuration_roformer.ADDED`, a class here and its line in
-`score_bias`; everything else, the tests of this folder included, goes by these.
+`score_bias`; everything else, tests included, goes by these.
 
 Legend: B batch, L queries, S keys, K distances, E width, H heads, D head width.
 """

@@ -148,9 +148,9 @@ def readable(file: Path, key: str) -> Iterator[None]:
 def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
     with readable(file, key), parquet.ParquetFile(file) as table:
         kinds = {field.name: field.type for field in table.schema_arrow}
-        _require_column(column, kinds, str(file))
+        _require_column(column, kinds, file)
         for batch in table.iter_batches(batch_size=256, columns=[column]):
-            yield from (_text(value, column, str(file)) for value in batch.column(0).to_pylist())
+            yield from (_text(value, column, file) for value in batch.column(0).to_pylist())
 
 
 def _jsonl_rows(file: Path, key: str, column: str) -> Iterator[str]:
@@ -204,13 +204,13 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
                 raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
 
 
-def _require_column(column: str, columns: Iterable[str], place: str) -> None:
+def _require_column(column: str, columns: Iterable[str], place: object) -> None:
     found = f"{column!r}; it has {', '.join(columns) or 'none'}"
     if column not in columns:
         raise InputError(f"corpus.text_column must name a column of {place}, got {found}")
 
 
-def _text(value: object, column: str, place: str) -> str:
+def _text(value: object, column: str, place: object) -> str:
     if value is None:
         return ""
     rule = f"must name a column of text in {place}"

@@ -133,9 +133,8 @@ def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
     if getattr(config, "position_encoding", "rope") != "rope":
         return {PLAIN: {}}
     found: dict[str, dict[str, Any]] = {PLAIN: {}}
-    if (
-        getattr(config, "linear_attention", None) != "favor"
-    ):  # random features have the default type alone
+    random = getattr(config, "linear_attention", None) == "favor"  # features of one type alone
+    if not random:
         linear = rope | {"rope_type": "linear", "factor": factor}
         found["positions / s"] = {"rope_parameters": linear}
     d = config.rotated_width

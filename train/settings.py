@@ -365,11 +365,9 @@ def parse(
             _refuse_repeats(given if equals else value)
         field_of, _, inside = name.removeprefix("--model.config.").partition(".")
         whole = not (inside and name.startswith("--model.config."))
-        rule, remedy = (
-            "must be given as a whole",
-            f"write --model.config.{field_of} '{{KEY: VALUE}}'",
-        )
-        require(whole, f"model.config.{field_of}", rule, f"its key {inside} alone", remedy)
+        rule, found = "must be given as a whole", f"its key {inside} alone"
+        remedy = f"write --model.config.{field_of} '{{KEY: VALUE}}'"
+        require(whole, f"model.config.{field_of}", rule, found, remedy)
     try:
         return jsonargparse.auto_cli(
             settings, args=flags, parser_class=_OneLineParser, as_positional=False
