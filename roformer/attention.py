@@ -45,7 +45,7 @@ def eager_attention(
     """Softmax(q k^T / sqrt(D)) v, written out (equation 2 of the paper).
 
     Args:
-        module: The attention layer; only its training flag is read.
+        module: The attention layer, unused here.
         query: [B, H, L, D]; keys and values alike, with their own length S.
         key: [B, H, S, D].
         value: [B, H, S, D].
@@ -60,8 +60,10 @@ def eager_attention(
     scores = torch.matmul(query * scaling, key.transpose(-1, -2))
     if attention_mask is not None:
         scores = scores + attention_mask
+        if scores.dtype == torch.float16:  # a row of nothing but -inf would be NaN
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
-    weights = drop(probabilities, dropout, module.training)
+    weights = drop(probabilities, dropout, training=True)
     return torch.matmul(weights, value).transpose(1, 2), probabilities
 
 

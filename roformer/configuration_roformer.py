@@ -303,7 +303,6 @@ class RoFormerConfig(PreTrainedConfig):
 
     def _check_choices(self) -> None:
         choices: dict[str, tuple[str, ...]] = {
-            "summary_type": ("first", "last"),
             "norm_type": ("layer_norm", "rms_norm"),
             "position_encoding": ENCODINGS,
         }
@@ -340,6 +339,8 @@ class RoFormerConfig(PreTrainedConfig):
         Raises:
             ValueError: As `check`.
         """
+        which, rule = self.summary_type, "must be one of first, last"
+        _require(which in ("first", "last"), "summary_type", rule, repr(which))
         for name in ("summary_use_proj", "summary_activation"):
             found = getattr(self, name, None)
             _require(not found, name, "must be absent, this model has no such layer", found)

@@ -21,12 +21,15 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .inputs import require_shape
 from .layers import RoFormerOnlyMLMHead
 from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
+
+logger = logging.get_logger(__name__)
 
 ENCODE: dict[str, Any] = {"return_dict": True, "use_cache": False}
 """What heads ask of the encoder, whatever the configuration says for those who call it directly."""
@@ -66,6 +69,14 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
     """RoFormer with the masked-language-modelling head."""
 
     loss_of = "ForMaskedLM"
+
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__(config)
+        if self.config.is_decoder:
+            logger.warning(
+                "this masked language model sees earlier tokens only, because config.is_decoder is "
+                "True; for one that sees both sides load it with is_decoder=False"
+            )
 
     @can_return_tuple
     def forward(
@@ -175,8 +186,9 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             encoder_hidden_states: [B, S, E].
             encoder_attention_mask: [B, S].
             past_key_values: Keys and values of earlier calls.
-            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none. In packed
-                rows give -100 to the first token of each document, which none before it predicts.
+            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none, or those
+                of the tokens that `logits_to_keep` names. In packed rows give -100 to the first
+                token of each document, which none before it predicts.
             use_cache: Return keys and values for the next call.
             logits_to_keep: Scores of that many last tokens, or of the tokens indexed; 0 is all.
             **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
@@ -198,9 +210,10 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        _require_labels(labels, outputs.last_hidden_state)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.cls(outputs.last_hidden_state[:, kept])
+        hidden_states = outputs.last_hidden_state[:, kept]
+        _require_labels(labels, hidden_states)
+        logits = self.cls(hidden_states)
         return CausalLMOutputWithCrossAttentions(
             loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
             logits=logits,

@@ -20,11 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import eager_attention
 from .configuration_roformer import RoFormerConfig
+from .dense import dense, is_untouched
 from .dropout import Dropout
 from .linear import Features, linear_attention
 from .masks import with_bias
 from .positions import TransformerXLTerms, sinusoids
-from .rotary import half_split_order, rotate
+from .rotary import half_split_order, is_traced, rotate
 
 KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
 """Activations whose backward pass reads what went in; others, as relu, read what came out."""
@@ -95,6 +96,7 @@ class RoFormerSelfAttention(nn.Module):
         is_relative = config.position_encoding == "transformer_xl" and not crosses
         self.relative = TransformerXLTerms(config) if is_relative else None
         self.features = None if config.linear_attention is None else Features(config)
+        self.dropout = Dropout(config.attention_probs_dropout_prob)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -114,7 +116,7 @@ class RoFormerSelfAttention(nn.Module):
             told = attention_mask, where, past_key_values
             return self._by_features(self.features, hidden_states, *told), None
         heads = (*hidden_states.shape[:-1], *self.heads)
-        q = self.query(hidden_states).view(heads)  # [B, L, H, D]
+        q = dense(self.query, hidden_states).view(heads)  # [B, L, H, D]
         if self.relative is not None:
             q, scores = self.relative(q, where)
             attention_mask = with_bias(attention_mask, scores * self.scaling)
@@ -132,7 +134,7 @@ class RoFormerSelfAttention(nn.Module):
             v,
             attention_mask,
             scaling=self.scaling,
-            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            dropout=self.dropout.p if self.dropout.training else 0.0,
             **kwargs,
         )
         return context.flatten(-2), probabilities
@@ -142,7 +144,8 @@ class RoFormerSelfAttention(nn.Module):
     ) -> Tensor:
         """Linear attention: `real` [B, L] is False for padding, `cache` a `LinearCache`."""
         heads = (*hidden_states.shape[:-1], *self.heads)
-        q, k, v = (x(hidden_states).view(heads) for x in (self.query, self.key, self.value))
+        layers = self.query, self.key, self.value
+        q, k, v = (dense(layer, hidden_states).view(heads) for layer in layers)
         before = None if cache is None else cache.sums.get(self.layer_idx)
         mixed, sums = linear_attention(
             q, k, v, features, where, self.interleave, real, self.is_causal, before
@@ -167,7 +170,7 @@ class RoFormerSelfAttention(nn.Module):
         elif self.crosses:
             cache = None  # a cache of one part holds the decoder's own
         heads = (*source.shape[:-1], *self.heads)
-        k, v = self.key(source).view(heads), self.value(source).view(heads)
+        k, v = (dense(layer, source).view(heads) for layer in (self.key, self.value))
         if self.rotates:
             k = rotate(k, where, self.interleave)
             if self.config.rotary_value:
@@ -193,7 +196,7 @@ class RoFormerResidual(nn.Module):
         With `again`, which computes x, x itself is not kept for the backward pass.
         """
         with nullcontext() if again is None else _recomputed(x, again):
-            projected = self.dense(x)
+            projected = dense(self.dense, x)
         return self.LayerNorm(self.dropout(projected) + residual)
 
 
@@ -222,10 +225,10 @@ def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 def _keeps_tensors() -> bool:
     """Whether a backward pass of the ordinary kind will follow.
 
-    Compilers choose what to keep by themselves; so do checkpoints, offloading and others that set
-    hooks of their own; and torch.func allows none.
+    Compilers and tracers choose what to keep by themselves; so do checkpoints, offloading and
+    others that set hooks of their own; and torch.func allows none.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or is_traced():
         return False
     kept_otherwise = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
@@ -277,7 +280,7 @@ class RoFormerIntermediate(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, L, E] to [B, L, intermediate_size]."""
-        return self.intermediate_act_fn(self.dense(hidden_states))
+        return dense(self.dense, hidden_states, self.intermediate_act_fn)
 
 
 class RoFormerLayer(GradientCheckpointingLayer):
@@ -318,28 +321,24 @@ class RoFormerLayer(GradientCheckpointingLayer):
             )
         if not self._may_recompute():
             return self.output(self.intermediate(attended), attended)
-        before = self.intermediate.dense(attended)
+        before = dense(self.intermediate.dense, attended)
         again = partial(self.intermediate.intermediate_act_fn, before)
         return self.output(again(), attended, again)
 
     def _may_recompute(self) -> bool:
         """Whether the activation's output may be computed again instead of being kept.
 
-        Not with hooks, methods or modules of somebody else's (pruning, LoRA): what they make of it
-        may not come out a second time.
+        Not with what is somebody else's: what they make of it may not come out a second time.
         """
-        replaced = "forward" in vars(self.intermediate)
-        if replaced or not (self.keeps_its_input and _keeps_tensors()):
+        if not (self.keeps_its_input and _keeps_tensors()):
             return False
         widen, close = self.intermediate, self.output
-        parts = {widen: RoFormerIntermediate, widen.intermediate_act_fn: self.activation_type}
+        parts: dict[nn.Module, type] = {
+            widen: RoFormerIntermediate,
+            widen.intermediate_act_fn: self.activation_type,
+        }
         parts |= {close: RoFormerResidual, close.dense: nn.Linear}
-        return all(
-            type(part) is made
-            and not (part._forward_pre_hooks or part._forward_hooks)
-            and not (part._backward_pre_hooks or part._backward_hooks)
-            for part, made in parts.items()
-        )
+        return all(is_untouched(part, made) for part, made in parts.items())
 
 
 class RoFormerEncoder(nn.Module):
@@ -350,6 +349,7 @@ class RoFormerEncoder(nn.Module):
         self.layer = nn.ModuleList(
             RoFormerLayer(config, i) for i in range(config.num_hidden_layers)
         )
+        self.register_load_state_dict_pre_hook(_without_sines)
 
     def forward(
         self,
@@ -377,6 +377,11 @@ class RoFormerEncoder(nn.Module):
         return hidden_states
 
 
+def _without_sines(encoder: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Take stock's table of sines, which is computed here, out of a state that is being loaded."""
+    state.pop(f"{prefix}embed_positions.weight", None)
+
+
 class RoFormerPredictionHeadTransform(nn.Module):
     """Dense, activation, normalisation: from encoder width to embedding width."""
 
@@ -389,7 +394,7 @@ class RoFormerPredictionHeadTransform(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., E] to [..., embedding_size]."""
-        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
+        return self.LayerNorm(dense(self.dense, hidden_states, self.transform_act_fn))
 
 
 class RoFormerLMPredictionHead(nn.Module):
@@ -405,7 +410,7 @@ class RoFormerLMPredictionHead(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., E] to [..., V]."""
-        return self.decoder(self.transform(hidden_states))
+        return dense(self.decoder, self.transform(hidden_states))
 
 
 class RoFormerOnlyMLMHead(nn.Module):

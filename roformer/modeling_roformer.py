@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from . import documents
 from .attention import UNPADDED
 from .configuration_roformer import RoFormerConfig
+from .dense import dense
 from .dropout import is_plain
 from .inputs import check_masks, check_positions, check_source, check_tokens
 from .layers import (
@@ -272,7 +273,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cache = _cache_of_packed_rows(cache, past_key_values, cu_seq_lens_q)
         words = self.embeddings(input_ids, token_type_ids, inputs_embeds, batch.positions)
         if self.embeddings_project is not None:
-            words = self.embeddings_project(words)
+            words = dense(self.embeddings_project, words)
         # only Transformer-XL's table must reach as far as the farthest tokens
         gaps = position_ids is not None or batch.documents is not None
         gaps = gaps and config.position_encoding == "transformer_xl"

@@ -279,6 +279,21 @@ def test_the_kernel_can_be_changed_at_run_time(config):
     torch.testing.assert_close(outputs[2], outputs[0], atol=1e-4, rtol=1e-4)
 
 
+def test_padding_makes_no_nan_of_large_scores_in_float16(config):
+    config.is_decoder = True  # a padded query sees nothing; its scores are far below zero
+    model = model_with(config, "eager")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            attention = layer.attention.self
+            for part, value in ((attention.query, 8.0), (attention.key, -8.0)):
+                part.weight.zero_()
+                part.bias.fill_(value)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = torch.randint(5, 60, (2, 9))
+    assert model.half()(ids, mask).last_hidden_state.isfinite().all()
+
+
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_bfloat16_is_as_close_to_float32_as_bfloat16_can_be(kernel, config):
     ids, mask = padded("right")

@@ -42,7 +42,6 @@ FOREIGN = [
         ({"initializer_range": -0.1}, "initializer_range must be a number >= 0, got -0.1"),
         ({"type_vocab_size": -1}, "type_vocab_size must be an integer of at least 0, got -1"),
         ({"hidden_act": "gleu"}, "hidden_act must be an activation of transformers, got 'gleu'"),
-        ({"summary_type": "mean"}, "summary_type must be one of first, last, got 'mean'"),
         ({"norm_type": "rms"}, "norm_type must be one of layer_norm, rms_norm, got 'rms'"),
         ({"add_cross_attention": True}, "add_cross_attention must be False .* is_decoder=True"),
         ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
@@ -101,10 +100,17 @@ def test_missing_rope_settings_are_named(rope, key):
         RoFormerConfig(**SIZES, rope_parameters=settings)
 
 
-def test_a_layer_over_the_summary_is_refused_by_the_head_that_reads_it():
-    config = RoFormerConfig(**SIZES, summary_use_proj=True)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"summary_use_proj": True}, "summary_use_proj must be absent.*got True"),
+        ({"summary_type": "mean"}, "summary_type must be one of first, last, got 'mean'"),
+    ],
+)
+def test_another_summary_is_refused_by_the_head_that_reads_it(fields, message):
+    config = RoFormerConfig(**SIZES, **fields)
     RoFormerForMaskedLM(config)
-    with pytest.raises(ValueError, match="summary_use_proj must be absent.*got True"):
+    with pytest.raises(ValueError, match=message):
         RoFormerForMultipleChoice(config)
 
 

@@ -76,29 +76,79 @@ def test_sparse_prediction_without_labels_is_refused_by_name(config):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_the_widest_tensors_are_kept_once(activation, config):
+def test_the_widest_tensors_are_kept_once(activation, config, monkeypatch):
     """By weak references to their storages: hooks see what is packed, not what they hold."""
     config.hidden_act = activation
     model = RoFormerForMaskedLM(config).train()
     seen = []
 
-    def watch(function):
-        def watched(given):
-            made = function(given)
-            seen.extend(StorageWeakRef(t.untyped_storage()) for t in (given, made))
-            return made
+    kind = model.roformer.encoder.layer[0].activation_type
+    function = kind.forward
 
-        return watched
+    def watched(module, given):
+        made = function(module, given)
+        seen.extend(StorageWeakRef(t.untyped_storage()) for t in (given, made))
+        return made
 
-    for layer in model.roformer.encoder.layer:  # not by a hook: with one everything is kept
-        act = layer.intermediate.intermediate_act_fn
-        act.forward = watch(act.forward)
+    monkeypatch.setattr(kind, "forward", watched)  # a layer's own: then everything is kept
     loss = model(**example()).loss
-    assert [ref.expired() for ref in seen] == {
+    assert [ref.expired() for ref in seen[:4]] == {  # then the head's
         "gelu": [False, True] * 2,  # the input of the activation is kept, its output is not
         "relu": [True, False] * 2,
     }[activation]
     loss.backward()
+
+
+def test_replaced_methods_of_a_layer_get_their_gradients(config):
+    """Nothing of theirs is computed again from what was kept for the layer's own."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    low = torch.randn(TINY_MODEL["intermediate_size"], config.hidden_size, dtype=torch.float64)
+
+    def patched(method):
+        return lambda x: method(x) + (x.transpose(1, 2).sin().transpose(1, 2) @ low)
+
+    found = []
+    for eager in (False, True):
+        model = enlarge(RoFormerForMaskedLM(config)).double().train()
+        for layer in model.roformer.encoder.layer:
+            layer.output.dense.forward = patched(layer.output.dense.forward)
+            layer.keeps_its_input &= not eager
+        model(**example()).loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found)
+
+
+def test_modules_of_dropout_say_all_about_it(config):
+    """Whoever turns the modules off turns all of it off, and on alike: transformers' idioms."""
+    config.hidden_dropout_prob, config.attention_probs_dropout_prob = 0.0, 0.5
+    model, batch = enlarge(RoFormerForMaskedLM(config)), example()
+    for kernel in ("eager", "sdpa", "unpadded"):
+        model.set_attn_implementation(kernel)
+        dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+        for training, moving in ((False, True), (True, False)):
+            model.train(training)
+            for dropout in dropouts:
+                dropout.train(moving)
+            twice = [model(**batch).logits for _ in range(2)]
+            assert torch.equal(*twice) != moving
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is_gradient_checkpointing",
+                            "ignore::torch.jit.TracerWarning")  # fmt: skip
+def test_torch_func_and_tracing_work_with_gradients_on(config):
+    model = enlarge(RoFormerForMaskedLM(config)).eval()
+    model.set_attn_implementation("eager")  # torch's fused kernel has no such derivative
+    ids = example()["input_ids"]
+    words = model.get_input_embeddings()(ids).detach()
+    rows = torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits[0])(words)
+    torch.testing.assert_close(rows, model(ids).logits, atol=1e-5, rtol=1e-4)
+    step = torch.randn_like(words)
+    _, slope = torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (words,), (step,))
+    near = [model(inputs_embeds=words + e * step).logits for e in (1e-3, -1e-3)]
+    torch.testing.assert_close(slope, (near[0] - near[1]) / 2e-3, atol=2e-2, rtol=2e-2)
+    model.config.return_dict = False
+    traced = torch.jit.trace(model, (ids,), strict=False)
+    torch.testing.assert_close(traced(ids)[0], model(ids)[0])
 
 
 class Transposed(torch.nn.Linear):

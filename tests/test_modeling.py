@@ -1,6 +1,7 @@
 """Our RoFormer beside transformers' own, on the same checkpoints, and what ours does better."""
 
 import copy
+import logging
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 
 import roformer
 from conftest import ROPES, STOCK_IS_CAUSAL, enlarge, rope_config
@@ -359,6 +361,37 @@ def test_the_rotation_is_computed_once_and_shared_by_all_layers(config):
     model(torch.randint(0, 60, (1, 9)))
     assert len(seen) == 2
     assert seen[0] is seen[1]
+
+
+def test_a_state_of_stock_loads_strictly(config):
+    stock = transformers.RoFormerModel(transformers.RoFormerConfig(**config.to_dict()))
+    state = stock.state_dict()
+    assert "encoder.embed_positions.weight" in state
+    RoFormerModel(config).load_state_dict(state)
+    assert "encoder.embed_positions.weight" in state  # the caller's own stays whole
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        RoFormerModel(config).load_state_dict(state | {"more": torch.zeros(1)})
+
+
+def test_a_masked_language_model_that_sees_one_side_says_so(config, tmp_path, caplog):
+    RoFormerForCausalLM(config).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        RoFormerForCausalLM.from_pretrained(tmp_path)
+        assert not caplog.records
+        RoFormerForMaskedLM.from_pretrained(tmp_path, is_decoder=False)
+        assert not caplog.records
+        RoFormerForMaskedLM.from_pretrained(tmp_path)
+    assert "sees earlier tokens only" in caplog.text
+
+
+def test_labels_are_of_the_tokens_that_are_scored(config):
+    model, ids = enlarge(RoFormerForCausalLM(config)), torch.randint(0, 60, (2, 7))
+    whole = model(ids)
+    expected = F.cross_entropy(whole.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
+    found = model(ids, labels=ids[:, 4:], logits_to_keep=3).loss
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\], got \[2, 7\]"):
+        model(ids, labels=ids, logits_to_keep=3)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

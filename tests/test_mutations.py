@@ -42,7 +42,7 @@ MUTATIONS = {
     ),
     "no dropout in attention": (
         "layers.py",
-        "dropout=self.config.attention_probs_dropout_prob if self.training else 0.0",
+        "dropout=self.dropout.p if self.dropout.training else 0.0",
         "dropout=0.0",
     ),
     "documents see each other": (

@@ -33,6 +33,7 @@ from train.masking import SpecialTokens
 from train.packing import Sequences, Steps
 from train.peers import (
     BERT,
+    DENSE,
     MASK_RATE,
     MODERN,
     OUR_BERT,
@@ -261,15 +262,22 @@ def levers(bench: Bench) -> None:
     for batch, length, dropout in ((8, 512, 0.1), (2, 2048, 0.1), (2, 2048, 0.0)):
         work = bench.work(batch=batch, length=length, bf16=True, dropout=dropout)
         step = training_step(OURS, work, Batch.of(work))
-        same = "attention by blocks" if length > 512 else "attention all at once"
-        others = {name: other for name, other in without_levers(step).items() if name != same}
-        if not dropout:
-            del others["that with torch's dropout"]
-        seconds = bench.turns({OURS: step} | others)
-        for name, values in seconds.items():
-            if name != OURS:
-                facts = spread(values, seconds[OURS])
-                bench.add("levers", str(work), name, facts[0], "x the time", *facts[1:])
+        idle = {DENSE, "attention by blocks" if length > 512 else "attention all at once"}
+        idle |= set() if dropout else {"that with torch's dropout"}
+        others = {name: x for name, x in without_levers(step).items() if name not in idle}
+        _levers(bench, str(work), step, others)
+    for bf16, make in ((False, training_step), (False, forward_step), (True, forward_step)):
+        work = bench.work(bf16=bf16, dropout=0.1 if make is training_step else 0.0)
+        step = make(OURS, work, Batch.of(work))
+        case = f"{work}{', forward' if make is forward_step else ''}"
+        _levers(bench, case, step, {DENSE: without_levers(step)[DENSE]})
+
+
+def _levers(bench: Bench, case: str, step: Step, others: dict[str, Step]) -> None:
+    seconds = bench.turns({OURS: step} | others)
+    for name in others:
+        facts = spread(seconds[name], seconds[OURS])
+        bench.add("levers", case, name, facts[0], "x the time", *facts[1:])
 
 
 def length(bench: Bench) -> None:

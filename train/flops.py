@@ -10,6 +10,8 @@ import time
 import torch
 from transformers import PreTrainedConfig
 
+from roformer.dense import dense
+
 
 def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
     """Floating-point operations of training on some sequences.
@@ -30,14 +32,16 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product here: what 100 % would be."""
+    """Operations a second of a large dense layer here: what 100 % would be."""
     size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    layer = torch.nn.Linear(size, size, bias=False, device=device, dtype=dtype)
+    rows = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(6):
         _wait(device)
         started = time.perf_counter()
-        torch.mm(a, a)
+        with torch.no_grad():
+            dense(layer, rows)
         _wait(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / min(seconds)

@@ -48,6 +48,7 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 
 OURS = "this RoFormer"
 OUR_BERT = "BERT in this loop"
+DENSE = "torch's dense layers"
 STOCK = "transformers RoFormer"
 BERT = "transformers BERT (sdpa)"
 MODERN = "transformers ModernBERT (sdpa, sparse head)"
@@ -239,8 +240,12 @@ def without_levers(step: Step) -> dict[str, Step]:
         right = (scores.argmax(dim=-1) == targets).sum()
         return F.cross_entropy(scores.float(), targets, reduction="sum"), right
 
+    def plain(layer: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+        return layer(x) if activation is None else activation(layer(x))
+
     whole = (attention, "SHORT", 10**9)
     return {
+        DENSE: with_other(step, (layers, "dense", plain)),
         "torch's cross-entropy": with_other(step, (objective, "cross_entropy", loss)),
         "torch's attention": with_other(step, (attention, "is_plain", never)),
         "attention by blocks": with_other(step, (attention, "SHORT", 0)),
