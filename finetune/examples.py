@@ -114,9 +114,14 @@ def read_columns(task: Task, split: str, glue_dir: str | None) -> dict[str, Any]
     columns = _from_hub(task, split) if glue_dir is None else _from_folder(task, split, glue_dir)
     where, known = f"{task.name}/{split}", not split.startswith("test")
     for name in task.columns:
-        text = columns[name]
-        # blank text is real in the test splits of some tasks, which nobody can mend
-        bad = (r for r, v in enumerate(text) if not isinstance(v, str) or (known and not v.strip()))
+        text, others = columns[name], [columns[other] for other in task.columns]
+        # blank text is real where nobody can mend it: in test splits, and beside the other text of
+        # a pair, as in two rows of QQP's training split
+        bad = (
+            row for row, value in enumerate(text)
+            if not isinstance(value, str)
+            or (known and not any(str(other[row]).strip() for other in others))
+        )  # fmt: skip
         wrong = next(bad, None)
         if wrong is not None:
             found = f"{text[wrong]!r} in row {wrong}"

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ from finetune.results import (
     KEY,
     Claims,
     append_result,
+    digest,
+    discard_predictions,
     prediction_file,
     weights_of,
     write_predictions,
@@ -94,7 +97,7 @@ def main(
     config, tokenizer = load_description(settings, task)
     data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
-    require_run(model, data["train"], task)
+    require_run(model, longest(data), task)
     result = describe(settings, config, data, accelerator)
     try:
         losses, logits = fine_tune(settings, model, data, accelerator, watch)
@@ -116,6 +119,7 @@ def main(
         "seconds": round(time.perf_counter() - started, 2),
     }
     if accelerator.is_main_process:
+        discard_predictions(settings.output, result, kept=logits)
         for split, values in logits.items():
             file = prediction_file(settings.output, result, split)
             write_predictions(file, data[split].labels, values)
@@ -275,6 +279,11 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
     return model
 
 
+def longest(data: Data) -> Examples:
+    """The split with the longest row: whatever takes that takes all."""
+    return max(data.values(), key=lambda examples: int(examples.lengths.max()))
+
+
 @torch.no_grad()
 def require_run(model: PreTrainedModel, examples: Examples, task: Task) -> None:
     """Send the longest and the shortest example through the model, before any work is done.
@@ -389,7 +398,11 @@ def describe(
 
 def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
     """Hashes of what a run reads, by the names of `INPUTS`; None where there is nothing to hash."""
-    weights = None if settings.random_weights else weights_of(settings.mnli or settings.model)
+    if settings.random_weights:  # are drawn from the configuration
+        config = Path(settings.model) / "config.json"
+        weights = digest([config] if config.is_file() else [])
+    else:
+        weights = weights_of(settings.mnli or settings.model)
     return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
 
 

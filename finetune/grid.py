@@ -163,7 +163,7 @@ def check(runs: list[GlueSettings]) -> None:
         task = TASKS[run.task]
         config, tokenizer = glue.load_description(run, task)
         data = glue.load_data(run, task, tokenizer)
-        glue.require_run(glue.load_model(run, config), data["train"], task)
+        glue.require_run(glue.load_model(run, config), glue.longest(data), task)
 
 
 def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board) -> int:
@@ -178,7 +178,7 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
         while pending or any(worker.run for worker in workers):
             making = [worker.run for worker in workers if worker.run]
             for worker in (worker for worker in workers if not worker.run):
-                run = next_run(pending, making)
+                run = next_run(pending, making, claims)
                 if run is not None:
                     worker.start(run)
                     making.append(run)
@@ -206,14 +206,27 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
     return failures
 
 
-def next_run(pending: deque[GlueSettings], making: list[GlueSettings]) -> GlueSettings | None:
+def next_run(
+    pending: deque[GlueSettings], making: list[GlueSettings], claims: Claims
+) -> GlueSettings | None:
     """Take the first run that can begin: one that starts from MNLI waits for that run."""
     others = {run.save for run in (*pending, *making) if run.save}
     for run in pending:
-        if run.mnli is None or run.mnli not in others:
+        if run.mnli is None or not (run.mnli in others or is_made_elsewhere(run, claims)):
             pending.remove(run)
             return run
     return None
+
+
+def is_made_elsewhere(run: GlueSettings, claims: Claims) -> bool:
+    """Whether another grid is at the run of MNLI that this one starts from."""
+    source = asdict(replace(run, task="mnli", mnli=None))
+    if Path(str(run.mnli)).exists():
+        return False
+    if not claims.take(source):
+        return True
+    claims.free(source)
+    return False
 
 
 def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from finetune.cells import Row
@@ -59,14 +58,15 @@ def pair_differences(
         names = ["RoFormer", "BERT"]
         sides = [[r for r in pretrained if r.model_type in TYPES[name]] for name in names]
     else:
-        names = [Path(model).name for model in pair]
+        names = [model_name(model) for model in pair]
         sides = [[row for row in pretrained if row.key.model == model] for model in pair]
         names = [side[0].short if side else name for side, name in zip(sides, names)]
     title, counts = f" {MINUS} ".join(names), [len({row.key.side for row in x}) for x in sides]
     seeds = [sorted({seed_of(row) for row in side}) for side in sides]
     alike = all(_same_size(side[0], row) for side in sides for row in side)
     nothing = f"No {title}: nothing was run with the same recipe on both."
-    if alike and seeds[0] == seeds[1] and counts == [len(seeds[0])] * 2 != [1, 1]:
+    number = _in_a_row(seeds[0])
+    if alike and number > 1 and seeds[0] == seeds[1] and counts == [number] * 2:
         over = over_seeds(title, *sides)
         return over, "" if over else nothing
     if counts != [1, 1]:
@@ -87,6 +87,11 @@ def seed_of(row: Row) -> int:
     """The seed of pretraining by the model's name: 1 of `bert-1`, 0 where it names none."""
     (seeds,) = by_model([row.short]).values()
     return next(iter(seeds))
+
+
+def _in_a_row(seeds: Sequence[int]) -> int:
+    """How many seeds there are, when they count up: 50 and 100 are rather millions of tokens."""
+    return len(seeds) if seeds and seeds[-1] - seeds[0] == len(seeds) - 1 else 0
 
 
 def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:
@@ -134,8 +139,9 @@ def control_differences(rows: Sequence[Row]) -> list[Difference]:
 
 def _control_of(row: Row, random: Sequence[Row]) -> Row | None:
     own = row.key._replace(control=True)
-    others = (x for x in random if _beginning(x) == _beginning(row) and _same_size(x, row))
-    return next((x for x in random if x.key == own), next(others, None))
+    alike = [x for x in random if _same_size(x, row)]  # a folder's model may have been replaced
+    others = (x for x in alike if _beginning(x) == _beginning(row))
+    return next((x for x in alike if x.key == own), next(others, None))
 
 
 def _same_size(first: Row, second: Row) -> bool:

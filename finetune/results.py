@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,13 @@ def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) 
     unfinished = file.with_suffix(".tmp")
     parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
     unfinished.replace(file)
+
+
+def discard_predictions(results: str, line: Mapping[str, Any], kept: Collection[str]) -> None:
+    """Delete what an earlier run of this name predicted, but for splits that are written again."""
+    for file in prediction_file(results, line, "any").parent.glob("*.parquet"):
+        if file.stem not in kept:
+            file.unlink()
 
 
 def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:

@@ -244,16 +244,17 @@ def data_names(lines: Sequence[Line]) -> dict[tuple[str, str | None], str]:
 
 
 def input_names(lines: Sequence[Line]) -> list[list[str]]:
-    """Of each line what to call its weights and data, where they changed in place between runs.
+    """Of each line what to call its weights, data and precision, where the file has several.
 
-    Runs of what was there before are not seeds of what is there now.
+    Weights change in place between runs: those of what was there before are not seeds of what is
+    there now. Data of one label that differ are different data, wherever they are.
     """
     found: dict[tuple[str, tuple], set[str]] = defaultdict(set)
     places: list[dict[str, tuple]] = []
     for line in lines:
         seed = line["seed"] if line["mnli"] else None  # each has a model of MNLI of its own
-        model, data = (line["model"], line["mnli"], seed), (line["label"], line["glue_dir"])
-        places.append({"weights": model, "data": data})
+        model = line["model"], line["random_weights"], line["mnli"], seed
+        places.append({"weights": model, "data": (line["label"],), "precision": ()})
         for name, where in places[-1].items():
             if line.get(name) is not None:
                 found[name, where].add(line[name])

@@ -196,7 +196,10 @@ def choose(results: str, lines: Sequence[Line], task: str) -> Choice | str:
         ("only runs on data with rows missing", lambda line: line["official"]),
         (
             "only runs without --test true",
-            lambda line: all(prediction_file(results, line, split).is_file() for split in splits),
+            lambda line: (
+                line["settings"]["test"]
+                and all(prediction_file(results, line, split).is_file() for split in splits)
+            ),
         ),
     )
     kept = scored = list(lines)

@@ -242,16 +242,18 @@ def test_a_shard_cut_short_by_a_power_failure_is_made_again(
         assert contents(tokenise(settings, "train", tokenizer)) == before
 
 
-def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_vocabulary(written, tmp_path):
-    def chinese(*words: str) -> transformers.PreTrainedTokenizerBase:
-        pieces = [*vocabulary.SPECIAL, *words]
-        return transformers.RoFormerTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(written, tmp_path):
+    def chinese(*words: str, **options: bool) -> transformers.PreTrainedTokenizerBase:
+        pieces = {piece: i for i, piece in enumerate([*vocabulary.SPECIAL, *words])}
+        return transformers.RoFormerTokenizer(vocab=pieces, **options)
 
     settings = corpus(str(written / "c.txt"), tmp_path)
     store = tokenise(settings, "train", chinese("the", "cat", "moon"))
     assert 5 in everything(store)
     assert tokenise(settings, "train", chinese("the", "cat", "moon")).folder == store.folder
     assert tokenise(settings, "train", chinese("the", "moon", "cat")).folder != store.folder
+    kept = chinese("the", "cat", "moon", do_lower_case=False)
+    assert tokenise(settings, "train", kept).folder != store.folder
 
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):

@@ -122,6 +122,14 @@ def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
     assert load(tmp_path, split="test").labels.tolist() == [-1, 1]
 
 
+def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
+    pair = {"question1": ["good", "bad"], "question2": ["film", ""], "label": [1, 0]}
+    write_split(tmp_path, "qqp", "train", pair)
+    assert load(tmp_path, "qqp").lengths.tolist() == [5, 4]
+    write_split(tmp_path, "qqp", "train", pair | {"question1": ["good", " "]})
+    refused(["column question1 of qqp/train", "' ' in row 1"], lambda: load(tmp_path, "qqp"))
+
+
 def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp_path):
     write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [1, 0]})
     words = ["idx of sst2/test must count from 0", "got 1 in row 0", "sort"]

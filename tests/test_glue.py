@@ -368,6 +368,9 @@ def test_test_splits_and_ax_are_predicted_when_asked_for(tmp_path):
         labels, logits = read_predictions(prediction_file(asked.output, result, split))
         assert logits.shape == (9, 3)
         assert (labels[0] == -1) == (split not in splits)
+    glue.main(replace(asked, test=False))  # the same run: what it predicted before is not its own
+    left = {x.stem for x in prediction_file(asked.output, result, "any").parent.iterdir()}
+    assert left == {"validation_matched", "validation_mismatched"}
 
 
 def test_rte_begins_from_the_model_fine_tuned_on_mnli(tmp_path):
@@ -404,6 +407,10 @@ def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(tmp_path):
     texts = {"sentence": ["good " * 40, "bad"], "label": [1, 0]}
     for split in ("train", "validation"):
         write_split(tmp_path / "glue", "sst2", split, texts)
+    with pytest.raises(InputError, match="model must take the tokenizer's .*; check that model"):
+        glue.main(settings(tmp_path, length=32))
+    short = {"sentence": ["good", "bad"], "label": [1, 0]}
+    write_split(tmp_path / "glue", "sst2", "train", short)  # before training, not after
     with pytest.raises(InputError, match="model must take the tokenizer's .*; check that model"):
         glue.main(settings(tmp_path, length=32))
     assert not (tmp_path / "results.jsonl").exists()

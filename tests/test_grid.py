@@ -274,18 +274,33 @@ def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
         grid.main(ask(tmp_path))
 
 
+class Held:
+    """Claims of which another process has MNLI's, or not."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
+
+    def take(self, values: dict) -> bool:
+        assert (values["task"], values["mnli"]) == ("mnli", None)
+        return not self.elsewhere
+
+    def free(self, values: dict) -> None:
+        assert not self.elsewhere
+
+
 def test_a_run_that_begins_from_mnli_waits_for_it():
     settings = GridSettings(
         models=["m"], tasks=["rte", "mnli"], seeds=[0], from_mnli=True, glue_dir="d"
     )
     pending, making = deque(grid.all_runs(settings)), []
     order = []
-    while (run := grid.next_run(pending, making)) is not None:
+    while (run := grid.next_run(pending, making, Held(False))) is not None:
         making.append(run)
         order.append((run.task, run.mnli is not None))
     assert order == [("rte", False), ("mnli", False)]
     del making[:]  # mnli is done
-    assert grid.next_run(pending, making).mnli == next(
+    assert grid.next_run(pending, making, Held(True)) is None  # another grid is at MNLI
+    assert grid.next_run(pending, making, Held(False)).mnli == next(
         r.save for r in grid.all_runs(settings) if r.save
     )
 

@@ -293,6 +293,46 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     assert (named.title, named.tasks["rte"].mean) == (f"new {MINUS} small-roformer", 20.0)
 
 
+def test_the_data_are_what_is_in_them_wherever_they_are():
+    lines = [
+        line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed, glue_dir=f"{seed}") for seed in range(3)
+    ]
+    for row, found in zip(lines, ("a" * 16, "b" * 16, "a" * 16)):
+        row["data"] = found
+    found = scores(lines)
+    assert found["small-bert (bert), data aaaaaaaa"]["RTE, accuracy"] == "60.0 ± 14.1 (2)"
+    assert found["small-bert (bert), data bbbbbbbb"]["RTE, accuracy"] == "60.0 (1)"
+
+
+def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
+    lines = [line(BERT, "rte", 0.5, precision="no"), line(ROFORMER, "rte", 0.6)]
+    lines.append(line(ROFORMER, "rte", 0.7, precision="no", seed=1))
+    assert {name: row["RTE, accuracy"] for name, row in scores(lines).items()} == {
+        "small-bert (bert), precision no": "50.0 (1)",
+        "small-roformer (roformer), precision bf16": "60.0 (1)",
+        "small-roformer (roformer), precision no": "70.0 (1)",
+        "majority baseline": "50.0",
+    }
+    (pair,) = table(lines).pairs
+    assert (pair.first.way, pair.tasks) == ("precision no", {})  # no seed of both
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_table_needs_neither_a_roformer_nor_a_bert(control):
+    kind = {"model_type": "distilbert", "random_weights": control}
+    made = table([line("runs/distilled/model", "sst2", 0.8, **kind)])
+    assert len(made.rows) == 2
+    assert made.remark.startswith(f"No RoFormer {MINUS} BERT: it takes one model of each, here are")
+
+
+def test_millions_of_tokens_are_not_taken_for_pretraining_seeds():
+    lines = []
+    for name in ("roformer", "bert"):
+        for tokens in (50, 100):
+            lines.append(line(f"runs/{name}-{tokens}/model", "rte", 0.6, model_type=name))
+    assert "2 RoFormer and 2 BERT; name two models" in table(lines).remark
+
+
 def test_pretraining_seeds_make_pairs_and_a_difference_over_them():
     lines = []
     for seed, gain in ((0, 0.02), (1, 0.06)):
@@ -464,6 +504,12 @@ def test_random_weights_are_borrowed_from_a_model_of_the_same_size_alone(sizes, 
     controls = table(lines).controls
     assert [x.second.key.control for x in controls] == [True] * found
     assert "roformer-768" in {x.first.short for x in controls}
+
+
+def test_random_weights_of_the_model_that_a_folder_held_before_are_none_of_its_own():
+    lines = [line(BERT, "rte", 0.7) | {"parameters": 9}]
+    lines.append(line(BERT, "rte", 0.5, random_weights=True) | {"parameters": 1})
+    assert table(lines).controls == []
 
 
 def test_the_printed_table_names_the_split_of_every_row():

@@ -47,7 +47,8 @@ def line(task: str, headline: float = 0.5, **changes) -> dict:
     recipe = RECIPE | {"learning_rate": 2e-5}
     key = {"model": MODEL, "tokenizer": None, "random_weights": False, "mnli": None, "seed": 0}
     key["glue_dir"] = None
-    outcome = {"status": "done", "official": True, "headline_metric": "accuracy", "settings": {}}
+    outcome = {"status": "done", "official": True, "headline_metric": "accuracy"}
+    outcome |= {"settings": {"test": True}}
     return {**key, **recipe, "task": task, **outcome, "headline": headline} | changes
 
 
@@ -270,7 +271,8 @@ def test_the_table_tells_what_a_reader_should_know_of_a_run(tmp_path, small, cap
 
 @pytest.mark.parametrize("rate", [None, 2e-5, 3e-5])
 def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, small, rate):
-    known = {"glue_dir": "data/my glue", "learning_rate": 3e-5, "epochs": 4, "cache": "runs/tokens"}
+    known = {"glue_dir": "data/my glue", "learning_rate": 3e-5, "epochs": 4, "cache": "runs/tokens",
+             "test": True}  # fmt: skip
     wnli = line("wnli", settings=known, precision="bf16", learning_rate=3e-5, seed=3)
     write_run(tmp_path, wnli)
     write_run(tmp_path, line("mnli", learning_rate=3e-5, seed=3), leave_out=("AX.tsv",))
@@ -299,6 +301,7 @@ def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, s
         ({"status": "diverged"}, "no run that ended well"),
         ({"official": False}, "only runs on data with rows missing"),
         ({}, "only runs without --test true"),
+        ({"settings": {"test": False}}, "only runs without --test true"),
     ],
 )
 def test_the_reason_is_the_first_that_leaves_no_run(tmp_path, small, changes, reason):

@@ -58,7 +58,7 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "processes": 1,
         "threads": 1,
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-        "settings": key,
+        "settings": key | {"test": True},
         "command": shlex.join(["accelerate", "launch", "finetune/glue.py", *flags]),
         **changes,
     }

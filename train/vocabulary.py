@@ -191,7 +191,10 @@ def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
         if "Custom" not in str(error):
             raise
     # words cut by Python code, as in transformers' Chinese RoFormerTokenizer
-    return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    pieces, options = sorted(tokenizer.get_vocab().items()), dict(tokenizer.init_kwargs)
+    for place in ("name_or_path", "vocab", "vocab_file", "tokenizer_file"):
+        options.pop(place, None)
+    return json.dumps([type(tokenizer).__name__, pieces, options], sort_keys=True, default=str)
 
 
 def main(settings: VocabularySettings) -> None:
