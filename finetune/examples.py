@@ -113,15 +113,13 @@ def read_columns(task: Task, split: str, glue_dir: str | None) -> dict[str, Any]
     """
     columns = _from_hub(task, split) if glue_dir is None else _from_folder(task, split, glue_dir)
     where, known = f"{task.name}/{split}", not split.startswith("test")
+    # blank text is real where nobody can mend it: in test splits, and beside the other text of a
+    # pair, as in two rows of QQP's training split
+    rows = zip(*(columns[name] for name in task.columns))
+    fits = [not known or any(str(value).strip() for value in row) for row in rows]
     for name in task.columns:
-        text, others = columns[name], [columns[other] for other in task.columns]
-        # blank text is real where nobody can mend it: in test splits, and beside the other text of
-        # a pair, as in two rows of QQP's training split
-        bad = (
-            row for row, value in enumerate(text)
-            if not isinstance(value, str)
-            or (known and not any(str(other[row]).strip() for other in others))
-        )  # fmt: skip
+        text = columns[name]
+        bad = (row for row, v in enumerate(text) if not (isinstance(v, str) and fits[row]))
         wrong = next(bad, None)
         if wrong is not None:
             found = f"{text[wrong]!r} in row {wrong}"

@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ from finetune.results import (
     KEY,
     Claims,
     append_result,
-    digest,
     discard_predictions,
     prediction_file,
     weights_of,
@@ -398,11 +396,7 @@ def describe(
 
 def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
     """Hashes of what a run reads, by the names of `INPUTS`; None where there is nothing to hash."""
-    if settings.random_weights:  # are drawn from the configuration
-        config = Path(settings.model) / "config.json"
-        weights = digest([config] if config.is_file() else [])
-    else:
-        weights = weights_of(settings.mnli or settings.model)
+    weights = weights_of(settings.mnli or settings.model, settings.random_weights)
     return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
 
 

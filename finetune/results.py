@@ -47,9 +47,14 @@ def result_key(values: Mapping[str, Any]) -> tuple:
     return tuple(values[name] for name in KEY)
 
 
-def weights_of(model: str) -> str | None:
-    """Which weights a local folder holds, in 16 characters; None for a hub id, or without any."""
-    return digest(sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")))
+def weights_of(model: str, random: bool = False) -> str | None:
+    """Which weights a local folder holds, in 16 characters; None for a hub id, or without any.
+
+    Random ones are drawn from its configuration, and so known by that.
+    """
+    kinds = ("config.json",) if random else ("*.safetensors", "*.bin")
+    found = (sorted(Path(model).glob(kind)) for kind in kinds)
+    return digest(next(filter(None, found), []))
 
 
 def digest(files: Sequence[Path]) -> str | None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import roformer
-from roformer import attention, dropout, layers, modeling_roformer
+from roformer import attention, dense, dropout, layers, modeling_roformer
 from roformer.attention import UNPADDED
 from train import objective
 from train.objective import LanguageModel
@@ -240,12 +240,9 @@ def without_levers(step: Step) -> dict[str, Step]:
         right = (scores.argmax(dim=-1) == targets).sum()
         return F.cross_entropy(scores.float(), targets, reduction="sum"), right
 
-    def plain(layer: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
-        return layer(x) if activation is None else activation(layer(x))
-
     whole = (attention, "SHORT", 10**9)
     return {
-        DENSE: with_other(step, (layers, "dense", plain)),
+        DENSE: with_other(step, (dense, "is_plain", never)),
         "torch's cross-entropy": with_other(step, (objective, "cross_entropy", loss)),
         "torch's attention": with_other(step, (attention, "is_plain", never)),
         "attention by blocks": with_other(step, (attention, "SHORT", 0)),
