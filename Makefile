@@ -188,7 +188,7 @@ $(PERFORMER_DIR)/%/finished: | setup
 comparisons-smoke: setup ## every step of both in a minute: tiny models, installed documentation
 	$(MAKE) encodings performer SCALE=tiny TEXT= ENCODINGS='rope learned' ENCODING_SEEDS='0 1' PERFORMER_SEEDS=0
 
-bench: setup ## training and inference against transformers' models on this CPU: 8 minutes
+bench: setup ## training and inference against transformers' models on this CPU: 8 to 15 minutes
 	$(BIN)/python -m train.bench
 
 # GPU_PYTHON must have torch for CUDA, transformers and accelerate; datasets and evaluate are not needed

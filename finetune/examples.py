@@ -270,7 +270,7 @@ def _from_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:
     try:
         table = _READERS[file.suffix](file, {name: pyarrow.string() for name in task.columns})
     except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"{file} must be readable as {file.suffix}, got {reason}; mend the file"
         ) from error

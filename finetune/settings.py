@@ -52,7 +52,8 @@ class Recipe:
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     attention: str = "sdpa"
-    """Attention kernel by transformers' name: eager (fastest on CPU in bf16) or sdpa."""
+    """Attention kernel by transformers' name: eager (fastest on CPU in bf16) or sdpa;
+    a RoFormer also has unpadded."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "learning_rate", "epochs", "clip_norm"):

@@ -2,7 +2,7 @@
 
 Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
 arXiv:2104.09864. Queries and keys are turned by an angle proportional to their position, so that
-the score of two tokens depends on their distance m - n and on nothing else (equations 13 to 16).
+the positions m and n of two tokens enter their score through m - n alone (equations 13 to 16).
 
 Load, use, save::
 

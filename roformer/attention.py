@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .blocked import blocked_attention
 from .dropout import dropout as drop
-from .dropout import is_plain
+from .tracing import is_plain
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -81,10 +81,10 @@ def unpadded_attention(
 ) -> tuple[Tensor, None]:
     """Attention inside each document of one long row; without borders the same as sdpa.
 
-    On CUDA in half precision and without dropout it is torch's `varlen_attn`, on an Ampere or later
-    and with heads of up to 256 coordinates in steps of 8; elsewhere one call
-    for every run of documents of equal length: of scaled_dot_product_attention, or in bfloat16 or
-    with dropout on a CPU of what computes that faster.
+    On CUDA (Ampere or later), in half precision, without dropout and with a head width that is a
+    multiple of 8 up to 256, this is torch's `varlen_attn`. Elsewhere it is one call for each run of
+    neighbouring documents of equal length: of scaled_dot_product_attention or, on a CPU in bfloat16
+    or with dropout, of what is faster.
 
     Args:
         module: The attention layer; `is_causal` is read.
@@ -123,7 +123,7 @@ def unpadded_attention(
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
 ) -> Tensor:
-    """Attention of documents of one length, [B, L, H, D], as the device does it fastest."""
+    """[B, H, L, D] to [B, L, H, D]: documents of one length, as the device does it fastest."""
     causal = bool(module.is_causal)
     # torch's kernel for the CPU has no dropout, and hardly uses the processor's bfloat16 units
     weak = query.dtype == torch.bfloat16 or dropout > 0

@@ -86,7 +86,8 @@ class RoFormerConfig(PreTrainedConfig):
         type_vocab_size: Number of token types (segments); 0 leaves them out and is not stock's.
         initializer_range: Standard deviation of the initial weights.
         layer_norm_eps: Added to the variance in every normalisation.
-        pad_token_id: Id of the padding token.
+        pad_token_id: Id of the padding token; `bos_token_id` and `eos_token_id`, of the first and
+            last of a generated text, are None.
         rotary_value: Rotate the values as well as queries and keys.
         summary_type: Token read by `RoFormerForMultipleChoice`: the "first" or the "last" unmasked
             one. Sequence classification reads the first always, as stock does.
@@ -149,9 +150,8 @@ class RoFormerConfig(PreTrainedConfig):
     redraw_features: int = 1000
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop(
-            "model_type", None
-        )  # the class says it, and the saved one follows from the fields
+        # the class says it, and the saved one follows from the fields
+        kwargs.pop("model_type", None)
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
         self.rope_parameters = dict(self.rope_parameters or {})  # completed below: not the caller's
@@ -160,9 +160,9 @@ class RoFormerConfig(PreTrainedConfig):
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_name_or_path" in self.__dict__ and name in ("rope_theta", "partial_rotary_factor"):
+        if self._is_made and name in ("rope_theta", "partial_rotary_factor"):
             name, value = "rope_parameters", self._rope | {name: value}
-        if name != "rope_parameters" or "_name_or_path" not in self.__dict__:
+        if name != "rope_parameters" or not self._is_made:
             return super().__setattr__(name, value)
         # settings given later, by hand or to `from_pretrained`, are completed and checked at once;
         # the angles that the weights were trained with stay, whatever is done to them for length
@@ -189,6 +189,11 @@ class RoFormerConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def _is_made(self) -> bool:
+        """Whether transformers has set all fields; this one is its last."""
+        return "_name_or_path" in self.__dict__
+
+    @property
     def _rope(self) -> dict[str, Any]:
         return self.rope_parameters or {}
 
@@ -202,7 +207,7 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def partial_rotary_factor(self) -> float:
         """Share of a head that turns, as `rope_parameters` has it; may be set by this name too."""
-        if "_name_or_path" not in self.__dict__:  # or transformers would write it down for all
+        if not self._is_made:  # or transformers would write it down for all
             raise AttributeError("partial_rotary_factor")
         return self._rope.get("partial_rotary_factor", 1.0)
 

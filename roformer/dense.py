@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from .dropout import is_plain
+from .tracing import is_plain
 
 GELU = type(ACT2FN["gelu"])
 """The activation that oneDNN applies to a product."""
@@ -33,7 +33,7 @@ def dense(layer: nn.Module, x: Tensor, activation: nn.Module | None = None) -> T
     if not (isinstance(layer, nn.Linear) and _suits(layer, x)):
         product = layer(x)
     elif torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layer.parameters())):
-        is_onednn = x.dtype == torch.bfloat16  # in torch, too, with better gradients of weights
+        is_onednn = x.dtype == torch.bfloat16  # torch calls it too, with better gradients
         product = layer(x) if is_onednn else _Dense.apply(x, layer.weight, layer.bias)
     elif activation is not None and is_untouched(activation, GELU):
         return _product(x, layer.weight, layer.bias, "gelu")
@@ -71,7 +71,7 @@ def _faster_dtypes() -> frozenset[torch.dtype]:
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not has:
         return frozenset()
-    # AMD's processors from Zen 4 on: Intel's with bfloat16, but for one of 2020, have tiles, too
+    # avx512_bf16 without AMX: AMD's from Zen 4 on, and of Intel's Cooper Lake (2020) alone
     is_amd = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
     dtypes = {torch.float32} if is_amd and torch.backends.mkl.is_available() else set()
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():

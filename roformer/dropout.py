@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .rotary import is_traced
+from .tracing import is_plain
 
 LEVELS = 65536
 """Values of 16 bits."""
@@ -75,9 +75,3 @@ class _Dropout(torch.autograd.Function):
         """Through what was kept."""
         (kept,) = ctx.saved_tensors
         return gradients[0] * ctx.scale * kept, None
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether x is on a CPU and nothing looks on that could not follow what is written here."""
-    ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake
-    return ordinary and x.device.type == "cpu" and not is_traced()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import is_traced
+from .tracing import is_traced
 
 Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)
@@ -56,6 +56,9 @@ def check_tokens(
         require_shape("input_ids", input_ids, (None, None))
         _require_ids("input_ids", input_ids, size)
         rows = tuple(input_ids.shape)
+    if 0 in rows:
+        name = "inputs_embeds" if input_ids is None else "input_ids"
+        raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
     if token_type_ids is not None:
         require_shape("token_type_ids", token_type_ids, rows)
         _require_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
@@ -146,7 +149,7 @@ def check_source(
 
     Args:
         config: Of the decoder.
-        words: [B, L, E].
+        words: [B, L] ids, or [B, L, E'] embeddings.
         states: `encoder_hidden_states`.
         attention_mask: `encoder_attention_mask`.
 

@@ -25,7 +25,8 @@ from .dropout import Dropout
 from .linear import Features, linear_attention
 from .masks import with_bias
 from .positions import TransformerXLTerms, sinusoids
-from .rotary import half_split_order, is_traced, rotate
+from .rotary import half_split_order, rotate
+from .tracing import is_traced
 
 KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
 """Activations whose backward pass reads what went in; others, as relu, read what came out."""
@@ -243,8 +244,17 @@ class RoFormerAttention(nn.Module):
         self.self = RoFormerSelfAttention(config, layer_idx, crosses)
         self.output = RoFormerResidual(config, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, *told: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E], told what `RoFormerSelfAttention.forward` is."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        where: Any,
+        source: Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, L, E] to [B, L, E], both of the text that attends; it reads `source`, or itself."""
+        told = attention_mask, where, source, past_key_values
         context, _ = self.self(hidden_states, *told, **kwargs)
         return self.output(context, hidden_states)
 

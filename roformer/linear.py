@@ -2,11 +2,11 @@
 
     out_m = sum_n (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_n phi(q_m)^T phi(k_n)
 
-Because phi is not negative, the sums over n can be made once for all queries m (Katharopoulos et
-al. 2020, arXiv:2006.16236): M x D numbers a head, however long the text. The numerator is rotated;
-the denominator is not, for rotated features may be negative and their sum may vanish, so that a
-weight would be divided by nothing. Weights can then be negative and need not sum to 1, as the paper
-says.
+A score is a product of features, so the sums over n are made once for all queries m (Katharopoulos
+et al. 2020, arXiv:2006.16236): M x D numbers a head, however long the text. phi is not negative, so
+the denominator cannot vanish. The numerator is rotated; the denominator is not, for rotated
+features may be negative and their sum may be zero. Weights can then be negative and need not sum to
+1, as the paper says.
 
 What is added to scores cannot be used here, Transformer-XL's terms, T5's and ALiBi's: the sum over
 n leaves the query out only where the score is a product phi(q_m) phi(k_n); a summand b(m - n)
@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import is_traced, rotate
+from .rotary import rotate
+from .tracing import is_traced
 
 CHUNK = 64
 """Tokens of a decoder that look at each other directly; earlier ones are sums."""

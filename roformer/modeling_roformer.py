@@ -1,8 +1,9 @@
 """RoFormer: a BERT encoder whose self-attention rotates queries and keys by their position.
 
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864). What differs from transformers' own RoFormer
-is that positions come from `position_ids`, angles stay exact, the rotation is computed once a
-forward, not a layer, and every attention kernel works, with documents in packed rows kept apart.
+is that positions come from `position_ids`, angles stay exact, the table of rotations is made
+once a forward pass in the form that all layers use, and every attention kernel works, with
+documents in packed rows kept apart.
 
 Legend: B batch, L tokens, S keys, E width, H heads, V vocabulary.
 """
@@ -24,7 +25,6 @@ from . import documents
 from .attention import UNPADDED
 from .configuration_roformer import RoFormerConfig
 from .dense import dense
-from .dropout import is_plain
 from .inputs import check_masks, check_positions, check_source, check_tokens
 from .layers import (
     RoFormerAttention,
@@ -38,6 +38,7 @@ from .linear import Features, LinearCache
 from .masks import cross_mask, is_flash, kernel_for_masks, self_mask, with_bias
 from .positions import Distances, distances, score_bias
 from .rotary import frequencies, rotation_table
+from .tracing import is_plain
 
 logger = logging.get_logger(__name__)
 

@@ -12,9 +12,9 @@ alibi           the scores of all layers Press et al. 2021, arXiv:2108.12409, se
 none            nothing                  a bag of words, or in a decoder what causality tells
 =============== ======================== ====================================================
 
-The paper discusses all but the last two in its section 2 (equations 3 to 10). Another one that is
-added to the scores takes its name in `configuration_roformer.ADDED`, a class here and its line in
-`score_bias`; everything else, tests included, goes by these.
+Section 2 of the paper discusses all but rope and the last two (equations 3 to 10). Another one that
+is added to the scores takes its name in `configuration_roformer.ADDED`, a class here and its line
+in `score_bias`; everything else, tests included, goes by these.
 
 Legend: B batch, L queries, S keys, K distances, E width, H heads, D head width.
 """
@@ -98,7 +98,10 @@ def t5_buckets(between: Tensor, causal: bool) -> Tensor:
 
 
 class T5Bias(nn.Module):
-    """A learned number for each head and bucket of distances, added to the scores of all layers."""
+    """A learned number for each head and bucket of distances, added to the scores of all layers.
+
+    T5 itself does not divide q k by sqrt(D); here it is divided, as with every other encoding.
+    """
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()

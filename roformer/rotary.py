@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .tracing import is_traced
+
 
 def inverse_frequencies(
     width: int, base: float = 10000.0, device: torch.device | None = None
@@ -71,9 +73,9 @@ def frequencies(
 def rotation_table(positions: Tensor, theta: Tensor, scaling: float = 1.0) -> Tensor:
     """Cosine and sine of every angle m * theta_i (equation 34).
 
-    Angles are float64 and the results float32, whatever the model's dtype: bfloat16 holds only 513
-    of the first 1024 integers, so positions would collide, and a float32 angle at position 100,000
-    is off by 0.004.
+    Angles are float64 and the results float32, whatever the model's dtype: bfloat16 rounds the
+    first 1024 integers to 513 values, so positions would collide, and a float32 angle at position
+    100,000 is off by up to 0.004.
 
     Args:
         positions: Token positions m, [..., L], any integer dtype.
@@ -88,7 +90,7 @@ def rotation_table(positions: Tensor, theta: Tensor, scaling: float = 1.0) -> Te
 
 
 def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
-    """Turn every pair (x_2i, x_2i+1) of token m by the angle m * theta_i (equations 13 and 34).
+    """Turn pair i of token m, (x_2i-1, x_2i) in the paper, by m * theta_i (equations 13 and 34).
 
     The pair is one complex number and the rotation one complex product, x * e^(i m theta), which a
     CPU does faster than the element-wise form. Compilers and exporters fuse real arithmetic and not
@@ -136,13 +138,6 @@ def _product(x: Tensor, table: Tensor) -> Tensor:
     real = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     torch.view_as_complex(real.unflatten(-1, (-1, 2))).mul_(table)
     return real.to(x.dtype)
-
-
-def is_traced() -> bool:
-    """Whether what runs is compiled, exported or transformed, and must be plain operations."""
-    exported = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
-    transformed = torch._C._are_functorch_transforms_active()
-    return torch.compiler.is_compiling() or exported or transformed
 
 
 def half_split_order(width: int, rotated: int) -> Tensor:

@@ -45,6 +45,18 @@ def test_operations_of_a_layer_are_those_that_torch_counts():
     assert counter.get_total_flops() == pytest.approx(ours, rel=0.03)
 
 
+@pytest.mark.parametrize("kind", ["elu", "favor"])
+def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = objective(linear_attention=kind, random_features=64)
+    batch = longest_batch(2, 200, 60, 0.15, packed=False)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)[0].backward()
+    ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["targets"]))
+    assert counter.get_total_flops() == pytest.approx(ours, rel=0.1)
+
+
 def test_the_peak_is_a_rate_of_this_machine():
     assert 1e8 < measured_peak(torch.device("cpu"), torch.float32) < 1e14
 

@@ -433,6 +433,8 @@ def test_hidden_states_and_attentions_are_returned(config):
          r"attention_mask must have the shape \[2, 5\] or .*, got \[2, 4\]"),
         ({"input_ids": (2, 5), "attention_mask": (2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
         ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)}, "attention_mask must"),
+        ({"input_ids": (0, 5)}, r"input_ids must hold at least one token, got shape \[0, 5\]"),
+        ({"inputs_embeds": (2, 0, 32)}, r"inputs_embeds must hold at least one token"),
         ({"input_ids": (2, 5), "token_type_ids": (2, 4)}, r"token_type_ids must .* got \[2, 4\]"),
         ({"input_ids": (2, 5), "position_ids": (4,)}, r"position_ids must .* got \[4\]"),
         ({"input_ids": (2, 6), "cu_seq_lens_q": [0, 3, 9, 12]},

@@ -44,8 +44,7 @@ def test_every_schedule_warms_up_over_steps_and_over_hours_and_no_two_are_one(bu
         settings = OptimSettings(schedule=schedule, warmup_steps=10, **budget)
         rate = learning_rate(settings, settings.steps)
         warm = [rate(step, 0.0) for step in range(10)]
-        assert warm == sorted(warm)
-        assert 0 < warm[0] < 0.2 * settings.learning_rate
+        assert warm == pytest.approx([settings.learning_rate * n / 10 for n in range(1, 11)])
         curves[schedule] = [rate(step, 2.0 * step / 50) for step in range(12, 50)]
     assert set(curves["constant"]) == {settings.learning_rate}
     assert len(set(map(tuple, curves.values()))) == len(SCHEDULES)

@@ -65,7 +65,7 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
         at, shared = equal["tokens"], [x for x in seeds if x in first and seeds is not first]
         pairs = [(at[first[x].name], at[seeds[x].name]) for x in shared]
         ends = [a - b for a, b in pairs if a is not None and b is not None]
-        here = {key: common(losses, mine) for key, losses in equal.items()}
+        here = {key: interval_of_all(losses, mine) for key, losses in equal.items()}
         speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
         rows.append(
             {
@@ -84,7 +84,7 @@ def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
     return rows
 
 
-def common(losses: dict[str, float | None], runs: list[Run]) -> Row | None:
+def interval_of_all(losses: dict[str, float | None], runs: list[Run]) -> Row | None:
     """The interval over runs, if all have a loss."""
     found = [loss for run in runs if (loss := losses[run.name]) is not None]
     return interval(found) if len(found) == len(runs) else None

@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +42,7 @@ from train.documents import (
     sources,
 )
 from train.folders import no_room, require_writable, whole_folder
+from train.journal import memory
 from train.launch import redraw_seconds, run_command
 from train.settings import CorpusSettings, HeldOutSettings, require
 from train.store import TokenStore
@@ -325,7 +326,7 @@ def main(settings: TokeniseSettings) -> None:
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
         size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        peak = memory(torch.device("cpu")) / 1e9
         print(
             f"{said(part, store)}; in {store.folder}, {len(new)} of {len(store.shards)} shards "
             f"made from {size:.1f} MB of text in "

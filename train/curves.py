@@ -9,7 +9,6 @@ bytes, losses are bits a byte.
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from train.folders import name_and_seed
 from train.launch import run_command
 from train.pictures import COLOURS, axes_of, require_picture, save
 from train.settings import InputError, require
@@ -119,10 +119,9 @@ def by_model(
     """
     models: dict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
-        found = re.fullmatch(r"(.+)-(\d+)", name)
-        if found and runs and runs[name].seed not in (None, int(found[2])):
-            found = None
-        model, seed = (found[1], int(found[2])) if found else (name, 0)
+        model, seed = name_and_seed(name)
+        if runs and runs[name].seed not in (None, seed):
+            model, seed = name, 0
         rule = "must have names of their own"
         require(seed not in models[model], key, rule, f"{model} twice", "rename one")
         models[model][seed] = name

@@ -2,11 +2,11 @@
 
     python -m train.decay --models '[runs/a/model]' --corpus.validation TEXT
 
-The paper bounds a score by its equation 37, |q R_{m-n} k| <= max_i |h_{i+1} - h_i| sum_j |S_j| with
-h_i = q_i k_i* for pair i and S_j = sum_{i<j} exp(i (m-n) theta_i), and draws the mean of |S_j| over
-j. A bound is not the score: so queries and keys are drawn at random, equal to each other or not,
-and taken from trained models and their random beginnings, before they are rotated. Each pair is
-then held at every distance: what changes is the rotation alone.
+The paper bounds a score by its equation 37, |q^T R_{n-m} k| <= max_i |h_{i+1} - h_i| sum_j |S_j|
+with h_i = q_i k_i* for pair i and S_j = sum_{i<j} exp(1j (m-n) theta_i), and draws the mean of
+|S_j| over j. A bound is not the score: so queries and keys are drawn at random, equal to each other
+or not, and taken from trained models and their random beginnings, before they are rotated. Each
+pair is then held at every distance: what changes is the rotation alone.
 """
 
 import json
@@ -109,13 +109,15 @@ def scores(query: Tensor, key: Tensor, distances: Floats, theta: Tensor) -> dict
     for x in (query, key):
         x = x.double() / x.double().norm(dim=-1, keepdim=True)
         sides.append(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()))
-    products = sides[0] * sides[1].conj()  # [N, D/2]: q R_{m-n} k = Re sum_i h_i exp(i (m-n) theta)
+    products = sides[0] * sides[1].conj()  # [N, D/2], h_i; their score is Re sum_i h_i e^(1j ..)
     turns = torch.exp(1j * torch.from_numpy(distances)[:, None] * theta.double())  # [n, D/2]
     found = (products @ turns.T).real  # [N, n]
     return {"mean": found.mean(0).tolist(), "size": found.abs().mean(0).tolist()}
 
 
-def drawn(width: int, theta: float, distances: Floats) -> dict[str, dict[str, list[float]]]:
+def of_random_vectors(
+    width: int, theta: float, distances: Floats
+) -> dict[str, dict[str, list[float]]]:
     """Of queries and keys that are normally distributed, apart and equal."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(PAIRS, width, generator=generator) for _ in range(2))
@@ -221,7 +223,7 @@ def main(settings: DecaySettings) -> dict[str, Any]:
         "widths": [(d, theta) for d in settings.widths],
     }
     by_model([model_name(folder) for folder in settings.models])  # refuses two of one name
-    found = drawn(width, theta, distances)
+    found = of_random_vectors(width, theta, distances)
     for folder in settings.models:
         found |= of_model(folder, settings.corpus, distances, accelerator)
     numbers: dict[str, Any] = {

@@ -17,7 +17,9 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     """Floating-point operations of training on some sequences.
 
     6 L (4 E^2 + 2 E F) a token, 12 L E a pair of tokens in one sequence, 6 (E^2 + V E) a predicted
-    token; L layers, E width, F feed-forward width, V vocabulary.
+    token; L layers, E width, F feed-forward width, V vocabulary. In linear attention 12 L E M a
+    token take the place of the pairs, with M features of a head, or 20 L E M where these are random
+    products, too. A decoder is charged all pairs.
 
     Args:
         config: Of the encoder.
@@ -28,7 +30,12 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     E, F = config.hidden_size, config.intermediate_size  # noqa: N806
     layers, V = config.num_hidden_layers, config.vocab_size  # noqa: N806
     weights = 6 * layers * (4 * E**2 + 2 * E * F) * tokens
-    return weights + 12 * layers * E * squares + 6 * (E**2 + V * E) * predicted
+    kind, pairs = getattr(config, "linear_attention", None), 12 * squares
+    if kind is not None:
+        pairs = 12 * tokens * E // config.num_attention_heads
+    if kind == "favor":
+        pairs = 20 * tokens * config.random_features
+    return weights + layers * E * pairs + 6 * (E**2 + V * E) * predicted
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

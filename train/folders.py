@@ -3,6 +3,7 @@
 import errno
 import glob
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -56,6 +57,12 @@ def model_name(place: str) -> str:
     """The telling part of a model's path or hub id: NAME of runs/NAME/model."""
     parts = [part for part in Path(place).parts if part not in ("/", "model")]
     return parts[-1] if parts else "model"
+
+
+def name_and_seed(name: str) -> tuple[str, int]:
+    """A run's model and seed: `bert-1` is seed 1 of `bert`, and `bert` alone seed 0."""
+    found = re.fullmatch(r"(.+)-(\d+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)
 
 
 def require_writable(folder: Path, key: str) -> None:

@@ -8,7 +8,6 @@ its own, so that its peak of memory is its own. The slope of log cost over log l
 
 import json
 import multiprocessing
-import resource
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ import torch
 
 from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_roformer import FEATURES
-from train.journal import environment
+from train.journal import environment, memory
 from train.launch import run_command, start_accelerator
 from train.peers import keep_freed_memory
 from train.pictures import COLOURS, axes_of, require_picture, save
@@ -105,7 +104,7 @@ def _peak(forget: bool = False) -> int:
     """Most bytes this process has held, or where Linux forgets that on request, since then."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return memory(torch.device("cpu"))
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))

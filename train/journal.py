@@ -408,7 +408,8 @@ def memory(device: torch.device) -> int:
     """Largest use so far in bytes: of a GPU, or of the process where there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def forget_after(log: Path, step: int) -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from roformer.attention import UNPADDED
-from roformer.dropout import is_plain
 from roformer.modeling_roformer import RoFormerPreTrainedModel
+from roformer.tracing import is_plain
 from train.packing import IGNORED
 from train.settings import InputError
 

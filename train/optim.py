@@ -19,7 +19,7 @@ TIMED_STEPS = 1_000_000
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameters in two groups: matrices decay; biases and LayerNorm gains do not."""
+    """Two groups: what has two dimensions or more decays; biases and LayerNorm gains do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -66,7 +66,7 @@ def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, 
 
     def timed(step: int, hours: float) -> float:
         part = factor(int(TIMED_STEPS * min(1.0, hours / budget)))
-        return peak * min(1.0, (step + 1) / (warmup + 1)) * part
+        return peak * min(1.0, (step + 1) / max(1, warmup)) * part
 
     return timed
 

@@ -45,7 +45,7 @@ def require_seed(seed: int, key: str) -> None:
         InputError: It is negative or has more than 64 bits.
     """
     fits = 0 <= seed < 2**64
-    require(fits, key, "must not be negative, or 2^64 or more", seed, "use 0, 1, 2, ...")
+    require(fits, key, "must be from 0 to 2^64 - 1", seed, "use 0, 1, 2, ...")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,17 @@
+"""Who looks on: whether autograd functions of our own may compute, or plain operations must."""
+
+import torch
+from torch import Tensor, nn
+
+
+def is_traced() -> bool:
+    """Whether what runs is compiled, exported or transformed, and must be plain operations."""
+    exported = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    transformed = torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or exported or transformed
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor on a CPU, and nothing traces what is done with it."""
+    ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake
+    return ordinary and x.device.type == "cpu" and not is_traced()
