@@ -132,7 +132,8 @@ def _attend(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=causal
         )
         return mixed.transpose(1, 2)
-    if torch.is_grad_enabled() and query.shape[-2] <= SHORT:
+    # what draws must not go by gradients: who computes twice (checkpoints) expects the same draws
+    if query.shape[-2] <= SHORT and (dropout or torch.is_grad_enabled()):
         return eager_attention(module, query, key, value, None, scaling, dropout)[0]
     return blocked_attention(query, key, value, scaling, dropout).transpose(1, 2)
 

@@ -300,11 +300,8 @@ class RoFormerConfig(PreTrainedConfig):
         rule = f"must be a multiple of 2 * num_attention_heads = {2 * H}, so that heads hold pairs"
         _require(E % (2 * H) == 0, "hidden_size", rule, E)
         rule = f"must be None or an integer from 0 to vocab_size - 1 = {self.vocab_size - 1}"
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            value = getattr(self, name)
-            ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
-            fits = all(i is None or i in range(self.vocab_size) for i in ids)
-            _require(fits, name, rule, repr(value))
+        fits = self.pad_token_id is None or self.pad_token_id in range(self.vocab_size)
+        _require(fits, "pad_token_id", rule, repr(self.pad_token_id))
 
     def _check_choices(self) -> None:
         choices: dict[str, tuple[str, ...]] = {

@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import ACT2FN
 
 from .tracing import is_plain
 
 GELU = type(ACT2FN["gelu"])
 """The activation that oneDNN applies to a product."""
+
+_FORWARD = nn.Linear.forward
+"""Which somebody may replace."""
 
 
 def dense(layer: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
@@ -32,9 +36,9 @@ def dense(layer: nn.Module, x: Tensor, activation: nn.Module | None = None) -> T
     """
     if not (isinstance(layer, nn.Linear) and _suits(layer, x)):
         product = layer(x)
-    elif torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layer.parameters())):
+    elif torch.is_grad_enabled() and _learns(x, layer.weight, layer.bias):
         is_onednn = x.dtype == torch.bfloat16  # torch calls it too, with better gradients
-        product = layer(x) if is_onednn else _Dense.apply(x, layer.weight, layer.bias)
+        product = layer(x) if is_onednn else _learning(x, layer.weight, layer.bias)
     elif activation is not None and is_untouched(activation, GELU):
         return _product(x, layer.weight, layer.bias, "gelu")
     else:
@@ -49,7 +53,7 @@ def is_untouched(module: nn.Module, made: type) -> bool:
     not known here.
     """
     before = module._forward_pre_hooks or module._backward_pre_hooks
-    hooked = before or module._forward_hooks or module._backward_hooks
+    hooked = before or module._forward_hooks or module._backward_hooks or _has_any_global_hook()
     return type(module) is made and "forward" not in vars(module) and not hooked
 
 
@@ -57,11 +61,14 @@ def _suits(layer: nn.Linear, x: Tensor) -> bool:
     """Whether oneDNN may compute this product, and faster; what is wrong with it torch says."""
     if not (is_plain(x) and is_untouched(layer, nn.Linear) and is_plain(layer.weight)):
         return False
+    if nn.Linear.forward is not _FORWARD or not (layer.bias is None or layer.bias.is_contiguous()):
+        return False
     same = x.dtype == layer.weight.dtype and x.shape[-1] == layer.in_features
     some_rows = x.dim() > 1 and x.numel() > layer.in_features  # of one row torch is faster
     if not (same and some_rows and x.dtype in _faster_dtypes()):
         return False
-    watched = torch._C._len_torch_dispatch_stack() > 0  # by what knows torch's operations alone
+    # by what knows torch's operations alone
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
     off = not torch._C._get_mkldnn_enabled()
     return not (watched or off or torch.is_autocast_enabled("cpu"))
 
@@ -85,12 +92,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "
     return by_onednn(x, weight, bias, activation, [], "none")
 
 
+def _learns(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _learning(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with a backward pass."""
+    # of two dimensions in any case: a view made within could not be changed in place afterwards
+    return _Dense.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
 class _Dense(torch.autograd.Function):
     """Three products by oneDNN; a gradient of the gradient is torch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., inputs] by [outputs, inputs]."""
+        """[n, inputs] by [outputs, inputs]."""
         ctx.save_for_backward(x, weight)
         return _product(x, weight, bias)
 
@@ -98,16 +115,15 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """For x, the weight and the bias."""
         x, weight = ctx.saved_tensors
-        slope = gradients[0].flatten(0, -2)
+        slope = gradients[0]
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = _times(slope, weight).view(x.shape)
+            d_x = _times(slope, weight)
         if ctx.needs_input_grad[1]:
-            rows = x.flatten(0, -2)
             if weight.shape[0] > weight.shape[1]:  # the shorter side as rows is faster
-                d_weight = _times(rows.t(), slope).t()
+                d_weight = _times(x.t(), slope).t().contiguous()
             else:
-                d_weight = _times(slope.t(), rows)
+                d_weight = _times(slope.t(), x)
         if ctx.needs_input_grad[2]:
             d_bias = slope.sum(dim=0)
         return d_x, d_weight, d_bias

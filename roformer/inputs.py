@@ -60,7 +60,7 @@ def check_tokens(
         name = "inputs_embeds" if input_ids is None else "input_ids"
         raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
     if token_type_ids is not None:
-        require_shape("token_type_ids", token_type_ids, rows)
+        require_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
         _require_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
     if position_ids is not None:
         require_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)

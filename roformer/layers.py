@@ -210,14 +210,24 @@ def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     """
     place = x.untyped_storage()._cdata  # not x itself: hooks live as long as what they packed
 
-    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        if tensor.untyped_storage()._cdata != place:
-            return tensor
-        shape = tensor.shape
-        return lambda: again().view(shape)
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        if tensor.untyped_storage()._cdata == place:
+            shape = tensor.shape
+            return lambda: again().view(shape)
+        version = tensor._version
 
-    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed()
+        def same() -> Tensor:
+            if tensor._version != version:  # which autograd does not ask where there are hooks
+                raise RuntimeError(
+                    "weights must stay as they are between the forward and the backward pass, got "
+                    f"{list(tensor.shape)} modified by an inplace operation"
+                )
+            return tensor
+
+        return same
+
+    def unpack(packed: Callable[[], Tensor]) -> Tensor:
+        return packed()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

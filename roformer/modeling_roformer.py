@@ -236,7 +236,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             attention_mask: [B, S], 1 for a token and 0 for padding, S counting cached tokens; or
                 ready-made [B or 1, 1 or H, L or 1, S], bool (True is seen) or floats added to
                 scores, which is taken as it is: causality and documents are its business.
-            token_type_ids: [B, L] segments; None means all 0.
+            token_type_ids: [B, L] or [1, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers, any start, order and gaps; None counts from 0, or
                 from the end of the cache. A row that counts up by one, and from 0 again and again,
                 is packed; its first document may begin anywhere. Encodings that add to scores

@@ -2,13 +2,15 @@
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 def is_traced() -> bool:
     """Whether what runs is compiled, exported or transformed, and must be plain operations."""
     exported = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
     transformed = torch._C._are_functorch_transforms_active()
-    return torch.compiler.is_compiling() or exported or transformed
+    forwards = forward_ad._current_level >= 0  # derivatives in forward mode
+    return torch.compiler.is_compiling() or exported or transformed or forwards
 
 
 def is_plain(x: Tensor) -> bool:

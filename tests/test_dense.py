@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
@@ -105,6 +108,75 @@ def test_what_others_have_done_to_a_layer_counts(calls, change):
     change(layer)
     assert torch.equal(dense.dense(layer, torch.randn(3, 48)), torch.full((3, 16), 7.0))
     assert not calls
+
+
+def test_who_looks_at_all_layers_sees_these(calls, monkeypatch):
+    layer, x, seen = layer_of(16), torch.randn(3, 48), []
+    handle = register_module_forward_hook(lambda module, given, out: out * 0 + 7)
+    try:
+        assert (dense.dense(layer, x) == 7).all()
+    finally:
+        handle.remove()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        dense.dense(layer, x)
+    assert F.linear in seen
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: torch.full((3, 16), 7.0))
+    assert (dense.dense(layer, x) == 7).all()
+    assert not calls
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_bias_with_gaps_is_read_with_its_gaps(learns):
+    layer, x = layer_of(16), torch.randn(3, 48)
+    layer.bias = nn.Parameter(torch.randn(16, 3)[:, 1])
+    with torch.set_grad_enabled(learns):
+        torch.testing.assert_close(dense.dense(layer, x), layer(x))
+
+
+def test_a_weight_that_is_no_parameter_gets_its_gradient(calls):
+    layer, made = layer_of(16).requires_grad_(False), torch.randn(16, 48, requires_grad=True)
+    del layer._parameters["weight"]
+    layer.weight = 2 * made
+    dense.dense(layer, torch.ones(5, 48)).sum().backward()
+    assert calls
+    torch.testing.assert_close(made.grad, torch.full((16, 48), 10.0))
+
+
+def test_what_comes_out_may_be_changed_in_place(calls):
+    layer, x = layer_of(16), torch.randn(2, 3, 48)
+    out = dense.dense(layer, x)
+    out.div_(2.0)[..., 0] = 0.0
+    out.sum().backward()
+    assert calls
+    expected = torch.full((16,), 3.0)
+    expected[0] = 0.0
+    torch.testing.assert_close(layer.bias.grad, expected)
+
+
+@pytest.mark.parametrize("wide", [16, 200])
+def test_gradients_lie_in_memory_as_the_weights_do(calls, wide):
+    layer = layer_of(wide)
+    found = torch.autograd.grad(dense.dense(layer, torch.randn(5, 48)).sum(), layer.weight)
+    assert len(calls) == 2
+    assert found[0].stride() == layer.weight.stride()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("learns", [True, False])
+def test_derivatives_in_forward_mode_are_those_of_backward_mode(learns):
+    layer, activation = layer_of(200).requires_grad_(learns), ACT2FN["gelu"]
+    x, way = torch.randn(5, 48), torch.randn(5, 48)
+    with forward_ad.dual_level():
+        out = dense.dense(layer, forward_ad.make_dual(x, way), activation)
+        ours = forward_ad.unpack_dual(out).tangent
+    jacobian = torch.autograd.functional.jacobian(lambda x: activation(layer(x)), x)
+    torch.testing.assert_close(ours, torch.einsum("nokd,kd->no", jacobian, way))
 
 
 def test_a_hooked_activation_is_called(calls):

@@ -53,6 +53,29 @@ def test_gradient_checkpointing_changes_no_gradient(config):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("length", [24, 600])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_one_random_state_draws_the_same_with_gradients_and_without(kernel, length, config):
+    # what computes a forward pass twice relies on it: reentrant checkpoints, losses in parts
+    config.attention_probs_dropout_prob = 0.3
+    model = enlarge(RoFormerModel._from_config(config, attn_implementation=kernel)).train()
+    ids, found = torch.randint(5, 60, (1, length)), []
+    for learns in (False, True):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(learns):
+            found.append(model(ids).last_hidden_state.detach())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_change_before_the_backward_pass_are_noticed(config):
+    model = RoFormerForMaskedLM(config)
+    loss = model(**example()).loss
+    with torch.no_grad():
+        model.roformer.encoder.layer[0].output.dense.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, config):
     batch, found = example(), []

@@ -538,7 +538,10 @@ def test_converting_one_model_leaves_another_of_the_same_configuration(config, t
     torch.testing.assert_close(saved(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{}, {"embedding_size": 16}], ids=str)
+FOLDERS = [{}, {"embedding_size": 16}, {"eos_token_id": 80}]
+
+
+@pytest.mark.parametrize("fields", FOLDERS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_resized_vocabulary_survives_saving(tied, fields, config, tmp_path):
     values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"} | fields
@@ -560,6 +563,16 @@ def test_weights_can_stay_on_disk(config, tmp_path):
     )
     ids = torch.randint(0, 60, (2, 9))
     torch.testing.assert_close(lazy(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
+def test_token_types_of_one_row_are_those_of_all(kernel, config):
+    model = enlarge(RoFormerModel._from_config(config, attn_implementation=kernel))
+    ids, mask = torch.randint(5, 60, (3, 6)), torch.ones(3, 6)
+    types = torch.tensor([[0] * 3 + [1] * 3])
+    mask[1, 4:] = 0
+    whole = model(ids, mask, types.expand(3, -1)).last_hidden_state
+    torch.testing.assert_close(model(ids, mask, types).last_hidden_state, whole)
 
 
 def test_fractional_positions_are_refused_by_name(config):
