@@ -354,3 +354,14 @@ def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes,
         dtype=of["dtype"], shape=(1, 2, 9, of["width"]), is_cuda=True, device="cuda"
     )
     assert attention._has_kernel(heads, of["dropout"]) == fits
+
+
+@pytest.mark.parametrize("kernel", ["eager", "unpadded"])
+def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
+    from conftest import enlarge, rope_config
+
+    model = enlarge(RoFormerModel._from_config(rope_config("dynamic"), attn_implementation=kernel))
+    ids = torch.randint(5, 60, (3, 4))
+    found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
+    alone = model(ids.view(12, 1))[0]
+    torch.testing.assert_close(found.view(12, 1, -1), alone, atol=1e-5, rtol=1e-4)

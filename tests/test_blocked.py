@@ -100,3 +100,17 @@ def test_nothing_of_the_size_of_all_scores_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         blocked_attention(*inputs(torch.float32, 300, 300), 0.3, 0.1)
     assert max(saved) == 2 * 3 * 300 * 8
+
+
+def test_gradients_summed_over_many_blocks_are_as_exact_as_over_few(monkeypatch):
+    weigh = torch.randn(2, 3, 700, 8)
+    exact = results(lambda *x: written_out(*x, 0.3), inputs(queries=700, keys=700), weigh.double())
+    errors = []
+    for queries in (700, 4):
+        monkeypatch.setattr(blocked, "ELEMENTS", 700 * queries)
+        monkeypatch.setattr(blocked, "LEAST_QUERIES", queries)
+        tensors = inputs(torch.bfloat16, 700, 700)
+        found = results(lambda *x: blocked_attention(*x, 0.3, 0.0), tensors, weigh.bfloat16())
+        errors.append([(a - b).norm() / b.norm() for a, b in zip(found, exact)])
+    for few, many in zip(*errors):
+        assert many < 1.2 * few

@@ -105,3 +105,7 @@ def test_the_family_of_the_correction_is_those_that_were_tested():
     assert family["single"].p_holm is None
     plain = [tested["a"].p, tested["b"].p]
     assert [family["a"].p_holm, family["b"].p_holm] == holm(plain)
+
+
+def test_small_differences_of_scores_are_not_taken_for_rounding():
+    assert compare({0: 60.0, 1: 60.02}, {0: 60.0, 1: 60.0}, 2).p == pytest.approx(0.5)

@@ -145,3 +145,28 @@ def test_what_cannot_be_compared_is_said(runs, tmp_path):
     with pytest.raises(InputError, match=r"output must end in .png or .svg"):
         ContestSettings(runs, output="table")
     assert not (tmp_path / "c.png").exists()
+
+
+def test_a_model_of_which_one_seed_has_no_loss_there_has_none(runs, tmp_path):
+    log = tmp_path / "none-1" / "log.jsonl"
+    log.write_text(log.read_text().replace('"tokens": ', '"tokens": 9'))
+    main(ContestSettings([runs[i] for i in (0, 1, 3, 4)], output=str(tmp_path / "c.png")))
+    rope, none = written(tmp_path)
+    assert rope["at_equal_tokens"]["values"] == [4.0, 4.2]
+    assert none["at_equal_tokens"] is None
+    assert none["first_minus_it"]["values"] == [-1.5]  # of the seed that has
+
+
+def test_losses_are_bits_only_where_all_runs_read_bytes(runs, tmp_path):
+    (tmp_path / "rope-0" / "settings.yaml").write_text("corpus: {tokenizer: bytes}\n")
+    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    assert written(tmp_path)[0]["at_equal_tokens"]["values"] == [4.0, 4.2, 4.1]
+
+
+def test_one_slow_interval_does_not_slow_a_run(runs, tmp_path):
+    log = tmp_path / "rope-0" / "log.jsonl"
+    first = json.loads(log.read_text().splitlines()[0])
+    with log.open("a") as stream:
+        stream.write(json.dumps(first | {"tokens_per_second": 1}) + "\n")
+    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    assert written(tmp_path)[0]["tokens_per_second"]["values"] == [100, 101, 102]

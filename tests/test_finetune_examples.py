@@ -243,3 +243,12 @@ def test_real_reduced_tasks_are_labelled_so(real_data, task):
     rows = {s: len(load(folder, task, s)) for s in ("train", *row.validations)}
     assert row.label(rows) == f"{task} (9k)"
     assert not row.is_official(rows)
+
+
+def test_tokens_that_were_cut_on_the_other_side_are_made_anew(tmp_path):
+    made = []
+    for side in ("right", "left"):
+        tokenizer = tiny_tokenizer()
+        tokenizer.truncation_side = side
+        made.append(examples.tokenised([["good bad film"]], tokenizer, 4, str(tmp_path)))
+    assert made[0]["input_ids"].tolist() != made[1]["input_ids"].tolist()

@@ -65,3 +65,9 @@ def test_a_metric_can_be_used_twice():
     first = metric.compute(predictions=[1, 1], references=[1, 0])
     second = metric.compute(predictions=[1, 1, 1], references=[1, 1, 1])
     assert (first["accuracy"], second["accuracy"]) == (0.5, 1.0)
+
+
+def test_values_close_together_still_have_a_correlation():
+    truth = np.linspace(0, 5, 50)
+    found = GlueMetric("stsb").compute(predictions=2.5 + 1e-3 * truth, references=truth)
+    assert found == pytest.approx({"pearson": 1.0, "spearman": 1.0})

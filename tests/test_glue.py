@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import pipeline
 
 from finetune import glue
-from finetune.examples import epoch_batches
+from finetune.examples import Examples, epoch_batches
 from finetune.results import KEY, prediction_file, read_predictions, read_results
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
@@ -462,3 +462,23 @@ def test_reduced_data_without_test_splits_still_predict_ax(tmp_path):
     folder = prediction_file(asked.output, result, "ax").parent
     names = {"ax", "validation_matched", "validation_mismatched"}
     assert {file.stem for file in folder.iterdir()} == names
+
+
+def labelled(*labels):
+    return Examples({}, np.ones(len(labels), int), np.array(labels), {})
+
+
+def test_the_majority_is_that_of_the_training_split():
+    found = glue.majority(TASKS["sst2"], labelled(1, 1, 0), labelled(0, 0, 0, 1))
+    assert found == {"accuracy": 0.25}
+
+
+def test_the_headline_of_mnli_is_the_mean_of_both_splits():
+    scores = {"validation_matched": {"accuracy": 0.8}, "validation_mismatched": {"accuracy": 0.6}}
+    assert glue.headline(TASKS["mnli"], scores) == pytest.approx(0.7)
+
+
+def test_values_that_hardly_differ_are_one_answer():
+    for width, collapsed in ((0.005, True), (0.02, False)):
+        logits = np.linspace(2.5, 2.5 + width, 9)[:, None]
+        assert glue.is_collapsed(TASKS["stsb"], logits) == collapsed

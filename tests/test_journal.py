@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from conftest import TINY_MODEL
 from roformer import RoFormerConfig
 from train import journal
+from train.flops import step_flops
 from train.journal import (
     NOTHING,
     Journal,
@@ -214,3 +215,17 @@ def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkey
     assert journal.commit.__wrapped__() == clean
     (tmp_path / "finetune" / "file").write_text("changed")
     assert journal.commit.__wrapped__() == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_the_share_of_the_peak_is_of_all_processes_and_of_pairs_in_a_sequence(
+    processes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Accelerator, "num_processes", processes)
+    batch = {"targets": torch.zeros(30), "attention_mask": torch.ones(2, 50)}
+    with Journal(Accelerator(cpu=True), tmp_path, START, 1, CONFIG, 1e6) as journal:
+        journal.add(torch.tensor(9.0), torch.tensor(1), batch)
+        journal.training(1, 0.5, torch.tensor(3.0))
+    row = json.loads((tmp_path / "log.jsonl").read_text())
+    operations = row["mfu"] * 1e6 * processes / row["tokens_per_second"]
+    assert operations == pytest.approx(step_flops(CONFIG, 100, 2 * 50**2, 30) / 100, rel=1e-3)

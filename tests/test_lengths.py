@@ -106,3 +106,24 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
     assert "| bert, as it is |" in said
     assert said.count("refused") == 1
     assert "| roformer, theta rescaled |" in said
+
+
+def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones_text(
+    long_text, tokenizer, tmp_path
+):
+    sizes = TINY_MODEL | {"vocab_size": len(tokenizer)}
+    folder = tmp_path / "rope-0" / "model"
+    RoFormerForMaskedLM(RoFormerConfig(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    asked = LengthsSettings(
+        [str(folder)], long_text, [16, 32, 128], 32, output=str(tmp_path / "l.png")
+    )
+    rows = main(asked)
+    assert [row["length"] for row in rows] == [16, 32, 128, 128, 128]  # beyond 32 in three ways
+    counts = {row["length"]: row["sequences"] for row in rows}
+    assert counts == {16: 3 * 9, 32: 3 * 4, 128: 3}
+
+
+def test_a_document_that_just_fills_the_longest_is_read(long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 132)
+    assert len(same_text(sequences, 132, documents=9)) == 3  # of 200, 130 and 1,000 tokens

@@ -468,3 +468,13 @@ def test_calls_that_need_scores_or_keys_are_refused():
         LinearCache().crop(1)
     with pytest.raises(ValueError, match="set_rope_interleave must not be called"):
         model_of("favor").set_rope_interleave(False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_autocast_leaves_features_and_sums_in_float32(kind, causal, heads):
+    features = features_of(kind)
+    expected, _ = linear_attention(*heads, features, None, causal=causal)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = linear_attention(*heads, features, None, causal=causal)
+    same(found, expected)

@@ -9,6 +9,7 @@ import transformers
 from scipy import stats
 from transformers import DataCollatorForLanguageModeling
 
+from tiny_glue import tiny_tokenizer
 from train import vocabulary
 from train.masking import SpecialTokens, corrupt
 from train.settings import InputError
@@ -148,3 +149,10 @@ def test_masked_tokens_become_what_transformers_collator_makes_of_them(collated,
     became = [np.where(corrupted == ids, -1, corrupted)[chosen] for corrupted, chosen in both]
     counts = [np.bincount(values + 1, minlength=len(tokenizer) + 1) for values in became]
     assert stats.chi2_contingency(np.stack(counts)).pvalue > 0.001
+
+
+def test_a_vocabulary_without_a_mask_is_refused_by_name():
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = None
+    with pytest.raises(InputError, match="must have .*MASK.*, got none for .'mask_token_id'"):
+        SpecialTokens.of(tokenizer)

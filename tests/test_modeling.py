@@ -24,6 +24,7 @@ from roformer import (
     RoFormerForTokenClassification,
     RoFormerModel,
 )
+from roformer.heads import RoFormerClassificationHead
 
 PAIRS = [
     (getattr(roformer, name), getattr(transformers, name))
@@ -617,3 +618,26 @@ def test_every_head_has_its_auto_class(config):
     assert stock == heads.keys()  # one that we lack would build stock's from a folder of ours
     for auto, ours in heads.items():
         assert type(getattr(transformers, auto).from_config(config)) is ours
+
+
+def test_every_place_of_dropout_is_used(config):
+    """One at a time: the others are turned off."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
+    ids = torch.arange(5, 17)[None]
+    for head in (RoFormerForSequenceClassification, RoFormerForTokenClassification):
+        model = head(config).train()
+        places = [x for x in model.named_modules() if isinstance(x[1], torch.nn.Dropout)]
+        assert len(places) == 2 + 3 * config.num_hidden_layers
+        for name, place in places:
+            for _, other in places:
+                other.train(other is place)
+            assert not torch.equal(model(ids).logits, model(ids).logits), name
+
+
+def test_the_classification_head_drops_before_both_projections(config):
+    config.hidden_dropout_prob = 0.5
+    head, given = RoFormerClassificationHead(config).train(), []
+    for layer in (head.dense, head.out_proj):
+        layer.register_forward_pre_hook(lambda layer, told: given.append(told[0]))
+    head(torch.ones(8, config.hidden_size))
+    assert [0.3 < (x == 0).float().mean() < 0.7 for x in given] == [True, True]

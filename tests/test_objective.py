@@ -167,3 +167,23 @@ def test_a_model_with_its_head_elsewhere_is_refused():
     config = transformers.RobertaConfig(vocab_size=60, **TINY_MODEL)
     with pytest.raises(InputError, match="language-model head under `cls`.*'roberta'"):
         LanguageModel(transformers.RobertaForMaskedLM(config))
+
+
+def test_where_the_loss_is_torchs_own_it_is_that_of_float32(monkeypatch):
+    """As on a GPU: scores in half precision are summed in float32."""
+    monkeypatch.setattr("train.objective.is_plain", lambda x: False)
+    torch.manual_seed(0)
+    scores, targets = (5 * torch.randn(64, 97)).bfloat16(), torch.randint(0, 97, (64,))
+    loss, right = cross_entropy(scores, targets)
+    exact = F.cross_entropy(scores.double(), targets, reduction="sum")
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    assert right == (scores.argmax(dim=-1) == targets).sum()
+
+
+def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
+    sequences = Sequences(store(np.full(300, 20), tmp_path), 24)
+    config = roformer.RoFormerConfig(vocab_size=7000, **TINY_MODEL)
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    special = dataclasses.replace(SPECIAL, vocabulary=7000)
+    found = evaluate(model, sequences, special, Accelerator())["validation_tokens"]
+    assert found / 6000 == pytest.approx(0.15, abs=0.02)

@@ -289,3 +289,21 @@ def test_batches_that_cannot_be_shared_out_are_refused(sequences):
         InputError, match=r"optim.batch_size must be a multiple .*\(12 x 2 = 24\), got 32"
     ):
         steps_of(sequences, 32, 12, 2)
+
+
+def test_a_sequence_is_masked_anew_at_every_visit(sequences):
+    rows = np.arange(50)
+    first, second = (
+        examples(sequences, rows, np.full(50, visit), SPECIAL, 0.15, 0)["places"].tolist()
+        for visit in (0, 1)
+    )
+    assert len(set(first) & set(second)) < 0.3 * len(first)
+
+
+def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
+    def sizes(epoch, seed):
+        place = epoch * sequences.per_epoch + np.arange(1024)
+        return sequences.spans(ordered(sequences, place, seed)[0])[1]
+
+    for other in (sizes(1, 0), sizes(0, 1)):
+        assert abs(np.corrcoef(sizes(0, 0), other)[0, 1]) < 0.3

@@ -571,3 +571,21 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(regional, pretrain_flags,
     assert compiled == pytest.approx(eager, rel=1e-4)
     environment = json.loads((tmp_path / "runs" / "compiled" / "environment.json").read_text())
     assert environment["compiled"] == ("regional" if regional == "true" else "full")
+
+
+def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain_flags, tmp_path):
+    flags = ["--optim.steps=null", "--optim.tokens=8000"]
+    main(parse(PretrainSettings, [*pretrain_flags, *flags]))
+    tokens = log_rows(tmp_path / "runs" / "tiny", "tokens")
+    assert max(tokens.values()) == pytest.approx(8000, rel=0.06)
+
+
+def test_dropout_of_a_step_follows_from_seed_step_and_rank(pretrain_flags, monkeypatch):
+    import torch
+
+    from train import counter
+
+    seeds, seed_torch = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
+    main(parse(PretrainSettings, [*pretrain_flags, "--run.seed=5"]))
+    assert seeds[-12:] == [int(counter.bits(5, step, 0)) >> 1 for step in range(12)]

@@ -581,3 +581,63 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
 
 def test_the_recipe_of_the_tests_is_the_whole_recipe():
     assert tuple(RECIPE) == results.RECIPE
+
+
+def test_the_larger_spread_of_the_two_must_be_exceeded():
+    lines = learned({})
+    for run in lines:  # random weights that scatter by more than both models gain
+        if run["random_weights"] and run["task"] == "cola":
+            run["metrics"]["validation"]["matthews"] = (0.3, 0.6)[run["seed"]]
+    (found,) = verdicts(table(lines))
+    assert "does not count yet" in found
+    assert "CoLA, Matthews: +17.0 over random weights, spread 21.2" in found
+
+
+def test_over_pretraining_seeds_means_are_compared_and_tasks_corrected():
+    lines = []
+    for seed in range(3):
+        for task, gain in (("rte", 0.02), ("cola", 0.05)):
+            for tuned, noise in enumerate((0.0, 0.0, 0.03)):
+                bert, rope = (f"runs/{name}-{seed}/model" for name in ("bert", "roformer"))
+                lines.append(line(bert, task, 0.5, model_type="bert", seed=tuned))
+                lines.append(line(rope, task, 0.5 + gain + seed / 100 + noise, seed=tuned))
+    whole = table(lines).pairs[-1].tasks
+    assert whole["rte"].differences[0] == pytest.approx(3.0)  # the median is 2.0
+    smaller, larger = sorted(whole.values(), key=lambda found: found.p)
+    assert smaller.p_holm == pytest.approx(2 * smaller.p)
+    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
+
+
+def test_the_difference_of_averages_is_over_the_tasks_of_both():
+    lines = seeds(ROFORMER, "cola", (0.1, 0.1))  # which BERT was not run on
+    for task in ("rte", "wnli"):
+        lines += [*seeds(BERT, task, (0.5, 0.6)), *seeds(ROFORMER, task, (0.6, 0.7))]
+    (pair,) = table(lines).pairs
+    assert pair.average.mean == pytest.approx(10.0)
+
+
+def test_a_model_is_compared_with_random_weights_of_its_own_where_it_has_them():
+    lines = []
+    for seed, floor in ((0, 0.5), (1, 0.4)):
+        of = {"model_type": "bert"}
+        lines += seeds(f"runs/bert-{seed}/model", "rte", (0.7, 0.8), **of)
+        lines += seeds(f"runs/bert-{seed}/model", "rte", (floor,) * 2, random_weights=True, **of)
+    assert [x.tasks["rte"].mean for x in table(lines).controls] == pytest.approx([25.0, 35.0])
+
+
+def test_of_equal_means_the_smallest_rate_is_chosen():
+    for turn in (1, -1):
+        lines = sweep(BERT, "rte", (0.5, 0.7, 0.7))[::turn]
+        assert scores(lines)[f"small-bert (bert), {BEST}"]["RTE, accuracy"].endswith("at 3e-5")
+
+
+def test_a_rate_is_chosen_by_the_headline_metric_alone():
+    lines = [line(BERT, "mrpc", f1, learning_rate=r) for r, f1 in ((2e-5, 0.8), (3e-5, 0.79))]
+    lines[1]["metrics"]["validation"]["accuracy"] = 0.9
+    (row,) = (x for name, x in scores(lines).items() if "best of 2 rates" in name)
+    assert row["MRPC, F1"] == "80.0 (1) at 2e-5"
+
+
+def test_a_roformer_that_stock_does_not_know_is_one_too():
+    lines = [line(BERT, "rte", 0.5), line("plus", "rte", 0.6, model_type="roformer_plus")]
+    assert [pair.tasks["rte"].mean for pair in table(lines).pairs] == pytest.approx([10.0])

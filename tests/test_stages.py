@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from conftest import log_rows
 from train.pretrain import main
 from train.settings import InputError, PretrainSettings, parse
-from train.stages import seed_of, stages_of
+from train.stages import Stages, seed_of, stages_of
 
 STAGES = [
     {"steps": 4},
@@ -103,3 +104,9 @@ def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_
     run(pretrain_flags, stages=there)  # the same text in another place
     with pytest.raises(InputError, match="must give the tokens .* the run began with"):
         run(pretrain_flags, stages=[{"steps": 4}, {"steps": 4}])
+
+
+def test_a_stage_begins_at_once_where_the_one_before_it_ends():
+    first, second = (SimpleNamespace(special=None) for _ in range(2))
+    stages = Stages([(4, first), (None, second)])
+    assert [stages.find(step) for step in (3, 4, 5)] == [(first, 3), (second, 0), (second, 1)]
