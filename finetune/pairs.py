@@ -16,8 +16,9 @@ MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
 class Difference:
     """First row minus second: by label the headline metric, and GLUE's average of these tasks.
 
-    `missing` are tasks that both were run on without a seed for which both have a score; `over` are
-    the differences of single pretraining seeds that this one is taken over.
+    `missing` are tasks that both were run on without a seed for which both have a score, or not
+    with every seed of pretraining; `over` are the differences of single pretraining seeds that this
+    one is taken over.
     """
 
     title: str
@@ -110,17 +111,23 @@ def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[
     for one in next(iter(found.values())):
         same = {seed: d for seed, parts in found.items() for d in parts
                 if d.first.key.way == one.first.key.way}  # fmt: skip
+        if len(same) < len(found):
+            continue
         nothing = dict.fromkeys(same, 0.0)  # what the means are compared with
+        labels = dict.fromkeys(label for d in same.values() for label in d.tasks)
         tasks = {
             label: compare(
                 {seed: d.tasks[label].mean for seed, d in same.items()}, nothing, len(same)
             )
-            for label in one.tasks
+            for label in labels
             if all(label in d.tasks for d in same.values())
         }
+        missing = [label for label in labels if label not in tasks]
         name = f"{title}, over {len(same)} pretraining seeds, {one.first.way}".removesuffix(", ")
         parts = tuple(same.values())
-        whole.append(Difference(name, one.first, one.second, corrected(tasks), None, [], parts))
+        whole.append(
+            Difference(name, one.first, one.second, corrected(tasks), None, missing, parts)
+        )
     return [difference for parts in found.values() for difference in parts] + whole
 
 

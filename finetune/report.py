@@ -202,7 +202,8 @@ def pair_grid(table: Table) -> list[Grid]:
             link = "-".join(places)
             rows.append([Entry(difference.title), *(Entry(word or DASH, link) for word in words)])
     kept = [i for i in range(len(PAIR_HEADS)) if any(row[i].text != DASH for row in rows)]
-    missing = [f"{x.title}, {label}: no seed with a score on both sides."
+    why = {False: "no seed with a score on both sides", True: "not run with all of them"}
+    missing = [f"{x.title}, {label}: {why[bool(x.over)]}."
                for x in table.pairs for label in x.missing]  # fmt: skip
     heads, rows = [PAIR_HEADS[i] for i in kept], [[row[i] for i in kept] for row in rows]
     remarks = [*untested(table.pairs), *missing, *verdicts(table)]

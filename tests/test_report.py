@@ -608,6 +608,23 @@ def test_over_pretraining_seeds_means_are_compared_and_tasks_corrected():
     assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
 
+def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
+    lines = []
+    for seed in range(3):
+        for model, score in (
+            (f"runs/bert-{seed}/model", 0.5),
+            (f"runs/roformer-{seed}/model", 0.6),
+        ):
+            of = {"model_type": model.split("/")[1].split("-")[0]}
+            lines += seeds(model, "rte", (score, score + 0.01), **of)
+            lines += seeds(model, "cola", (score, score), **of) * (seed != 2)
+            lines += seeds(model, "rte", (score, score), epochs=5, **of) * (seed == 0)
+    (whole,) = (pair for pair in table(lines).pairs if pair.over)
+    assert (list(whole.tasks), whole.missing) == (["rte"], ["cola"])
+    (grid,) = pair_grid(table(lines))
+    assert f"{whole.title}, cola: not run with all of them." in grid.remarks
+
+
 def test_the_difference_of_averages_is_over_the_tasks_of_both():
     lines = seeds(ROFORMER, "cola", (0.1, 0.1))  # which BERT was not run on
     for task in ("rte", "wnli"):
