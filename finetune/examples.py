@@ -32,7 +32,7 @@ from finetune.tasks import HUB_DATA, Task
 from train import vocabulary
 from train.counter import permuted
 from train.folders import no_room
-from train.settings import InputError, require
+from train.settings import InputError, reason, require
 
 Rows = NDArray[np.int64]
 ROWS_AT_ONCE = 8192
@@ -234,10 +234,9 @@ def _from_hub(task: Task, split: str) -> dict[str, list]:
     try:
         table = datasets.load_dataset(HUB_DATA, task.name, split=split)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"glue_dir must name a folder where the hub cannot be read, got null ({reason}); "
-            "give --glue_dir FOLDER"
+            "glue_dir must name a folder where the hub cannot be read, got null "
+            f"({reason(error)}); give --glue_dir FOLDER"
         ) from error
     return table.to_dict()
 
@@ -270,9 +269,8 @@ def _from_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:
     try:
         table = _READERS[file.suffix](file, {name: pyarrow.string() for name in task.columns})
     except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"{file} must be readable as {file.suffix}, got {reason}; mend the file"
+            f"{file} must be readable as {file.suffix}, got {reason(error)}; mend the file"
         ) from error
     return _checked_columns(table, task, file)
 

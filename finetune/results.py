@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from train.folders import model_name, no_room
-from train.settings import InputError
+from train.settings import InputError, reason
 
 RECIPE = (
     "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
@@ -116,9 +116,8 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
     try:
         table = parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"predictions must be in {file}, got {reason}; make the run again"
+            f"predictions must be in {file}, got {reason(error)}; make the run again"
         ) from error
     logits = np.stack(table["logits"].to_numpy()).astype(np.float32)
     return table["label"].to_numpy(), logits

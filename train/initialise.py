@@ -40,13 +40,8 @@ def model_config(
             or the length exceeds a table of positions.
     """
     known = settings.type in CONFIG_MAPPING
-    require(
-        known,
-        "model.type",
-        "must be a transformers model type",
-        settings.type,
-        "use roformer or bert",
-    )
+    rule, remedy = "must be a transformers model type", "use roformer or bert"
+    require(known, "model.type", rule, settings.type, remedy)
     names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     for name in settings.config:
         rule = f"must be a field of the {settings.type} configuration"

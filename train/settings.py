@@ -38,6 +38,11 @@ def require(holds: bool, key: str, rule: str, found: object, remedy: str) -> Non
         raise InputError(f"{key} {rule}, got {found}; {remedy}")
 
 
+def reason(error: Exception) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def require_seed(seed: int, key: str) -> None:
     """Refuse a seed that torch would not take.
 
