@@ -27,7 +27,7 @@ class RowKey(NamedTuple):
         tokenizer: The same; "" is the model's own.
         mnli: "", or from where the runs started, and on whose data where that must be said.
         rates: "", or among how many rates one was chosen for each task, by the reported split.
-        recipe: Values of `RECIPE`, without a rate that was chosen.
+        recipe: Values of `RECIPE`, without a rate that was chosen and what goes by the task.
     """
 
     control: bool

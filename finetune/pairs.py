@@ -1,7 +1,7 @@
 """Which rows are subtracted from which: RoFormer - BERT, and a model - its random weights."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.cells import Row
@@ -134,8 +134,8 @@ def over_seeds(title: str, first: Sequence[Row], second: Sequence[Row]) -> list[
 def control_differences(rows: Sequence[Row]) -> list[Difference]:
     """Each model minus its control: the same architecture and recipe from random weights.
 
-    A model without one of its own has that of another seed of pretraining, of the same size: random
-    weights are of none.
+    Tasks that its own was not run on come from that of another seed of pretraining, of the same
+    size: random weights are of none.
     """
     random = [row for row in rows if row.kind == "random"]
     pairs = [(row, _control_of(row, random)) for row in rows if row.kind == "model"]
@@ -145,8 +145,12 @@ def control_differences(rows: Sequence[Row]) -> list[Difference]:
 def _control_of(row: Row, random: Sequence[Row]) -> Row | None:
     own = row.key._replace(control=True)
     alike = [x for x in random if _same_size(x, row)]  # a folder's model may have been replaced
-    others = (x for x in alike if _beginning(x) == _beginning(row))
-    return next((x for x in alike if x.key == own), next(others, None))
+    found = [x for x in alike if x.key == own]
+    found += [x for x in alike if x.key != own and _beginning(x) == _beginning(row)]
+    if not found:
+        return None
+    cells = {label: cell for x in reversed(found) for label, cell in x.cells.items()}
+    return replace(found[0], cells=cells)
 
 
 def _same_size(first: Row, second: Row) -> bool:

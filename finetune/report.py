@@ -23,7 +23,7 @@ from finetune.figures import draw
 from finetune.page import Entry, Grid, Section, page, run_scores
 from finetune.pairs import MINUS, Difference
 from finetune.results import RECIPE, read_results
-from finetune.rows import GROUPS, Table, build_tables, without_rates
+from finetune.rows import GROUPS, Table, build_tables, column_title, without_rates
 from finetune.verdict import verdicts
 from train.launch import run_command
 from train.settings import InputError, require
@@ -297,13 +297,14 @@ def trouble_grid(table: Table) -> list[Grid]:
 def paper_grid(table: Table) -> Grid:
     """The paper's numbers and our pretrained models', each with its split."""
     rows = [[Entry(x) for x in (name, *values)] for name, values in PAPER.items()]
-    titles = {title: label for label, title in table.labels.items()}
+    cells = {label: cell for row in table.rows for label, cell in row.cells.items()}
+    titles = {column_title(cell.runs[0]): label for label, cell in cells.items()}
     for row in (row for row in without_rates(table.rows) if row.kind == "model"):
         found = [row.cells.get(titles.get(head, "")) for head in PAPER_HEADS]
         if any(found):
-            cells = [score_entry(row, cell) for cell in found]
+            scores = [score_entry(row, cell) for cell in found]
             split = Entry("validation (development set)")
-            rows.append([Entry(f"{row.name}, ours", row.anchor), split, *cells])
+            rows.append([Entry(f"{row.name}, ours", row.anchor), split, *scores])
     heads = ["row", "split of its numbers", *PAPER_HEADS]
     title = "GLUE as printed by Su et al. 2021 (arXiv:2104.09864), and ours"
     return Grid(title, heads, rows, [PAPER_REMARK])

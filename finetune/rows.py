@@ -4,7 +4,7 @@ GLUE, GLUE tasks with rows missing and the demo tasks are never in one table.
 """
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +157,9 @@ def _named(names: dict[str, str], given: str) -> str:
 def _build(
     group: str, lines: Sequence[Line], names: dict[str, str], pair: Sequence[str] | None
 ) -> Table:
-    labels = {line["label"]: column_title(line) for line in lines}
+    own = own_recipes(lines)
+    titles = {line["label"]: column_title(line) for line in lines}
+    labels = {label: ", ".join([title, *own[label]]) for label, title in titles.items()}
     rows = model_rows(lines, names)
     pairs, remark = pair_differences(rows, pair)
     floors = {x["label"]: Cell((x | {"metrics": x["majority_metrics"], "collapsed": False},))
@@ -183,6 +185,35 @@ def column_title(line: Line) -> str:
     return f"{name}, {METRIC_NAMES.get(task.headline, task.headline)}"
 
 
+def recipe_by_task(lines: Sequence[Line]) -> set[int]:
+    """Places of `RECIPE` where tasks differ and no task has two values.
+
+    A protocol may give a task more epochs than the others. What all runs of a column share does
+    not tell rows apart.
+    """
+    values: dict[int, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))
+    for line in lines:
+        for place, name in enumerate(RECIPE):
+            values[place][line["label"]].add(line[name])
+    return {
+        place
+        for place, tasks in values.items()
+        if len(set.union(*tasks.values())) > 1 and all(len(found) == 1 for found in tasks.values())
+    }
+
+
+def own_recipes(lines: Sequence[Line]) -> dict[str, list[str]]:
+    """Of each label, in words, what `recipe_by_task` finds that is not the commonest value."""
+    recipes = {line["label"]: [line[name] for name in RECIPE] for line in lines}
+    words: dict[str, list[str]] = {label: [] for label in recipes}
+    for place in sorted(recipe_by_task(lines)):
+        usual = Counter(recipe[place] for recipe in recipes.values()).most_common(1)[0][0]
+        for label, recipe in recipes.items():
+            if recipe[place] != usual:
+                words[label].append(RECIPE_WORDS[place].format(number(recipe[place])))
+    return words
+
+
 def model_rows(lines: Sequence[Line], names: dict[str, str]) -> list[Row]:
     """A row for each model and recipe, and one for the best of its rates.
 
@@ -190,9 +221,11 @@ def model_rows(lines: Sequence[Line], names: dict[str, str]) -> list[Row]:
     of them, starts from MNLI.
     """
     runs: dict[RowKey, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    by_task = recipe_by_task(lines)
     for line in lines:
         side = line["random_weights"], line["model"], line["tokenizer"] or ""
-        key = RowKey(*side, line["start"], "", tuple(line[name] for name in RECIPE))
+        recipe = (None if i in by_task else line[name] for i, name in enumerate(RECIPE))
+        key = RowKey(*side, line["start"], "", tuple(recipe))
         runs[key][line["label"]].append(line)
     cells = {k: {label: Cell(tuple(x)) for label, x in row.items()} for k, row in runs.items()}
     recipes = zip(*(key.recipe for key in cells))

@@ -294,6 +294,18 @@ def test_a_model_is_compared_with_random_weights_of_its_own_where_it_has_them():
     assert [x.tasks["rte"].mean for x in table(lines).controls] == pytest.approx([25.0, 35.0])
 
 
+def test_random_weights_are_borrowed_for_the_tasks_that_a_models_own_were_not_run_on():
+    control = {"model_type": "bert", "random_weights": True}
+    lines = [x for task in ("rte", "cola") for x in seeds("bert-0", task, (0.7, 0.8),
+                                                          model_type="bert")]  # fmt: skip
+    lines += seeds("bert-0", "rte", (0.5, 0.5), **control)
+    for task in ("rte", "cola"):
+        lines += seeds("bert-1", task, (0.3, 0.3), **control)
+    (found,) = table(lines).controls
+    gains = {task: comparison.mean for task, comparison in found.tasks.items()}
+    assert gains == pytest.approx({"rte": 25.0, "cola": 45.0})
+
+
 def test_a_roformer_that_stock_does_not_know_is_one_too():
     lines = [line(BERT, "rte", 0.5), line("plus", "rte", 0.6, model_type="roformer_plus")]
     assert [pair.tasks["rte"].mean for pair in table(lines).pairs] == pytest.approx([10.0])

@@ -122,6 +122,22 @@ def test_a_row_names_what_differs_between_recipes_and_no_more():
     assert "small-bert (bert), tokenizer words, rate 2e-4, decay 0" in names
 
 
+def test_a_task_with_a_recipe_of_its_own_says_so_in_its_column_and_splits_no_row():
+    lines = [line(model, "stsb", 0.5, epochs=10) for model in (BERT, ROFORMER)]
+    lines += [line(model, task, 0.6) for model in (BERT, ROFORMER) for task in ("cola", "mrpc")]
+    own = "STS-B, Spearman, 10 epochs"
+    shared = {"CoLA, Matthews": "60.0 (1)", "MRPC, F1": "60.0 (1)", own: "50.0 (1)"}
+    rows = scores(lines)
+    assert list(rows) == ["small-bert (bert)", "small-roformer (roformer)", "majority baseline"]
+    assert list(rows["small-bert (bert)"].items())[:3] == list(shared.items())
+    assert len(table(lines).pairs[0].tasks) == 3
+    printed = texts(paper_grid(table(lines)))["small-bert (bert), ours"]
+    assert (printed["MRPC, F1"], printed["STS-B, Spearman"]) == ("60.0 (1)", "50.0 (1)")
+    twice = scores([*lines, line(BERT, "stsb", 0.3)])  # which run of it would the row have?
+    assert "STS-B, Spearman" in twice["small-bert (bert), 10 epochs"]
+    assert twice["small-bert (bert), 3 epochs"]["STS-B, Spearman"] == "30.0 (1)"
+
+
 def test_models_of_one_name_keep_their_paths():
     rows = scores([line(BERT, "rte", 0.6), line("old/small-bert", "rte", 0.7)])
     assert list(rows)[:2] == ["old/small-bert (roformer)", "runs/small-bert/model (bert)"]
