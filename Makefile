@@ -124,7 +124,6 @@ PAIR_WORKERS ?= 2
 PAIR_TASKS = $(notdir $(patsubst %/,%,$(wildcard $(1)/*/)))
 PAIR_LARGE := sst2# gets two seeds: 67,349 rows
 PAIR_LONG := rte stsb# get ten epochs, the others three, as in ELECTRA's code (Clark et al. 2020)
-PAIR_LONG := rte stsb# get ten epochs, as in ELECTRA's code (Clark et al. 2020), whose other tasks have three
 PAIR_ALL := --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))'
 # random weights do not depend on pretraining, so those of the first seed serve for all
 PAIR_CONTROL := --models '$(call list,$(wordlist 1,2,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model)))' --random_control true
