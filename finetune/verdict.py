@@ -40,7 +40,7 @@ def _verdict(pair: Difference, table: Table) -> str:
             doubts += [f"{row.short}, {table.labels.get(label, label)}: {doubt}"] * bool(doubt)
     if doubts:
         return f"{pair.title} does not count yet: {'; '.join(doubts)}."
-    names = ", ".join(table.labels[label] for label in TASKS_THAT_COUNT)
+    names = "; ".join(table.labels[label] for label in TASKS_THAT_COUNT)
     return (
         f"{pair.title} counts: both models stand above their random weights by more than the "
         f"larger sample standard deviation over seeds on {names}."

@@ -141,7 +141,7 @@ def learned(gains: dict[str, float]) -> list[dict]:
 def test_a_pair_counts_when_both_models_are_above_their_random_weights():
     assert verdicts(table(learned({}))) == [
         f"RoFormer {MINUS} BERT counts: both models stand above their random weights by more than "
-        "the larger sample standard deviation over seeds on SST-2, accuracy, CoLA, Matthews, "
+        "the larger sample standard deviation over seeds on SST-2, accuracy; CoLA, Matthews; "
         "STS-B, Spearman."
     ]
     spread = np.std((50, 54), ddof=1)  # 2.83
