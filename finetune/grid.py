@@ -297,8 +297,8 @@ def work(number: int, threads: int, connection: Connection) -> None:
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())
-    accelerator, said = start_accelerator(), 0.0
     claims: Claims | None = None
+    said = 0.0
 
     def watch(*progress: float) -> None:
         nonlocal said
@@ -312,6 +312,7 @@ def work(number: int, threads: int, connection: Connection) -> None:
         if not claims.take(asdict(run)):
             connection.send(("elsewhere", None))
             continue
+        accelerator = start_accelerator()  # of its own: in fp16 it holds the scale of the losses
         try:
             if is_done(run, finished(run.output)):  # by another grid, meanwhile
                 connection.send(("elsewhere", None))

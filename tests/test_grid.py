@@ -202,6 +202,26 @@ class Quiet:
         pass
 
 
+def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(tmp_path, monkeypatch):
+    # in fp16 it holds the scale of the losses, which the run before has changed
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    waiting, seen = grid.all_runs(ask(tmp_path, seeds=[0, 1])), []
+
+    class Watching:
+        def recv(self):
+            return waiting.pop() if waiting else sys.exit()
+
+        def send(self, what):
+            assert what[0] == "done", what
+
+    monkeypatch.setattr(grid.signal, "signal", lambda *handler: None)
+    monkeypatch.setattr(grid.glue, "main", lambda run, accelerator, *rest: seen.append(accelerator))
+    with pytest.raises(SystemExit):
+        grid.work(0, 1, Watching())
+    assert len(set(map(id, seen))) == 2
+
+
 def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp_path, capsys):
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue", train=32)
