@@ -147,8 +147,8 @@ def draw_differences(table: Table) -> Figure | None:
             color = COLORS[0] if difference in table.pairs else COLORS[2]
             mark(axis, place, comparison.differences.values(), color=color, fmt=shape)
         axis.axvline(0, color=INK, lw=1)
-        names = [name for name, *_ in shown]
-        finish(axis, textwrap.fill(difference.title, 32), f"difference of {UNIT}", names)
+        names = [textwrap.fill(name, 18) for name, *_ in shown]
+        finish(axis, textwrap.fill(difference.title, 32), f"difference, {UNIT}", names)
     return figure
 
 
