@@ -130,6 +130,7 @@ def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
     assert (tmp_path / "bench.md").exists()
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
     """Traced as compilation does, without machine code: faults show before a GPU is used."""
     compiled = []
@@ -153,13 +154,13 @@ def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch):
 
 def test_the_memory_of_freed_tensors_is_kept():
     code = """
-import sys, psutil, torch
+import psutil, torch
 from train.peers import keep_freed_memory
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-x = [torch.ones(2**24) for _ in range(4)]
-del x
-print(psutil.Process().memory_info().rss)
+for prepare in (lambda: None, keep_freed_memory):
+    prepare()
+    x = [torch.ones(2**24) for _ in range(4)]
+    del x
+    print(psutil.Process().memory_info().rss)
 """
-    kept, given_back = (int(command("-c", code, word).stdout) for word in ("keep", "no"))
+    given_back, kept = map(int, command("-c", code).stdout.split())
     assert kept - given_back > 200_000_000
