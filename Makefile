@@ -149,7 +149,7 @@ $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
 	  --corpus.validation '$(HELD_OUT)' --trained $(call LENGTH,pair-$(PAIR)) --output $(PAIR_DIR)/lengths.png
 
-pair-smoke: setup ## every step of `make pair` in two minutes: tiny models, installed documentation, demo tasks
+pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, demo tasks
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
 	$(MAKE) pair PAIR=tiny TEXT= GLUE=runs/pair-tiny/tasks
 
