@@ -157,10 +157,11 @@ def _named(names: dict[str, str], given: str) -> str:
 def _build(
     group: str, lines: Sequence[Line], names: dict[str, str], pair: Sequence[str] | None
 ) -> Table:
-    own = own_recipes(lines)
+    by_task = recipe_by_task(lines)
+    own = own_recipes(lines, by_task)
     titles = {line["label"]: column_title(line) for line in lines}
     labels = {label: ", ".join([title, *own[label]]) for label, title in titles.items()}
-    rows = model_rows(lines, names)
+    rows = model_rows(lines, names, by_task)
     pairs, remark = pair_differences(rows, pair)
     floors = {x["label"]: Cell((x | {"metrics": x["majority_metrics"], "collapsed": False},))
               for x in lines if x["status"] == "done"}  # fmt: skip
@@ -202,11 +203,11 @@ def recipe_by_task(lines: Sequence[Line]) -> set[int]:
     }
 
 
-def own_recipes(lines: Sequence[Line]) -> dict[str, list[str]]:
-    """Of each label, in words, what `recipe_by_task` finds that is not the commonest value."""
+def own_recipes(lines: Sequence[Line], by_task: set[int]) -> dict[str, list[str]]:
+    """Of each label, in words, its values `by_task` that are not the commonest."""
     recipes = {line["label"]: [line[name] for name in RECIPE] for line in lines}
     words: dict[str, list[str]] = {label: [] for label in recipes}
-    for place in sorted(recipe_by_task(lines)):
+    for place in sorted(by_task):
         usual = Counter(recipe[place] for recipe in recipes.values()).most_common(1)[0][0]
         for label, recipe in recipes.items():
             if recipe[place] != usual:
@@ -214,14 +215,13 @@ def own_recipes(lines: Sequence[Line]) -> dict[str, list[str]]:
     return words
 
 
-def model_rows(lines: Sequence[Line], names: dict[str, str]) -> list[Row]:
+def model_rows(lines: Sequence[Line], names: dict[str, str], by_task: set[int]) -> list[Row]:
     """A row for each model and recipe, and one for the best of its rates.
 
     Pretrained models come first; of a model the row with most tasks, rates as they grow, the best
     of them, starts from MNLI.
     """
     runs: dict[RowKey, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    by_task = recipe_by_task(lines)
     for line in lines:
         side = line["random_weights"], line["model"], line["tokenizer"] or ""
         recipe = (None if i in by_task else line[name] for i, name in enumerate(RECIPE))

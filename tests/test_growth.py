@@ -1,9 +1,11 @@
 """Cost against length: slopes are fitted where length decides, every point in its own process."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from train import growth
 from train.growth import LEAST, GrowthSettings, main, slope
 from train.settings import InputError
 
@@ -22,18 +24,28 @@ def test_one_long_text_has_no_slope():
     assert slope(rows_of(1.0)[:2], "seconds") is None
 
 
-def test_every_kind_is_measured_and_drawn(tmp_path, capsys):
+def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
+    # here and not in processes, each of which takes seconds to start
+    monkeypatch.setattr(growth, "ProcessPoolExecutor", lambda *ignored: ThreadPoolExecutor(1))
     output = tmp_path / "growth.png"
     kinds = ["softmax", "favor"]
-    main(GrowthSettings([512], kinds, causal=True, rounds=1, output=str(output)))
+    main(GrowthSettings([512, 1024], kinds, causal=True, rounds=1, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")
     found = json.loads(output.with_suffix(".json").read_text())
     assert [(row["kind"], row["length"]) for row in found["rows"]] == [
-        (kind, 512) for kind in kinds
+        (kind, length) for length in (512, 1024) for kind in kinds
     ]
     assert all(row["seconds"] > 0 for row in found["rows"])
     assert (found["causal"], found["slopes"]["favor"]["seconds"]) == (True, None)
-    assert "favor, 512: " in capsys.readouterr().out
+    assert "favor, 1024: " in capsys.readouterr().out
+
+
+def test_what_is_measured_has_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(growth, "_peak", None)  # here, where nothing is to be measured
+    settings = GrowthSettings([512], ["favor"], rounds=1, output=str(tmp_path / "growth.png"))
+    (row,) = main(settings)
+    assert row["seconds"] > 0
+    assert row["megabytes"] > 0
 
 
 @pytest.mark.parametrize(
