@@ -90,7 +90,7 @@ class RoFormerConfig(PreTrainedConfig):
             last of a generated text, are None.
         rotary_value: Rotate the values as well as queries and keys.
         summary_type: Token read by `RoFormerForMultipleChoice`: the "first" or the "last" unmasked
-            one. Sequence classification reads the first always, as stock does.
+            one. Sequence classification reads the first unmasked one always; stock, the first.
         use_cache: Whether a decoder keeps keys and values between calls.
         is_decoder: Attend to earlier tokens only.
         add_cross_attention: Let a decoder attend to an encoder's output as well.

@@ -311,9 +311,9 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         )
 
 
-def _summary(hidden_states: Tensor, attention_mask: Tensor | None, which: str) -> Tensor:
+def _summary(hidden_states: Tensor, attention_mask: Any, which: str) -> Tensor:
     """The first or last unmasked token of each row, [B, E], by a [B, L] mask if there is one."""
-    if attention_mask is None or attention_mask.ndim != 2:
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return hidden_states[:, 0 if which == "first" else -1]
     real = attention_mask.to(torch.int32)
     # argmax gives the first of equal values
@@ -367,7 +367,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         if inputs_embeds is not None:
             require_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
         flat = [
-            x if x is None or x.ndim < 3 else x.flatten(0, 1)
+            x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.roformer(*flat, **(ENCODE | kwargs))

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .tracing import is_traced
+from .tracing import is_plain, is_traced
 
 Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)
@@ -80,7 +81,7 @@ def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
     """
     if is_traced() or not config.has_position_limit:
         return
-    if positions.device.type == "cpu" and positions.numel():
+    if is_plain(positions) and positions.numel():
         first, last = int(positions.min()), int(positions.max())
         rows = config.max_position_embeddings
         if first < 0 or last >= rows:
@@ -91,12 +92,19 @@ def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
             )
 
 
-def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor | None) -> None:
+def check_masks(
+    config: RoFormerConfig,
+    words: Tensor,
+    cache: Cache | None,
+    attention_mask: Any,
+    borders: Tensor | None,
+) -> None:
     """Refuse masks and borders of documents that do not fit the tokens.
 
     Args:
+        config: Of the model.
         words: [B, L] or [B, L, E].
-        start: Tokens in the cache.
+        cache: Keys and values of earlier tokens.
         attention_mask: As `RoFormerModel.forward`.
         borders: Its `cu_seq_lens_q`.
 
@@ -106,14 +114,38 @@ def check_masks(words: Tensor, start: Any, attention_mask: Any, borders: Tensor 
     if is_traced():
         return
     B, L = words.shape[:2]  # noqa: N806
+    start = 0 if cache is None else int(cache.get_seq_length())
     if not isinstance(attention_mask, BlockMask):
-        _require_tensor("attention_mask", attention_mask)
-    if isinstance(attention_mask, Tensor):
-        ready = tuple((rows, None, width, None) for rows in (B, 1) for width in (L, 1))
-        require_shape("attention_mask", attention_mask, (B, L + int(start)), *ready)
-        _require_zeros_and_ones("attention_mask", attention_mask)
+        # a cache of fixed size has more keys than tokens, and `generate` makes masks for them all
+        fixed = cache is not None and cache.is_compileable
+        _check_mask("attention_mask", attention_mask, config, (B, L, L + start), fixed)
     if borders is not None:
-        _check_borders(borders, (B, L), int(start), attention_mask)
+        _check_borders(borders, (B, L), start, attention_mask)
+
+
+def _check_mask(
+    name: str, mask: Any, config: RoFormerConfig, sizes: tuple[int, int, int], fixed: bool = False
+) -> None:
+    _require_tensor(name, mask)
+    if mask is None:
+        return
+    (B, L, S), H = sizes, config.num_attention_heads  # noqa: N806
+    shape = tuple(mask.shape)
+    ready = len(shape) == 4 and shape[0] in (B, 1) and shape[1] in (1, H) and shape[2] in (L, 1)
+    if shape != (B, S) and not (ready and (fixed or shape[3] == S)):
+        raise ValueError(
+            f"{name} must have the shape [{B}, {S}] or [{B} or 1, 1 or {H}, {L} or 1, {S}], got "
+            f"{list(shape)}"
+        )
+    summed = len(shape) == 4 and mask.is_floating_point()  # added to scores, as it is
+    if mask.dtype == torch.bool or summed or not is_plain(mask):
+        return
+    other = mask[(mask != 0) & (mask != 1)]
+    if len(other):
+        raise ValueError(
+            f"{name} must be 0 and 1, got {other[0].item():g}; scores to be added are floats in "
+            "four dimensions"
+        )
 
 
 def _check_borders(
@@ -125,7 +157,7 @@ def _check_borders(
     require_shape("cu_seq_lens_q", borders, (None,))
     if borders.dtype not in INTEGERS:
         raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {borders.dtype}")
-    if borders.device.type != "cpu":
+    if not is_plain(borders):
         return
     ends, tokens = borders.tolist(), shape[0] * shape[1]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
@@ -157,6 +189,11 @@ def check_source(
         ValueError: As the module says.
     """
     if states is None:
+        if attention_mask is not None:
+            raise ValueError(
+                "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
+                "give arguments after the third by name, for stock's order is another"
+            )
         return
     if not config.add_cross_attention:
         raise ValueError(
@@ -167,11 +204,7 @@ def check_source(
         return
     B, L = words.shape[:2]  # noqa: N806
     require_shape("encoder_hidden_states", states, (B, None, config.hidden_size))
-    if attention_mask is not None:
-        S = states.shape[1]  # noqa: N806
-        whole = tuple((rows, None, width, S) for rows in (B, 1) for width in (L, 1))
-        require_shape("encoder_attention_mask", attention_mask, (B, S), *whole)
-        _require_zeros_and_ones("encoder_attention_mask", attention_mask)
+    _check_mask("encoder_attention_mask", attention_mask, config, (B, L, states.shape[1]))
 
 
 def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
@@ -196,20 +229,10 @@ def _require_tensor(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a tensor, got a {kind}; wrap it in torch.tensor")
 
 
-def _require_zeros_and_ones(name: str, mask: Tensor) -> None:
-    if mask.ndim == 2 and mask.is_floating_point() and mask.device.type == "cpu":
-        other = mask[(mask != 0) & (mask != 1)]
-        if len(other):
-            raise ValueError(
-                f"{name} of two dimensions must be 0 and 1, got {other[0].item():g}; "
-                "scores to be added go into four dimensions"
-            )
-
-
 def _require_ids(name: str, ids: Tensor, size: int) -> None:
     if ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
-    if ids.device.type != "cpu" or not ids.numel():
+    if not is_plain(ids) or not ids.numel():
         return
     least, most = ids.aminmax()
     if least < 0 or most >= size:

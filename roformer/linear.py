@@ -12,9 +12,9 @@ What is added to scores cannot be used here, Transformer-XL's terms, T5's and AL
 n leaves the query out only where the score is a product phi(q_m) phi(k_n); a summand b(m - n)
 belongs to the pair, and every pair would have to be visited again.
 
-Sums are float32 whatever the model's dtype: they grow with the length. There are no probabilities,
-and so no dropout of them. Legend: B batch, L tokens, H heads, D head width, M features, C tokens of
-a chunk.
+Sums are at least float32 whatever the model's dtype: they grow with the length. There are no
+probabilities, and so no dropout of them. Legend: B batch, L tokens, H heads, D head width, M
+features, C tokens of a chunk.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import rotate
+from .rotary import arithmetic, rotate
 from .tracing import is_traced
 
 CHUNK = 64
@@ -48,7 +48,7 @@ class Sums(NamedTuple):
     """What a query must know of all keys before it.
 
     Attributes:
-        products: sum of R_n phi(k_n) v_n^T, [B, H, M, D], float32.
+        products: sum of R_n phi(k_n) v_n^T, [B, H, M, D].
         weights: sum of phi(k_n), [B, H, M].
         offset: Both are exp(-offset) times as large as written, [B, H]; 0 but for FAVOR+.
     """
@@ -188,12 +188,12 @@ class Features(nn.Module):
         return features, torch.zeros(key.shape[0], key.shape[2], device=key.device)
 
     def _plain(self, x: Tensor) -> Tensor:
-        x = x.float()
+        x = x.to(arithmetic(x.dtype))
         return F.elu(x) + 1 if self.kind == "elu" else F.relu(x) + LEAST
 
     def _powers(self, x: Tensor) -> Tensor:
-        x = x.float() * self.width**-0.25
-        vectors = self.vectors.float()
+        x = x.to(arithmetic(x.dtype)) * self.width**-0.25
+        vectors = self.vectors.to(x.dtype)
         if self.training:  # they may be drawn anew before the backward pass
             vectors = vectors.clone()
         return x @ vectors.T - x.square().sum(-1, keepdim=True) / 2
@@ -255,7 +255,8 @@ def linear_attention(
             k = k * (offset - common).exp()[:, None, :, None]
             offset, before = common, before.on(common)
         turned_q, turned_k = (_turned(x, table, interleave) for x in (q, k))
-        return _causal(q, k, turned_q, turned_k, value.float(), offset, before, value.dtype)
+        v = value.to(arithmetic(value.dtype))
+        return _causal(q, k, turned_q, turned_k, v, offset, before, value.dtype)
 
 
 def _turned(x: Tensor, table: Tensor | None, interleave: bool) -> Tensor:
@@ -281,7 +282,7 @@ def _bidirectional(
 
     def summed(block: slice, angles: Tensor | None) -> Sums:
         k, offset = features.of_keys(key[:, block], None if real is None else real[:, block])
-        turned, v = _turned(k, angles, interleave), value[:, block].float()
+        turned, v = _turned(k, angles, interleave), value[:, block].to(arithmetic(value.dtype))
         return Sums(torch.einsum("blhm,blhd->bhmd", turned, v), k.sum(dim=1), offset)
 
     def read(block: slice, angles: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
@@ -27,6 +28,11 @@ def is_flash(kernel: str) -> bool:
     return "flash" in kernel
 
 
+def is_ready_made(mask: Any) -> bool:
+    """Whether it is a mask of four dimensions, which is taken as it is."""
+    return isinstance(mask, Tensor) and mask.ndim == 4
+
+
 def kernel_for_masks(kernel: str, documents: Tensor | None) -> str:
     """The kernel of a call that keeps documents apart by a mask, which flash kernels would drop."""
     if documents is None or not is_flash(kernel):
@@ -42,7 +48,7 @@ def self_mask(
     config: PreTrainedConfig,
     kernel: str,
     words: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     documents: Tensor | None,
     causal: bool,
     past_key_values: Cache | None,
@@ -59,10 +65,15 @@ def self_mask(
         past_key_values: A decoder's cache.
 
     Raises:
-        ValueError: The kernel takes no mask of four dimensions, or none that keeps documents apart.
+        ValueError: The kernel takes no such mask, or none that keeps documents apart.
     """
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+    if is_ready_made(attention_mask):
         return _ready_made(kernel, words, attention_mask)
+    if isinstance(attention_mask, BlockMask) and kernel != "flex_attention":
+        raise ValueError(
+            f"attention_mask must be a tensor with attn_implementation={kernel!r}, got a BlockMask,"
+            " which is flex_attention's"
+        )
     options: dict[str, Any] = {}
     if documents is not None:
         options["and_mask_function"] = packed_sequence_mask_function(documents)
@@ -88,7 +99,7 @@ def cross_mask(
     """The mask of a cross-attention; `attention_mask` is the encoder's, [B, S] or ready-made."""
     if source is None or attention_mask is None:
         return None
-    if attention_mask.ndim == 4:
+    if is_ready_made(attention_mask):
         return _ready_made(kernel, words, attention_mask)
     return create_bidirectional_mask(
         with_kernel(config, kernel),

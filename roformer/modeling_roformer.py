@@ -35,10 +35,10 @@ from .layers import (
     RoFormerSelfAttention,
 )
 from .linear import Features, LinearCache
-from .masks import cross_mask, is_flash, kernel_for_masks, self_mask, with_bias
+from .masks import cross_mask, is_flash, is_ready_made, kernel_for_masks, self_mask, with_bias
 from .positions import Distances, distances, score_bias
 from .rotary import frequencies, rotation_table
-from .tracing import is_plain
+from .tracing import is_plain, is_traced
 
 logger = logging.get_logger(__name__)
 
@@ -194,7 +194,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.embeddings_project = project
         self.encoder = RoFormerEncoder(config)
         self.score_bias = score_bias(config)
-        self.encoding = config.position_encoding
+        # layers were made by these: an edit would change what is saved, and not what is computed
+        self.built = {name: getattr(config, name) for name in ("position_encoding", "is_decoder")}
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
         self.rope_config = config
         self.is_causal = config.is_decoder
@@ -265,7 +266,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         assert rows is not None, "one of the two has been given"
         cache = self._cache(past_key_values, use_cache, encoder_hidden_states)
         start = 0 if cache is None else cache.get_seq_length()
-        check_masks(rows, start, attention_mask, cu_seq_lens_q)
+        check_masks(config, rows, cache, attention_mask, cu_seq_lens_q)
         check_source(config, rows, encoder_hidden_states, encoder_attention_mask)
         follows = past_key_values is not None
         batch = documents.arrange(rows, start, attention_mask, position_ids, cu_seq_lens_q, follows)
@@ -278,10 +279,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # only Transformer-XL's table must reach as far as the farthest tokens
         gaps = position_ids is not None or batch.documents is not None
         gaps = gaps and config.position_encoding == "transformer_xl"
-        where, bias = self._where(batch, start, gaps)
+        where, bias = self._where(batch, start, gaps, words.dtype)
         source, alone = encoder_hidden_states, cache is None and encoder_hidden_states is None
         borders = cu_seq_lens_q if _is_one_row(words, attention_mask) else None
-        kernel = self._kernel(kwargs)
+        kernel = self._kernel(kwargs, attention_mask, encoder_attention_mask)
         plan = self._without_mask(kernel, batch, borders, max_length_q, alone, kwargs)
         if plan is None:
             kernel = kernel_for_masks(kernel, batch.documents)
@@ -396,24 +397,25 @@ class RoFormerModel(RoFormerPreTrainedModel):
         return layout, layout.pack(batch.real)
 
     def _where(
-        self, batch: documents.Batch, start: int | Tensor, gaps: bool
+        self, batch: documents.Batch, start: int | Tensor, gaps: bool, dtype: torch.dtype
     ) -> tuple[Tensor | Distances | None, Tensor | None]:
         """What layers must know of positions, and what all of them add to their scores."""
-        edited = self.rope_config.position_encoding
-        if edited != self.encoding:  # another one has other weights
-            raise ValueError(
-                f"config.position_encoding must stay {self.encoding} in a built model, got "
-                f"{edited!r}; give it to from_pretrained"
-            )
-        if self.encoding == "rope":
-            return self._rotation(batch), None
+        for name, built in self.built.items():
+            edited = getattr(self.rope_config, name)
+            if edited != built:
+                raise ValueError(
+                    f"config.{name} must stay {built} in a built model, got {edited!r}; give it to "
+                    "from_pretrained"
+                )
+        if self.rope_config.position_encoding == "rope":
+            return self._rotation(batch, dtype), None
         if not self.rope_config.biases_scores:
             return None, None
         found = distances(batch.positions, int(start), gaps)
         return found, None if self.score_bias is None else self.score_bias(found)
 
-    def _rotation(self, batch: documents.Batch) -> Tensor:
-        """Cosines and sines of this call, [1 or B, L, D'/2, 2], float32, for all layers.
+    def _rotation(self, batch: documents.Batch, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines of this call, [1 or B, L, D'/2, 2], for all layers.
 
         Computed from the configuration on every call: a buffer would be cast by `.bfloat16()`, left
         uninitialised by a load on the meta device, and wrong after an edit of the configuration.
@@ -425,10 +427,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if lengths is None and batch.documents is not None and is_plain(batch.positions):
             # documents in a row repeat their positions, and sines in float64 are slow on a CPU
             different, places = batch.positions.unique(return_inverse=True)
-            return rotation_table(different, theta, scaling)[places]
-        return rotation_table(batch.positions, theta, scaling)
+            return rotation_table(different, theta, scaling, dtype)[places]
+        return rotation_table(batch.positions, theta, scaling, dtype)
 
-    def _kernel(self, options: dict[str, Any]) -> str:
+    def _kernel(self, options: dict[str, Any], *masks: Any) -> str:
         """Name of the attention kernel; only the eager one returns probabilities."""
         chosen = self.config._attn_implementation or "eager"
         wanted = options.get("output_attentions", self.config.output_attentions)
@@ -447,6 +449,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
             logger.warning_once(
                 f"attn_implementation={chosen!r} adds nothing to scores, and position_encoding "
                 f"{self.rope_config.position_encoding} is added there; calls are computed by sdpa"
+            )
+            return "sdpa"
+        if chosen == "flex_attention" and any(is_ready_made(mask) for mask in masks):
+            # transformers gives it the first head's for all, and on a CPU the process dies
+            logger.warning_once(
+                f"attn_implementation={chosen!r} takes a BlockMask or [B, S]; calls with other "
+                "masks of four dimensions are computed by sdpa"
             )
             return "sdpa"
         return chosen
@@ -488,14 +497,14 @@ def _cache_of_packed_rows(
 ) -> Cache | None:
     """Nothing can follow a row of several documents, so keys and values are not kept.
 
-    While compiling any row may be one by its positions, which are not known: then they are.
+    While traced any row may be one by its positions, which are not known: then they are.
     """
     if given is not None:
         raise ValueError(
             "position_ids must count through one document beside past_key_values, got several "
             "that start from 0; leave the cache out"
         )
-    known = borders is not None or not torch.compiler.is_compiling()
+    known = borders is not None or not is_traced()
     return None if known or isinstance(cache, LinearCache) else cache
 
 

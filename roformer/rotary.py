@@ -70,23 +70,28 @@ def frequencies(
     return torch.where((lengths > border)[..., None], long, short), scaling
 
 
-def rotation_table(positions: Tensor, theta: Tensor, scaling: float = 1.0) -> Tensor:
+def rotation_table(
+    positions: Tensor, theta: Tensor, scaling: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Cosine and sine of every angle m * theta_i (equation 34).
 
-    Angles are float64 and the results float32, whatever the model's dtype: bfloat16 rounds the
-    first 1024 integers to 513 values, so positions would collide, and a float32 angle at position
-    100,000 is off by up to 0.004.
+    Angles are float64 and the results at least float32, whatever the model's dtype: bfloat16
+    rounds the first 1024 integers to 513 values, so positions would collide, and a float32 angle at
+    position 100,000 is off by up to 0.004.
 
     Args:
         positions: Token positions m, [..., L], any integer dtype.
         theta: [D/2] or [..., L, D/2], radians per token.
         scaling: Factor on both.
+        dtype: Of the model; only float64 asks for more than float32.
 
     Returns:
-        [..., L, D/2, 2], float32: cosine and sine side by side, one complex number e^(i m theta).
+        [..., L, D/2, 2], float32 or float64: cosine and sine side by side, one complex number
+        e^(i m theta).
     """
     angles = positions[..., None].to(_exact(positions.device)) * theta
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).float() * scaling
+    turns = torch.stack((angles.cos(), angles.sin()), dim=-1)
+    return turns.to(arithmetic(dtype)) * scaling
 
 
 def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
@@ -103,7 +108,7 @@ def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
         interleave: Pair adjacent coordinates; False pairs i with i + D'/2.
 
     Returns:
-        The rotated x, same shape and dtype; the arithmetic is float32.
+        The rotated x, same shape and dtype; the arithmetic is float32, or float64 of a float64 x.
     """
     width = 2 * table.shape[-2]
     if width < x.shape[-1]:
@@ -112,7 +117,7 @@ def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
     if interleave and not is_traced():
         return _Rotation.apply(x, torch.view_as_complex(table))
     dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
-    first, second = x.float().unflatten(-1, shape).unbind(dim)
+    first, second = x.to(arithmetic(x.dtype)).unflatten(-1, shape).unbind(dim)
     cos, sin = table.unbind(-1)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
@@ -135,7 +140,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _product(x: Tensor, table: Tensor) -> Tensor:
-    real = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    real = x.to(arithmetic(x.dtype), copy=True, memory_format=torch.contiguous_format)
     torch.view_as_complex(real.unflatten(-1, (-1, 2))).mul_(table)
     return real.to(x.dtype)
 
@@ -152,6 +157,11 @@ def half_split_order(width: int, rotated: int) -> Tensor:
     """
     pairs = torch.arange(rotated).view(-1, 2).T.flatten()
     return torch.cat((pairs, torch.arange(rotated, width)))
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """In what a model of this dtype computes what must not be rounded to half precision."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _exact(device: torch.device | None) -> torch.dtype:

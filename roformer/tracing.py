@@ -16,4 +16,5 @@ def is_traced() -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether x is an ordinary tensor on a CPU, and nothing traces what is done with it."""
     ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake
-    return ordinary and x.device.type == "cpu" and not is_traced()
+    on_cpu = x.device.type == "cpu" and x.layout is torch.strided  # not sparse
+    return ordinary and on_cpu and not is_traced()

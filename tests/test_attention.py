@@ -7,11 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from conftest import enlarge, rope_config
-from roformer import RoFormerForMaskedLM, RoFormerModel, attention
+from roformer import (
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForSequenceClassification,
+    RoFormerModel,
+    attention,
+)
 from roformer.attention import eager_attention
 
 KERNELS = ["eager", "sdpa", "unpadded", "borders"]
@@ -331,6 +338,23 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, config
         a, b = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (eager, flex))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
         a, b = (m(ids, position_ids=positions)[0] for m in (eager, flex))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+        heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
+        heads[:, 1, 1:, 0] = False
+        a, b = (m(ids, attention_mask=heads)[0] for m in (eager, flex))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
+    ids, mask = padded("right")
+    told = create_block_mask(lambda b, h, q, k: mask[b, k].bool(), 4, None, 24, 24, "cpu")
+    for head in (RoFormerForSequenceClassification, RoFormerForMultipleChoice):
+        model = model_with(config, "flex_attention", head)
+        words = ids[:, None] if head is RoFormerForMultipleChoice else ids
+        choices = mask[:, None] if head is RoFormerForMultipleChoice else mask
+        with torch.no_grad():
+            a, b = (model(words, attention_mask=m).logits for m in (choices, told))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
 
 

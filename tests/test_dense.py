@@ -102,6 +102,17 @@ def pruned(layer):
     nn.utils.parametrize.register_parametrization(layer, "bias", nn.Hardtanh(7.0, 8.0))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Sparse .* tensor support is in beta", "ignore:.*invariant checks"
+)
+def test_sparse_weights_are_left_to_torch(calls):
+    layer, x = layer_of(16), torch.randn(3, 48)
+    expected = layer(x)
+    layer.weight = nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
+    torch.testing.assert_close(dense.dense(layer, x), expected)
+    assert not calls
+
+
 @pytest.mark.parametrize("change", [hooked, replaced, pruned])
 def test_what_others_have_done_to_a_layer_counts(calls, change):
     layer = layer_of(16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers
+from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from conftest import TINY_MODEL, command, enlarge
@@ -165,6 +166,10 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     words = model.get_input_embeddings()(ids).detach()
     rows = torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits[0])(words)
     torch.testing.assert_close(rows, model(ids).logits, atol=1e-5, rtol=1e-4)
+    places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    places[0, 3:] -= 3  # a packed row
+    rows = torch.func.vmap(lambda x, p: model(x[None], position_ids=p[None]).logits[0])(ids, places)
+    torch.testing.assert_close(rows, model(ids, position_ids=places).logits, atol=1e-5, rtol=1e-4)
     step = torch.randn_like(words)
     _, slope = torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (words,), (step,))
     near = [model(inputs_embeds=words + e * step).logits for e in (1e-3, -1e-3)]
@@ -172,6 +177,31 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     model.config.return_dict = False
     traced = torch.jit.trace(model, (ids,), strict=False)
     torch.testing.assert_close(traced(ids)[0], model(ids)[0])
+
+
+def test_a_model_runs_on_tensors_without_values(config):
+    """As torch's tools make them that plan a run or record its operations."""
+    model, batch = RoFormerForMaskedLM(config), example()
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = model(**{name: mode.from_tensor(x) for name, x in batch.items()}).logits
+    assert found.shape == (*batch["input_ids"].shape, config.vocab_size)
+
+
+@pytest.mark.parametrize("fields", [{}, {"rotary_value": True}, {"rope_interleave": False},
+                                    {"linear_attention": "elu"}, {"linear_attention": "favor"},
+                                    {"linear_attention": "relu", "is_decoder": True},
+                                    *({"position_encoding": x} for x in ("t5", "transformer_xl"))],
+                         ids=str)  # fmt: skip
+def test_a_model_of_float64_computes_in_float64(fields):
+    """Against differences of values: float32 anywhere inside would be off by 1e-2."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    config = RoFormerConfig(**sizes, intermediate_size=8, use_cache=False, **fields)
+    model = enlarge(RoFormerModel(config)).double().eval()
+    words = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    for kernel in ("eager", "sdpa", "unpadded"):
+        model.set_attn_implementation(kernel)
+        assert torch.autograd.gradcheck(lambda x: model(inputs_embeds=x).last_hidden_state, words)
 
 
 class Transposed(torch.nn.Linear):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 
 import roformer
 from conftest import ROPES, STOCK_IS_CAUSAL, enlarge, rope_config
@@ -433,7 +434,12 @@ def test_hidden_states_and_attentions_are_returned(config):
         ({"input_ids": (2, 5), "attention_mask": (2, 4)},
          r"attention_mask must have the shape \[2, 5\] or .*, got \[2, 4\]"),
         ({"input_ids": (2, 5), "attention_mask": (2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
-        ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)}, "attention_mask must"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)},
+         r"attention_mask .* \[2 or 1, 1 or 2, 5 or 1, 5\], got \[2, 1, 4, 5\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 3, 5, 5)}, r"attention_mask .*\[2, 3, 5, 5\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 1, 5, 6)}, r"attention_mask .*\[2, 1, 5, 6\]"),
+        ({"input_ids": (2, 5), "encoder_attention_mask": (2, 5)},
+         "encoder_attention_mask must be None without encoder_hidden_states"),
         ({"input_ids": (0, 5)}, r"input_ids must hold at least one token, got shape \[0, 5\]"),
         ({"inputs_embeds": (2, 0, 32)}, r"inputs_embeds must hold at least one token"),
         ({"input_ids": (2, 5), "token_type_ids": (2, 4)}, r"token_type_ids must .* got \[2, 4\]"),
@@ -441,7 +447,7 @@ def test_hidden_states_and_attentions_are_returned(config):
         ({"input_ids": (2, 6), "cu_seq_lens_q": [0, 3, 9, 12]},
          "cu_seq_lens_q must end a document where a row ends, got none at 6"),
         ({"input_ids": (1, 5), "attention_mask": (1, 4)},
-         r"attention_mask must have the shape .*\[1, any, 5, any\].*, got \[1, 4\]"),
+         r"attention_mask must have the shape \[1, 5\] or .*, got \[1, 4\]"),
     ],
 )  # fmt: skip
 def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, config):
@@ -495,7 +501,11 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, co
         ({"input_ids": [[1] * 5] * 2}, "input_ids must be a tensor, got a list"),
         ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
         ({"attention_mask": np.ones((2, 5))}, "attention_mask must be a tensor, got a ndarray"),
-        ({"attention_mask": torch.full((2, 5), -1e9)}, "attention_mask of two dim.* got -1e.09"),
+        ({"attention_mask": torch.full((2, 5), -1e9)}, "mask must be 0 and 1, got -1e.09"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
+        ({"attention_mask": torch.full((2, 1, 1, 5), -10000)}, "must be 0 and 1, got -10000"),
+        ({"attention_mask": create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 5, 5, "cpu")},
+         "attention_mask must be a tensor with attn_implementation='sdpa', got a BlockMask"),
         ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),
     ],
 )  # fmt: skip
@@ -509,6 +519,15 @@ def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
     assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_an_edit_that_would_make_a_decoder_of_an_encoder_or_back_is_refused(built, config):
+    config.is_decoder = built
+    model = RoFormerForMaskedLM(config)
+    model.config.is_decoder = not built
+    with pytest.raises(ValueError, match=f"is_decoder must stay {built} in a built model, got"):
+        model(torch.zeros(1, 5, dtype=torch.long))
 
 
 def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
