@@ -62,6 +62,8 @@ Scores = dict[str, dict[str, float]]  # split -> metric -> value
 Watch = Callable[[int, int, float], None]  # steps made, steps in all, loss
 LOOK_EVERY = 20
 """Steps between two looks at the loss: each makes the host wait for the device."""
+LEAST_SCALE = 2.0**-20
+"""Of a loss scaler, which begins at 65,536 and halves it for every step that it leaves out."""
 
 
 class DivergedError(ArithmeticError):
@@ -92,6 +94,8 @@ def main(
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
         require_free(settings.save)
+        sharded, remedy = accelerator.distributed_type.value, "take a configuration without it"
+        require(sharded != "FSDP", "save", "must be null with sharded weights", sharded, remedy)
     config, tokenizer = load_description(settings, task)
     data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
@@ -148,6 +152,7 @@ def fine_tune(
     factor = rate_factor(settings.schedule, round(settings.warmup_share * steps), steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
+    scaler = optimizer.scaler  # of fp16: it leaves steps out to find its scale
     step, losses = 0, []
     watch = watch or progress(settings, steps, accelerator)
     for epoch in range(settings.epochs):
@@ -165,11 +170,14 @@ def fine_tune(
             norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            total += loss.detach()
+            # a batch that a loss scaler leaves out does not count
+            total += loss.detach() if scaler is None else loss.detach().nan_to_num(0, 0, 0)
             step += 1
             if step % LOOK_EVERY == 0 or step == steps:
-                if optimizer.scaler is None:  # which lets norms be infinite to find its scale
+                if scaler is None:
                     require_finite(norm, "gradient", step)  # the same in every process
+                elif scaler.get_scale() < LEAST_SCALE:
+                    raise DivergedError(f"gradient not finite at any scale ({step})")
                 watch(step, steps, loss.item() / max(1, len(mine)))
         losses.append(accelerator.reduce(total).item() / len(train))
     logits = {
@@ -406,7 +414,9 @@ def command_of(settings: GlueSettings, precision: str, cpu: bool, processes: int
     Sums over rows depend on how many threads share them, so on a CPU their number is in it.
     """
     threads = [f"OMP_NUM_THREADS={torch.get_num_threads()}"] * cpu
-    launch = [*threads, "accelerate", "launch", "--mixed_precision", precision, *["--cpu"] * cpu]
+    # without a number accelerate takes every GPU there is
+    launch = [*threads, "accelerate", "launch", "--num_processes", "1"]
+    launch += ["--mixed_precision", precision, *["--cpu"] * cpu]
     if processes > 1:
         launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
         launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]

@@ -64,7 +64,10 @@ def pair_differences(
     title, counts = f" {MINUS} ".join(names), [len({row.key.side for row in x}) for x in sides]
     seeds = [sorted({seed_of(row) for row in side}) for side in sides]
     alike = all(_same_size(side[0], row) for side in sides for row in side)
-    nothing = f"No {title}: nothing was run with the same recipe on both."
+    nothing = (
+        f"No {title}: nothing was run in the same way on both, by recipe, start, data, precision "
+        "and one set of weights a model, as far as the names of rows say it."
+    )
     number = _in_a_row(seeds[0])
     if alike and number > 1 and seeds[0] == seeds[1] and counts == [number] * 2:
         over = over_seeds(title, *sides)

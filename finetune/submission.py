@@ -24,7 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from finetune.results import prediction_file, read_predictions, read_results, run_name
+from finetune.results import (
+    are_other,
+    prediction_file,
+    read_predictions,
+    read_results,
+    run_name,
+    weights_of,
+)
 from finetune.settings import Recipe, name_alike
 from finetune.tasks import TASKS
 from train.launch import run_command
@@ -171,7 +178,13 @@ def sources(settings: SubmissionSettings, lines: Sequence[Line]) -> Sources:
     """Where the predictions of each file come from; those of one task are all by one run."""
     results, pins = settings.results, {name: getattr(settings, name) for name in PINS}
     lines = [line for line in lines if all(pins[name] in (None, line[name]) for name in PINS)]
-    chosen = {task: choose(results, lines, task) for task in {m.task: None for m in MEMBERS}}
+    # those of the folder now; where it is gone, of its last run
+    direct = [line for line in lines if line["mnli"] is None]
+    last = next((line["weights"] for line in reversed(direct) if line.get("weights")), None)
+    weights = weights_of(str(settings.model)) or last
+    chosen = {
+        task: choose(results, lines, task, weights) for task in {m.task: None for m in MEMBERS}
+    }
     found: Sources = {}
     for member in MEMBERS:
         choice = chosen[member.task]
@@ -183,8 +196,13 @@ def sources(settings: SubmissionSettings, lines: Sequence[Line]) -> Sources:
     return found
 
 
-def choose(results: str, lines: Sequence[Line], task: str) -> Choice | str:
+def choose(
+    results: str, lines: Sequence[Line], task: str, weights: str | None = None
+) -> Choice | str:
     """The best run of a task on validation, of those that predicted its test splits.
+
+    Only runs of these weights serve: a folder's model may have been replaced between two of them.
+    (Runs that start from MNLI have those of a model of MNLI, one for each seed.)
 
     Returns:
         It, or why there is none.
@@ -192,6 +210,10 @@ def choose(results: str, lines: Sequence[Line], task: str) -> Choice | str:
     splits = [split for split in TASKS[task].splits if split.startswith("test")]
     steps = (
         ("no run", lambda line: line["task"] == task),
+        (
+            "only runs of other weights of the model",
+            lambda line: line["mnli"] is not None or not are_other(weights, line, "weights"),
+        ),
         ("no run that ended well", lambda line: line.get("status") == "done"),
         ("only runs on data with rows missing", lambda line: line["official"]),
         (
@@ -363,7 +385,8 @@ def _grid_command(settings: SubmissionSettings, lines: Sequence[Line], tasks: li
     values |= {"output": settings.results, "test": True}
     if settings.learning_rate is not None:
         values["learning_rate"] = settings.learning_rate
-    parts = ["accelerate", "launch", "--mixed_precision", known.get("precision", "no")]
+    parts = ["accelerate", "launch", "--num_processes", "1"]
+    parts += ["--mixed_precision", known.get("precision", "no")]
     parts += ["-m", "finetune.grid", "--models", f"[{settings.model}]"]
     parts += ["--tasks", f"[{', '.join(tasks)}]"]
     if settings.seed is not None:

@@ -127,6 +127,21 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeyp
         fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True))
 
 
+def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(pretrain_flags, monkeypatch, capsys):
+    whole = LanguageModel.forward
+
+    def small(self, input_ids, **batch):
+        if len(input_ids) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return whole(self, input_ids=input_ids, **batch)
+
+    monkeypatch.setattr(LanguageModel, "forward", small)
+    main(parse(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
+    warned, _, report = capsys.readouterr().out.partition("{")
+    assert "out of memory; optim.micro_batch is 2" in warned
+    assert json.loads("{" + report)["micro_batch"] == [2]
+
+
 def test_what_is_tried_divides_what_was_wanted(monkeypatch):
     """Or the micro-batches of a step would not come out, and not alike in all processes."""
     model, tried = objective(), []

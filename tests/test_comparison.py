@@ -96,7 +96,7 @@ def test_holm_is_the_worked_example_and_never_below_the_plain_value():
     found = np.array(holm(values.tolist()))
     assert (found >= values).all()
     assert (found <= 1).all()
-    assert (np.argsort(found, kind="stable") == np.argsort(values)).all() or len(set(found)) < 9
+    assert (np.diff(found[np.argsort(values)]) >= 0).all()  # the order of the values, with ties
 
 
 def test_the_family_of_the_correction_is_those_that_were_tested():

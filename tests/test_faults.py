@@ -161,10 +161,6 @@ def words(share: list[int], number: int, rank: int) -> str:
     return f"sequences {', '.join(map(str, share[:number]))}{more} of process {rank}"
 
 
-def weights_of(run: Path, step: int) -> bytes:
-    return (run / "checkpoints" / f"step-{step:08d}" / "weights.safetensors").read_bytes()
-
-
 def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_the_run(
     poisoned, pretrain_flags, tokenizer, tmp_path, start
 ):
@@ -189,8 +185,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_t
     # as in one process, where there is no other rank whose weights could have moved
     one = log_rows(tmp_path / "runs" / "one")
     np.testing.assert_allclose(list(losses.values()), list(one.values()), rtol=1e-6)
-    for step in range(2, 17):
-        assert (weights_of(run, step) == weights_of(run, step - 1)) == (step in bad), step
+    # nobody should have to go on from a step whose gradient was not finite
+    assert saved(run) == [f"step-{step:08}" for step in range(1, 17) if step not in bad]
     warned = re.findall(
         r"step (\d+) changed no weight.* loss is not finite in (.*)", said(tmp_path)
     )
@@ -199,7 +195,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_t
         guilty = bad[int(step)].items()
         assert named == " and ".join(words(share, 8 // len(guilty), rank) for rank, share in guilty)
     (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
-    assert error.endswith(f"goes on from {run}/checkpoints/step-00000018")
+    assert error.endswith(f"goes on from {run}/checkpoints/step-00000016")
 
 
 def test_a_gradient_that_overflows_is_told_from_a_loss_that_does(

@@ -1,15 +1,19 @@
+import itertools
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
@@ -174,6 +178,37 @@ def test_the_control_never_sees_the_weights_and_a_diverged_run_is_kept(tmp_path)
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
     assert glue.main(settings(tmp_path, epochs=1))["status"] == "diverged"
     assert glue.main(settings(tmp_path, epochs=1, random_weights=True))["status"] == "done"
+
+
+def with_loss_scaler() -> Accelerator:
+    """As in fp16, which is for GPUs, on a CPU."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    return accelerator
+
+
+@pytest.mark.parametrize(("first", "status"), [(True, "done"), (False, "diverged")])
+def test_fp16_leaves_a_batch_out_and_ends_where_all_overflow(first, status, tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    whole, calls = glue.summed_loss, itertools.count()
+
+    def overflows(*given):
+        return whole(*given) * (torch.inf if not (first and next(calls)) else 1.0)
+
+    monkeypatch.setattr(glue, "summed_loss", overflows)
+    line = glue.main(settings(tmp_path, epochs=9), with_loss_scaler())
+    assert line["status"] == status
+    (kept,) = read_results(str(tmp_path / "results.jsonl"))
+    assert kept["status"] == status
+    assert first == (math.isfinite(line.get("loss", math.nan)))
+
+
+def test_sharded_weights_are_not_saved_by_halves(tmp_path, monkeypatch):
+    sharded = SimpleNamespace(value="FSDP")
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: sharded))
+    with pytest.raises(InputError, match="save must be null with sharded weights, got FSDP; take"):
+        glue.main(settings(tmp_path, save=str(tmp_path / "tuned")), Accelerator(cpu=True))
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path):

@@ -186,6 +186,23 @@ def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path):
         assert not changed_settings(folder, settings, "no")
 
 
+def test_an_environment_that_was_deleted_is_written_again(tmp_path):
+    """As the message about a broken one says; publishing a run needs it."""
+    folder, settings, accelerator = started(tmp_path)
+    write_header(folder, settings, accelerator, 0, 7, {})
+    before = (folder / "settings.yaml").read_text()
+    (folder / "environment.json").unlink()
+    write_header(folder, settings, accelerator, 5, 7, {})
+    assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
+    assert (folder / "settings.yaml").read_text() == before
+
+
+def test_a_run_goes_on_under_another_name_of_its_folder(tmp_path):
+    folder, settings, accelerator = started(tmp_path)
+    write_header(folder, settings, accelerator, 0, 7, {})
+    refuse_other_settings(folder, dataclasses.replace(settings, run=RunSettings(name="x")), "no")
+
+
 @pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
 def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
     folder, settings, _ = started(tmp_path)

@@ -64,10 +64,11 @@ def test_one_step_moves_as_torch_says():
     torch.testing.assert_close(ours.weight, theirs.weight)
 
 
-def finite_steps(folder):
+def finite_steps(folder, scaler=None):
     """A small model with its optimizer, and what the steps of it report."""
     torch.manual_seed(0)
     accelerator, reports = Accelerator(cpu=True), []
+    accelerator.scaler = scaler
     model = torch.nn.Linear(3, 3)
     optimizer = accelerator.prepare(adamw(model, 0.1, 0.01))
     steps = FiniteSteps(optimizer, lambda *told: reports.append(told), folder)
@@ -75,9 +76,9 @@ def finite_steps(folder):
     def move(number, factor):
         for part in (1.0, factor):  # two micro-batches
             loss = model(torch.ones(2, 3)).square().sum() * part
-            loss.backward()
+            accelerator.backward(loss)
             steps.saw(loss)
-        steps.step(number, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        steps.step(number, accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
     def held():
         moments = optimizer.optimizer.state_dict()["state"].values()
@@ -100,8 +101,10 @@ def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(bad, t
     assert not any(map(torch.equal, held(), before))
     ((number, in_a_row, lost),) = reports
     assert (number, in_a_row, lost.tolist()) == (1, 1, [False, True])
-    steps.settle()
+    assert steps.settle()
     assert len(reports) == 1
+    move(3, bad)
+    assert not steps.settle()  # and nothing is saved
 
 
 def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path):
@@ -118,3 +121,14 @@ def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_
         steps.settle()
     assert [told[:2] for told in reports] == [(0, 1), (1, 2), (3, 1), (4, 2), (5, 3)]
     assert all(map(torch.equal, held(), before))
+
+
+def test_a_loss_scaler_that_finds_no_scale_ends_the_run(tmp_path):
+    """By itself it leaves every step out for ever; a few in a row are how it finds its scale."""
+    steps, move, _, reports = finite_steps(tmp_path, torch.amp.GradScaler("cpu"))
+    for number in range(71):
+        move(number, 1.0 if number < 31 and number % 10 == 0 else torch.nan)
+    assert not reports
+    with pytest.raises(InputError, match="40 steps in a row, the last 71, .* begins again"):
+        steps.settle()
+    assert reports[-1][:2] == (70, 40)

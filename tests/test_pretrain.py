@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path)
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
 def test_two_processes_give_the_losses_of_one(kind, pretrain_flags, tmp_path):
     flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", f"--model.type={kind}"]
-    flags += ["--run.validation_sequences=4"]  # one batch: the second process has none
+    flags += ["--run.validation_sequences=12"]  # three batches of 4: one process has none at last
     run(flags, "--run.name=one")
     run(flags, "--run.name=accumulated", "--optim.micro_batch=4")
     shares = {"two": "4"} if kind == "bert" else {"two": "4", "two-whole": "8"}
@@ -151,7 +151,8 @@ def test_two_processes_give_the_losses_of_one(kind, pretrain_flags, tmp_path):
         more = (f"--run.name={name}", f"--optim.micro_batch={micro}")
         done = command(*TORCHRUN, SCRIPT, *flags, *more, ACCELERATE_USE_CPU="1")
         assert done.returncode == 0, done.stderr
-    for key in ("loss", "accuracy", "tokens", "validation_loss", "gradient_norm"):
+    keys = ("loss", "accuracy", "tokens", "validation_loss", "validation_tokens", "gradient_norm")
+    for key in keys:
         one = list(log_rows(tmp_path / "runs" / "one", key).values())
         for name in ("accumulated", *shares):
             other = list(log_rows(tmp_path / "runs" / name, key).values())
@@ -508,7 +509,15 @@ def test_a_launch_that_starts_fewer_processes_than_asked_for_stops(pretrain_flag
     done = command(*launch, SCRIPT, *pretrain_flags)
     assert done.returncode != 0
     assert "error: launch must start the processes that were asked for, got 1" in done.stderr
+    assert "on a CPU with ACCELERATE_USE_CPU=1 before it" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_one_process_may_start_where_an_address_is_exported(pretrain_flags, tmp_path):
+    """As scripts of clusters do for all that they start."""
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+    done = command(*launch, SCRIPT, *pretrain_flags, "--run.dry=true", MASTER_ADDR="10.0.0.1")
+    assert done.returncode == 0, done.stderr
 
 
 def test_sharding_that_is_asked_for_and_not_given_stops(pretrain_flags, tmp_path):

@@ -195,6 +195,18 @@ def test_the_best_run_on_validation_serves(tmp_path, small, capsys):
     assert re.search(r"accuracy 70.0 +wnli-a-\w{10}, rate 2e-05, seed 1, best of 3$", row)
 
 
+def test_a_zip_is_of_one_models_weights(tmp_path, small):
+    """A folder's model was replaced, and its runs made again but for the best."""
+    write_run(tmp_path, line("wnli", 0.9, weights="old"))
+    write_run(tmp_path, line("wnli", 0.5, seed=1, weights="new"))
+    write_run(tmp_path, line("stsb", 0.5, weights="new"))
+    found = built(tmp_path, placeholders=True)
+    assert found["WNLI.tsv"] == answers(line("wnli", 0.5, seed=1), "WNLI.tsv")
+    write_run(tmp_path, line("wnli", 0.5, seed=1, weights="newer"))
+    with pytest.raises(InputError, match="only runs of other weights of the model"):
+        built(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -285,7 +297,7 @@ def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, s
     assert f"none for {every if rate == 2e-5 else reasons};" in message
     (typed,) = re.findall("`(.*)`", message)
     launcher, flags = typed.split(" finetune.grid ")
-    assert launcher == "accelerate launch --mixed_precision bf16 -m"
+    assert launcher == "accelerate launch --num_processes 1 --mixed_precision bf16 -m"
     grid = parse(GridSettings, shlex.split(flags))
     tasks = ["stsb", "mnli", "wnli"] if rate == 2e-5 else ["stsb", "mnli"]
     assert (grid.models, grid.tasks, grid.seeds) == ([MODEL], tasks, [3])

@@ -1,6 +1,7 @@
 """The learned vocabulary: the same bytes every time, a real BERT tokenizer, picklable."""
 
 import copy
+import dataclasses
 
 import pytest
 from transformers import AutoTokenizer
@@ -77,6 +78,21 @@ def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
         InputError, match=r"corpus.vocabulary_size must be at least the \d+ pieces in"
     ):
         vocabulary.learn_if_missing(settings)
+
+
+def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypatch):
+    """The folder would be taken for the hub's tokenizer, there and in every later command."""
+    (tmp_path / "text.txt").write_text("the cat sees the moon\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("bert-base-uncased", "junnyu/roformer_chinese_base"):
+        settings = CorpusSettings(train="text.txt", tokenizer=name, vocabulary_size=100)
+        with pytest.raises(InputError, match=rf"corpus.tokenizer must .* '{name}'; write ./{name}"):
+            vocabulary.learn_if_missing(settings)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
+    (tmp_path / "there").mkdir()
+    for name in ("./words", "there/words", "runs/words", "some/new/words"):
+        vocabulary.learn_if_missing(dataclasses.replace(settings, tokenizer=name))
+        assert (tmp_path / name / "tokenizer_config.json").is_file()
 
 
 def test_a_size_is_kept_even_with_many_characters():

@@ -63,7 +63,8 @@ def fit_micro_batch(
     Only sizes that divide `wanted` are tried, at most half of the last each time, because all
     processes must make the same number of micro-batches of a step. This happens before the first
     step, because a process that runs out of memory later leaves the others waiting for it. The rest
-    of the batch is accumulated, so the losses are the same.
+    of the batch is accumulated, so the losses are the same without dropout, and but for the random
+    features of FAVOR+, which are drawn anew by the number of forward passes.
 
     Args:
         model: As prepared by Accelerate.
@@ -127,7 +128,7 @@ def plan(
     steps: list[int | None],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """What the run would take, from one micro-batch timed here; nothing is written.
+    """What the run would take, from one micro-batch that fits, timed here; nothing is written.
 
     Args:
         settings: Of the run.
@@ -137,17 +138,24 @@ def plan(
         accelerator: Says how many processes there would be.
 
     Returns:
-        Parameters, tokens a step, steps, hours, memory and disk in GB, as JSON values.
+        Parameters, micro-batches, tokens a step, steps, hours, memory and disk in GB, as JSON
+        values.
     """
     parameters = sum(p.numel() for p in objective.parameters())
-    seconds, tokens, hours = [], 0, 0.0
+    seconds, tokens, hours, sizes = [], 0, 0.0, []
     for stage, number in zip(stages, steps):
-        seconds.append(_time(objective, stage, accelerator))
-        share = stage.optim.batch_size / stage.optim.micro_batch / accelerator.num_processes
+        length, wanted = stage.corpus.length, stage.optim.micro_batch
+        rate = None if objective.causal else stage.corpus.mask_rate
+        with accelerator.autocast():
+            rows = fit_micro_batch(objective, objective, length, wanted, rate, accelerator)
+        sizes.append(rows)
+        seconds.append(_time(objective, rows, length, rate, accelerator))
+        share = stage.optim.batch_size / rows / accelerator.num_processes
         tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
         hours += (number or 0) * share * seconds[-1] / 3600
     report = {
         "parameters": parameters,
+        "micro_batch": sizes,
         "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],
         # a budget of tokens takes more where sequences are shorter than they may be
         "steps_at_least" if settings.optim.tokens else "steps": steps,
@@ -161,11 +169,13 @@ def plan(
     return report
 
 
-def _time(objective: LanguageModel, stage: PretrainSettings, accelerator: Accelerator) -> float:
+def _time(
+    objective: LanguageModel, rows: int, length: int, rate: float | None, accelerator: Accelerator
+) -> float:
     """Seconds of a forward and backward pass of a micro-batch of full length, the second of two."""
-    rows, length = stage.optim.micro_batch, stage.corpus.length
     config: PreTrainedConfig = objective.model.config
-    rate = None if objective.causal else stage.corpus.mask_rate
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
     batch = longest_batch(rows, length, config.vocab_size, rate, objective.packed)
     seconds = 0.0
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Documents to token ids on disk: read, tokenised once, kept in shards, found again.
 
-    python -m train.corpus --corpus.train TEXT --corpus.tokenizer FOLDER
+    python -m train.corpus --corpus.train TEXT --corpus.validation TEXT --corpus.tokenizer FOLDER
 
 A source is a file or a hub data set. Its shards are named by the hash of everything that decides
 their bytes (text, column, tokenizer, format), so a change of any makes others, nothing stale can be

@@ -39,8 +39,8 @@ FREE = {
     "corpus": {"cache", "train", "validation", "tokenizer"},  # what they hold is compared instead
     "optim": {"micro_batch"},
     "run": {
-        "folder", "log_every", "validate_every", "validation_sequences", "save_every", "keep",
-        "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
+        "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
+        "keep", "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
     },
 }  # fmt: skip
 """Keys that may change when a run goes on: they do not decide what is learned."""
@@ -186,16 +186,19 @@ def write_header(
 ) -> None:
     """Write environment.json and settings.yaml, when a run begins or goes on under other settings.
 
+    An environment.json that was deleted is written again, with what is here now.
+
     What changed is said, and stays in the comments that settings.yaml opens with: a result of the
     run belongs to neither settings alone.
     """
     file, notes = folder / "settings.yaml", ""
-    if not file.exists():
+    begins, place = not file.exists(), folder / "environment.json"
+    if begins or not place.exists():
         about = environment(accelerator) | {"parameters": parameters}
-        _write_whole(folder / "environment.json", json.dumps(about, indent=2) + "\n")
-    elif not changed:
+        _write_whole(place, json.dumps(about, indent=2) + "\n")
+    if not begins and not changed:
         return
-    else:
+    if changed and not begins:
         keys = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
         )
@@ -204,9 +207,9 @@ def write_header(
         lines = file.read_text(encoding="utf-8").splitlines()
         notes = "".join(f"{line}\n" for line in [*lines, f"# {note}"] if line.startswith("#"))
         if "mixed_precision" in changed:
-            about = _read(folder / "environment.json", "the environment")
+            about = _read(place, "the environment")
             about["precision"] = accelerator.mixed_precision
-            _write_whole(folder / "environment.json", json.dumps(about, indent=2) + "\n")
+            _write_whole(place, json.dumps(about, indent=2) + "\n")
     _write_whole(file, notes + yaml.safe_dump(as_dict(settings), sort_keys=False))
 
 

@@ -75,12 +75,13 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             flags or configuration say: what `accelerate launch --cpu --num_processes 2` does.
     """
     environment = os.environ
-    # Accelerate's single-process launcher sets an address only when several were asked for
-    alone = "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment
-    if alone:
+    # Accelerate's launcher of a single process sets these only when several were asked for
+    address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
+    if address <= environment.keys() and "WORLD_SIZE" not in environment:
         raise InputError(
-            "launch must start the processes that were asked for, got 1 process for several; "
-            "start them with `torchrun --nproc_per_node N train/pretrain.py ...`"
+            "launch must start the processes that were asked for, got 1 process for several; start "
+            "them with `torchrun --nproc_per_node N` and the script, on a CPU with "
+            "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
         )
     handlers = [
         # other processes wait while one tokenises: an hour on a large corpus, not a fault
@@ -100,7 +101,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     if accelerator.num_processes != wanted:
         raise InputError(
             f"launch must join all {wanted} processes, got a world of {accelerator.num_processes}; "
-            "check num_processes and num_machines in the accelerate configuration"
+            "put ACCELERATE_USE_CPU=1 before torchrun on a CPU, or check num_processes and "
+            "num_machines in the accelerate configuration"
         )
     sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if sharded and accelerator.distributed_type != DistributedType.FSDP:

@@ -14,6 +14,9 @@ from train.settings import InputError, OptimSettings
 PATIENCE = 3
 """Steps in a row without a finite gradient after which a run ends: it will not mend itself."""
 
+SCALES = 40
+"""The same with a loss scaler, which halves its scale, 65,536 at first, at each of them."""
+
 TIMED_STEPS = 1_000_000
 """Parts into which a schedule over hours divides them."""
 
@@ -85,7 +88,8 @@ class FiniteSteps:
     reads it a step later, and so waits for nothing.
 
     Args:
-        optimizer: As prepared by Accelerate. One with a loss scaler (fp16) does this by itself.
+        optimizer: As prepared by Accelerate. One with a loss scaler (fp16) leaves steps out by
+            itself while it looks for its scale: that is told only when it finds none.
         report: Called in every process with the step that was skipped, how many have been in a row,
             and for each micro-batch of this process whether its own loss was not finite, [n], on
             the device.
@@ -104,6 +108,7 @@ class FiniteSteps:
         self.lost: list[Tensor] = []
         self.pending: tuple[int, ReadLater, Tensor] | None = None
         self.in_a_row = 0
+        self.patience = PATIENCE if optimizer.scaler is None else SCALES
 
     def saw(self, loss: Tensor) -> None:
         """Remember whether the loss of a micro-batch is finite."""
@@ -116,34 +121,40 @@ class FiniteSteps:
             InputError: As `settle`.
         """
         self.settle()
+        skipped = norm.isfinite().logical_not().float()
         if self.optimizer.scaler is None:
-            skipped = norm.isfinite().logical_not().float()
             self.optimizer.optimizer.found_inf = skipped
-            self.pending = number, ReadLater(skipped[None]), torch.stack(self.lost)
+        self.pending = number, ReadLater(skipped[None]), torch.stack(self.lost)
         self.lost = []
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Look at the step before, if it has not been looked at.
+
+        Returns:
+            Whether to save: nobody should have to go on from weights whose gradients are not finite
+            (but for a loss scaler, which leaves a step out now and then).
 
         Raises:
             InputError: It was one of several in a row without a finite gradient.
         """
-        if self.pending is None:
-            return
-        number, told, lost = self.pending
+        if self.pending is not None:
+            self._look(*self.pending)
+        return self.in_a_row == 0 or self.optimizer.scaler is not None
+
+    def _look(self, number: int, told: ReadLater, lost: Tensor) -> None:
         self.pending = None
-        if not told.read()[0]:
-            self.in_a_row = 0
+        self.in_a_row = self.in_a_row + 1 if told.read()[0] else 0
+        if not self.in_a_row:
             return
-        self.in_a_row += 1
-        self.report(number, self.in_a_row, lost)
-        if self.in_a_row >= PATIENCE:
+        if self.optimizer.scaler is None or self.in_a_row >= self.patience:
+            self.report(number, self.in_a_row, lost)
+        if self.in_a_row >= self.patience:
             good = max(self.checkpoints.glob("step-*[0-9]"), default=None)
             where = f"goes on from {good}" if good else "begins again"
             raise InputError(
-                f"optim must keep gradients finite, got {PATIENCE} steps in a row, the last "
+                f"optim must keep gradients finite, got {self.patience} steps in a row, the last "
                 f"{number + 1}, with infinite ones; the same command with a lower "
                 f"optim.learning_rate and run.allow_drift true {where}"
             )

@@ -168,10 +168,10 @@ def train(
                         alive=interruptions.alive,
                     )
                 journal.validation(done, scores)
-            if done % run.save_every == 0 or ended or any(reasons):
-                finite.settle()
+            last = ended or any(reasons)
+            if (done % run.save_every == 0 or last) and (finite.settle() or last):
                 with interruptions.patient():  # a disk may be slow
-                    saver.save(done, journal, last=ended or any(reasons))
+                    saver.save(done, journal, last=last)
             if ended:
                 return None
             if any(reasons):

@@ -1,6 +1,7 @@
 """Learn a WordPiece vocabulary.
 
-    python -m train.vocabulary --corpus.train TEXT --corpus.tokenizer FOLDER
+    python -m train.vocabulary --corpus.vocabulary_size 8192 --corpus.train TEXT \
+      --corpus.tokenizer FOLDER
 
 The same text gives the same bytes, in every process and on every machine.
 """
@@ -97,7 +98,8 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
     """Learn `corpus.tokenizer` from the training text, unless it is there or none was asked for.
 
     Raises:
-        InputError: The size is too small, or the vocabulary that is there is larger.
+        InputError: The size is too small, the vocabulary that is there is larger, or the folder's
+            name may be one of the hub.
     """
     size, folder = corpus.vocabulary_size, corpus.tokenizer
     if size is None:
@@ -112,9 +114,26 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
         )
         require(there <= size, "corpus.vocabulary_size", rule, size, remedy)
         return
+    rule, remedy = (
+        "must name a folder to learn a vocabulary into",
+        f"write ./{folder}, or set corpus.vocabulary_size to null to take the one of a hub id",
+    )
+    require(not _may_be_a_hub_id(corpus), "corpus.tokenizer", rule, repr(folder), remedy)
     require(size >= 100, "corpus.vocabulary_size", "must be at least 100", size, "8192 is small")
     print(f"learning a vocabulary of {size} pieces into {folder}")
     save(learn(lambda: documents(corpus, "train"), size), folder)
+
+
+def _may_be_a_hub_id(corpus: CorpusSettings) -> bool:
+    """Whether a name that is not there is NAME or OWNER/NAME, and its folder is not there either.
+
+    A vocabulary learned into such a folder would be taken for the hub's from then on.
+    """
+    path = Path(corpus.tokenizer)
+    if corpus.tokenizer.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
+        return False
+    owner = path.parent  # `runs`, which the text's cache will make, is no owner
+    return len(path.parts) == 1 or not (owner.is_dir() or owner in Path(corpus.cache).parents)
 
 
 def of_bytes() -> PreTrainedTokenizerBase:
