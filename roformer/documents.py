@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import is_traced
+from .tracing import are_hidden
 
 
 def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -41,8 +41,8 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
         real: [B, L], False for padding, whose positions mean nothing.
 
     Returns:
-        [B, L] int64, counting from 0 in each row; None when no row is packed, which while traced or
-        without values is not to be known.
+        [B, L] int64, counting from 0 in each row; None when no row is packed, which without values
+        is not to be known.
     """
     first = real & (real.cumsum(dim=-1) == 1)  # with padding on the left, not the first of the row
     follows = positions == positions.roll(1, dims=-1) + 1
@@ -51,8 +51,7 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
     numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
-    hidden = is_traced() or positions.is_meta or type(positions) is not Tensor
-    if not hidden and not numbers.any():
+    if not are_hidden(positions) and not numbers.any():
         return None
     return numbers
 
@@ -116,7 +115,7 @@ def arrange(
         borders: [documents + 1] cumulative lengths over the flattened rows, or None. Without them
             packed documents are looked for in `position_ids`, in a row that follows no tokens.
         follows: Whether there is a cache, which may be empty: then nothing is looked for while
-            traced, when every row would have to be taken for a packed one.
+            compiling, when every row would have to be taken for a packed one.
     """
     B, L = words.shape[:2]  # noqa: N806
     real: Tensor | None = None
@@ -133,7 +132,7 @@ def arrange(
         return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
     positions = position_ids.to(words.device).long().view(-1, L)
     numbers: Tensor | None = None
-    known = not (follows and is_traced())
+    known = not (follows and torch.compiler.is_compiling())
     if real is not None and known and L > 1 and int(start) == 0:
         numbers = from_positions(positions.expand(B, L), real)
     return Batch(positions, real, numbers)

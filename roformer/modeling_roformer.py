@@ -38,7 +38,7 @@ from .linear import Features, LinearCache
 from .masks import cross_mask, is_flash, is_ready_made, kernel_for_masks, self_mask, with_bias
 from .positions import Distances, distances, score_bias
 from .rotary import frequencies, rotation_table
-from .tracing import is_plain, is_traced
+from .tracing import is_plain
 
 logger = logging.get_logger(__name__)
 
@@ -497,14 +497,14 @@ def _cache_of_packed_rows(
 ) -> Cache | None:
     """Nothing can follow a row of several documents, so keys and values are not kept.
 
-    While traced any row may be one by its positions, which are not known: then they are.
+    While compiling any row may be one by its positions, which are not known: then they are.
     """
     if given is not None:
         raise ValueError(
             "position_ids must count through one document beside past_key_values, got several "
             "that start from 0; leave the cache out"
         )
-    known = borders is not None or not is_traced()
+    known = borders is not None or not torch.compiler.is_compiling()
     return None if known or isinstance(cache, LinearCache) else cache
 
 

@@ -13,6 +13,13 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or exported or transformed or forwards
 
 
+def are_hidden(x: Tensor) -> bool:
+    """Whether the values of x cannot be looked at: it is compiled, transformed, fake or on meta."""
+    transformed = torch._C._are_functorch_transforms_active()
+    ordinary = type(x) is Tensor and not x.is_meta
+    return torch.compiler.is_compiling() or transformed or not ordinary
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether x is an ordinary tensor on a CPU, and nothing traces what is done with it."""
     ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake

@@ -175,8 +175,10 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     near = [model(inputs_embeds=words + e * step).logits for e in (1e-3, -1e-3)]
     torch.testing.assert_close(slope, (near[0] - near[1]) / 2e-3, atol=2e-2, rtol=2e-2)
     model.config.return_dict = False
-    traced = torch.jit.trace(model, (ids,), strict=False)
-    torch.testing.assert_close(traced(ids)[0], model(ids)[0])
+    counted = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    for given in ({"input_ids": ids}, {"input_ids": ids, "position_ids": counted}):
+        traced = torch.jit.trace(model, example_kwarg_inputs=given, strict=False)
+        torch.testing.assert_close(traced(**given)[0], model(**given)[0])
 
 
 def test_a_model_runs_on_tensors_without_values(config):
