@@ -65,8 +65,8 @@ def pair_differences(
     seeds = [sorted({seed_of(row) for row in side}) for side in sides]
     alike = all(_same_size(side[0], row) for side in sides for row in side)
     nothing = (
-        f"No {title}: nothing was run in the same way on both, by recipe, start, data, precision "
-        "and one set of weights a model, as far as the names of rows say it."
+        f"No {title}: no two rows have recipe, start, data and precision in common and one set of "
+        "weights each; their names say what differs."
     )
     number = _in_a_row(seeds[0])
     if alike and number > 1 and seeds[0] == seeds[1] and counts == [number] * 2:
