@@ -161,7 +161,7 @@ def half_split_order(width: int, rotated: int) -> Tensor:
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """In what a model of this dtype computes what must not be rounded to half precision."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _exact(device: torch.device | None) -> torch.dtype:

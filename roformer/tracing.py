@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 
@@ -16,8 +17,8 @@ def is_traced() -> bool:
 def are_hidden(x: Tensor) -> bool:
     """Whether the values of x cannot be looked at: it is compiled, transformed, fake or on meta."""
     transformed = torch._C._are_functorch_transforms_active()
-    ordinary = type(x) is Tensor and not x.is_meta
-    return torch.compiler.is_compiling() or transformed or not ordinary
+    empty = x.is_meta or isinstance(x, FakeTensor)
+    return torch.compiler.is_compiling() or transformed or empty
 
 
 def is_plain(x: Tensor) -> bool:
