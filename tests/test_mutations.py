@@ -37,8 +37,8 @@ MUTATIONS = {
     ),
     "factor on sine and cosine ignored": (
         "rotary.py",
-        "dim=-1).float() * scaling",
-        "dim=-1).float()",
+        "turns.to(arithmetic(dtype)) * scaling",
+        "turns.to(arithmetic(dtype))",
     ),
     "no dropout in attention": (
         "layers.py",
