@@ -53,7 +53,7 @@ from finetune.tasks import TASKS, Task
 from train import counter
 from train.journal import commit
 from train.launch import run_command, start_accelerator
-from train.optim import adamw, rate_factor, set_rate
+from train.optim import LEAST_SCALE, adamw, rate_factor, set_rate
 from train.settings import InputError, require
 
 Data = dict[str, Examples]  # split -> rows; AX is the split "ax" of mnli
@@ -62,8 +62,6 @@ Scores = dict[str, dict[str, float]]  # split -> metric -> value
 Watch = Callable[[int, int, float], None]  # steps made, steps in all, loss
 LOOK_EVERY = 20
 """Steps between two looks at the loss: each makes the host wait for the device."""
-LEAST_SCALE = 2.0**-20
-"""Of a loss scaler, which begins at 65,536 and halves it for every step that it leaves out."""
 
 
 class DivergedError(ArithmeticError):
@@ -176,7 +174,7 @@ def fine_tune(
             if step % LOOK_EVERY == 0 or step == steps:
                 if scaler is None:
                     require_finite(norm, "gradient", step)  # the same in every process
-                elif scaler.get_scale() < LEAST_SCALE:
+                elif scaler.get_scale() <= LEAST_SCALE:
                     raise DivergedError(f"gradient not finite at any scale ({step})")
                 watch(step, steps, loss.item() / max(1, len(mine)))
         losses.append(accelerator.reduce(total).item() / len(train))

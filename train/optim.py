@@ -15,7 +15,10 @@ PATIENCE = 3
 """Steps in a row without a finite gradient after which a run ends: it will not mend itself."""
 
 SCALES = 40
-"""The same with a loss scaler, which halves its scale, 65,536 at first, at each of them."""
+"""The same with a loss scaler, which halves its scale at each of them."""
+
+LEAST_SCALE = 65_536 / 2**SCALES
+"""What then is left of the scale that it begins with."""
 
 TIMED_STEPS = 1_000_000
 """Parts into which a schedule over hours divides them."""
