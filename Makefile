@@ -44,7 +44,7 @@ test-slow: setup ## tests that take minutes or need the data named by ROFORMER_D
 
 test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supported transformers
 	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' tests/test_rotary.py \
-	  tests/test_configuration.py tests/test_modeling.py tests/test_attention.py \
+	  tests/test_configuration.py tests/test_modeling.py tests/test_inputs.py tests/test_attention.py \
 	  tests/test_generation.py tests/test_model_training.py tests/test_export.py \
 	  tests/test_objective.py tests/test_pretrain.py tests/test_glue.py \
 	  tests/test_dropout.py tests/test_blocked.py tests/test_speed.py tests/test_bench.py
