@@ -196,9 +196,7 @@ def sources(settings: SubmissionSettings, lines: Sequence[Line]) -> Sources:
     return found
 
 
-def choose(
-    results: str, lines: Sequence[Line], task: str, weights: str | None = None
-) -> Choice | str:
+def choose(results: str, lines: Sequence[Line], task: str, weights: str | None) -> Choice | str:
     """The best run of a task on validation, of those that predicted its test splits.
 
     Only runs of these weights serve: a folder's model may have been replaced between two of them.
