@@ -27,7 +27,7 @@ demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune bot
 	$(CPU) -m finetune.grid --config configs/glue/demo.yaml --glue_dir runs/demo-tasks \
 	  --models '$(DEMO_MODELS)' --tasks '$(DEMO_TASKS)' --random_control true \
 	  --output runs/demo/results.jsonl
-	$(BIN)/python -m train.curves --runs '[runs/demo-roformer, runs/demo-bert]' \
+	$(BIN)/python -m train.analysis.loss_curves --runs '[runs/demo-roformer, runs/demo-bert]' \
 	  --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
 	$(BIN)/python -m finetune.report runs/demo/results.jsonl
 	@echo 'report: runs/demo/report.html (also .md .tex .json .csv); pictures: runs/demo/report-demo-*.png,' \
@@ -43,11 +43,8 @@ test-slow: setup ## tests that take minutes or need the data named by ROFORMER_D
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supported transformers
-	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' tests/test_rotary.py \
-	  tests/test_configuration.py tests/test_modeling.py tests/test_inputs.py tests/test_attention.py \
-	  tests/test_generation.py tests/test_model_training.py tests/test_export.py \
-	  tests/test_objective.py tests/test_pretrain.py tests/test_glue.py \
-	  tests/test_dropout.py tests/test_blocked.py tests/test_speed.py tests/test_bench.py
+	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu' \
+	  tests/roformer tests/train/loop/test_objective.py tests/train/test_pretrain.py tests/finetune/test_glue.py
 .venv-oldest/installed: pyproject.toml configs/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -vE '^(transformers|huggingface_hub)==' configs/constraints.txt > .venv-oldest/constraints.txt
@@ -59,7 +56,7 @@ test-oldest: .venv-oldest/installed ## model and loop tests with the oldest supp
 HF_VERSION := $(shell sed -n 's/^transformers==//p' configs/constraints.txt)
 HF_TESTS := .hf-tests/$(HF_VERSION)
 test-hf: setup $(HF_TESTS) ## transformers' own tests of a model, over our classes
-	PYTHONPATH=$(HF_TESTS) $(BIN)/python tests/hf_model_tests.py
+	PYTHONPATH=$(HF_TESTS) $(BIN)/python tests/project/hf_model_tests.py
 $(HF_TESTS): | setup
 	rm -rf $@.part && mkdir -p $@.part/transformers_tests
 	$(BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary transformers \
@@ -132,7 +129,7 @@ tune = $(if $(strip $(2)),$(PAIR_LAUNCH) -m finetune.grid --config configs/glue/
 	  --workers $(PAIR_WORKERS) --output $(PAIR_DIR)/results.jsonl --tasks '$(call list,$(2))' $(3) &&)
 both = $(call tune,$(1),$(2),$(3) $(PAIR_ALL)) $(call tune,$(1),$(2),$(3) $(PAIR_CONTROL))
 pair: pair-glue $(PAIR_DIR)/lengths.json ## RoFormer and BERT over pretraining seeds: TEXT=FOLDER GLUE=FOLDER
-	$(BIN)/python -m train.curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
+	$(BIN)/python -m train.analysis.loss_curves --runs '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%))' --output $(PAIR_DIR)/curves.png
 	$(BIN)/python -m finetune.report $(PAIR_DIR)/results.jsonl
 $(PAIR_DIR)/%/finished: | $(PAIR_READY)
 	$(if $(TEXT)$(filter tiny,$(PAIR)),,$(NO_TEXT))
@@ -146,7 +143,7 @@ pair-glue: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
 	  $(call both,$(folder),$(filter $(filter-out $(PAIR_ONCE),$(PAIR_LONG)),$(call PAIR_TASKS,$(folder))),--epochs 10) \
 	  $(call both,$(folder),$(filter $(PAIR_ONCE),$(call PAIR_TASKS,$(folder))),--seeds '$(call list,0)')) true
 $(PAIR_DIR)/lengths.json: $(PAIR_RUNS:%=$(PAIR_DIR)/%/finished)
-	$(PAIR_LAUNCH) -m train.lengths --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
+	$(PAIR_LAUNCH) -m train.analysis.length_extrapolation --models '$(call list,$(PAIR_RUNS:%=$(PAIR_DIR)/%/model))' \
 	  --corpus.validation '$(HELD_OUT)' --trained $(call LENGTH,pair-$(PAIR)) --output $(PAIR_DIR)/lengths.png
 
 pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, demo tasks
@@ -167,10 +164,10 @@ PERFORMER_DIR := runs/performer-$(SCALE)
 ENCODING_RUNS := $(foreach seed,$(ENCODING_SEEDS),$(ENCODINGS:%=$(ENCODING_DIR)/%-$(seed)))
 PERFORMER_RUNS := $(foreach seed,$(PERFORMER_SEEDS),$(PERFORMERS:%=$(PERFORMER_DIR)/%-$(seed)))
 encodings: $(ENCODING_RUNS:%=%/finished) ## seven encodings of position on one small model: TEXT=FOLDER
-	$(CPU) -m train.lengths --models '$(call list,$(ENCODING_RUNS:%=%/model))' --corpus.validation '$(HELD_OUT)' \
+	$(CPU) -m train.analysis.length_extrapolation --models '$(call list,$(ENCODING_RUNS:%=%/model))' --corpus.validation '$(HELD_OUT)' \
 	  --lengths '$(call list,$(ENCODING_LENGTHS))' --trained $(firstword $(ENCODING_LENGTHS)) \
 	  --output $(ENCODING_DIR)/lengths.png
-	$(BIN)/python -m train.contest --runs '$(call list,$(ENCODING_RUNS))' --lengths $(ENCODING_DIR)/lengths.json \
+	$(BIN)/python -m train.analysis.compare_runs --runs '$(call list,$(ENCODING_RUNS))' --lengths $(ENCODING_DIR)/lengths.json \
 	  --output $(ENCODING_DIR)/contest.png
 $(ENCODING_DIR)/%/finished: | setup
 	$(if $(TEXT)$(filter tiny,$(SCALE)),,$(NO_TEXT))
@@ -178,7 +175,7 @@ $(ENCODING_DIR)/%/finished: | setup
 	  --model.config.position_encoding $(firstword $(subst -, ,$*))
 	$(FINISH)
 performer: $(PERFORMER_RUNS:%=%/finished) ## linear attention with and without RoPE: TEXT=FOLDER
-	$(BIN)/python -m train.contest --runs '$(call list,$(PERFORMER_RUNS))' --output $(PERFORMER_DIR)/contest.png \
+	$(BIN)/python -m train.analysis.compare_runs --runs '$(call list,$(PERFORMER_RUNS))' --output $(PERFORMER_DIR)/contest.png \
 	  --title 'Next byte: linear attention with and without RoPE, and softmax'
 $(PERFORMER_DIR)/%/finished: | setup
 	$(if $(TEXT)$(filter tiny,$(SCALE)),,$(NO_TEXT))

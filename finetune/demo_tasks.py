@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from train import docstrings
-from train.folders import whole_folder
-from train.launch import run_command
+from train.data import demo_corpus
+from train.loop.atomic_dir import whole_folder
+from train.loop.launch import run_command
 from train.settings import require
 
 SHUFFLED = 4
@@ -55,7 +55,7 @@ class DemoTasksSettings:
 
 def paragraphs_of_sentences(part: str, cache: str) -> Iterator[list[str]]:
     """Runs of sentences that follow each other, in prose paragraphs of one docstring."""
-    with docstrings.written(part, cache).open(encoding="utf-8") as stream:
+    with demo_corpus.written(part, cache).open(encoding="utf-8") as stream:
         for line in stream:
             for paragraph in re.split(r"\n\s*\n", json.loads(line)["text"]):
                 run: list[str] = []

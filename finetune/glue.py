@@ -29,8 +29,7 @@ from transformers import (
 )
 
 import roformer
-from finetune.card import require_free, save_model
-from finetune.examples import (
+from finetune.data import (
     Examples,
     data_of,
     epoch_batches,
@@ -39,6 +38,7 @@ from finetune.examples import (
     require_fit,
 )
 from finetune.metrics import GlueMetric
+from finetune.publish.model_card import require_free, save_model
 from finetune.results import (
     KEY,
     Claims,
@@ -50,10 +50,10 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
-from train import counter
-from train.journal import commit
-from train.launch import run_command, start_accelerator
-from train.optim import LEAST_SCALE, adamw, rate_factor, set_rate
+from train.data import stateless_rng
+from train.loop.launch import run_command, start_accelerator
+from train.loop.optim import LEAST_SCALE, adamw, rate_factor, set_rate
+from train.loop.run_log import commit
 from train.settings import InputError, require
 
 Data = dict[str, Examples]  # split -> rows; AX is the split "ax" of mnli
@@ -157,7 +157,7 @@ def fine_tune(
         model.train()
         total = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, settings.batch_size, settings.seed, epoch):
-            torch.manual_seed(int(counter.bits(settings.seed, step, rank)) >> 1)
+            torch.manual_seed(int(stateless_rng.bits(settings.seed, step, rank)) >> 1)
             set_rate(optimizer, settings.learning_rate * factor(step))
             mine = rows[rank::processes]
             batch = train.batch(mine if len(mine) else rows[:1], accelerator.device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from finetune import glue
-from finetune.board import Board
+from finetune.progress_table import Board
 from finetune.results import (
     Claims,
     append_result,
@@ -34,7 +34,7 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
-from train.launch import launcher, run_command, start_accelerator
+from train.loop.launch import launcher, run_command, start_accelerator
 from train.settings import InputError, require
 
 FROM_MNLI = ("rte", "mrpc", "stsb")

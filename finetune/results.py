@@ -25,7 +25,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from train.folders import model_name, no_room
+from train.loop.atomic_dir import model_name, no_room
 from train.settings import InputError, reason
 
 RECIPE = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.tasks import TASKS
-from train.folders import require_writable
+from train.loop.atomic_dir import require_writable
 from train.settings import SCHEDULES, require, require_seed
 
 
@@ -34,7 +34,7 @@ class Recipe:
     cache: str = "runs/tokens"
     """Folder where tokens are kept, for all runs."""
     test: bool = False
-    """Also predict the test splits that are there, and AX after MNLI, for `finetune.submission`."""
+    """Also predict the test splits that are there, and AX after MNLI, for the submission."""
     length: int = 128
     """Longest input in tokens, special ones included; of a longer pair the longer text is cut."""
     batch_size: int = 32

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .inputs import require_shape
+from .input_checks import require_shape
 from .layers import RoFormerOnlyMLMHead
 from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
 

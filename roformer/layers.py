@@ -18,15 +18,15 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import eager_attention
+from .attention_masks import with_bias
 from .configuration_roformer import RoFormerConfig
-from .dense import dense, is_untouched
-from .dropout import Dropout
-from .linear import Features, linear_attention
-from .masks import with_bias
-from .positions import TransformerXLTerms, sinusoids
+from .kernels.attention import eager_attention
+from .kernels.dispatch import is_traced
+from .kernels.dropout import Dropout
+from .kernels.linear import dense, is_untouched
+from .linear_attention import Features, linear_attention
+from .position_encodings import TransformerXLTerms, sinusoids
 from .rotary import half_split_order, rotate
-from .tracing import is_traced
 
 KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
 """Activations whose backward pass reads what went in; others, as relu, read what came out."""

@@ -21,11 +21,20 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from . import documents
-from .attention import UNPADDED
+from . import padding as documents
+from .attention_masks import (
+    cross_mask,
+    is_flash,
+    is_ready_made,
+    kernel_for_masks,
+    self_mask,
+    with_bias,
+)
 from .configuration_roformer import RoFormerConfig
-from .dense import dense
-from .inputs import check_masks, check_positions, check_source, check_tokens
+from .input_checks import check_masks, check_positions, check_source, check_tokens
+from .kernels.attention import UNPADDED
+from .kernels.dispatch import is_plain
+from .kernels.linear import dense
 from .layers import (
     RoFormerAttention,
     RoFormerEmbeddings,
@@ -34,11 +43,9 @@ from .layers import (
     RoFormerLMPredictionHead,
     RoFormerSelfAttention,
 )
-from .linear import Features, LinearCache
-from .masks import cross_mask, is_flash, is_ready_made, kernel_for_masks, self_mask, with_bias
-from .positions import Distances, distances, score_bias
+from .linear_attention import Features, LinearCache
+from .position_encodings import Distances, distances, score_bias
 from .rotary import frequencies, rotation_table
-from .tracing import is_plain
 
 logger = logging.get_logger(__name__)
 

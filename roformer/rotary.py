@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .tracing import is_traced
+from .kernels.dispatch import is_traced
 
 
 def inverse_frequencies(

@@ -24,14 +24,23 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import roformer
-from train import checkpoint, counter, vocabulary
-from train.capacity import fit_micro_batch, plan
-from train.corpus import require_unlike, said, tokenise
-from train.documents import require_apart
-from train.flops import measured_peak
-from train.folders import no_room, require_writable
-from train.initialise import build, make_for, model_config
-from train.interruptions import (
+from train.data import stateless_rng, vocabulary
+from train.data.batching import Sequences, Steps, mask_capacity, require_shares
+from train.data.corpus import require_unlike, said, tokenise
+from train.data.documents import require_apart
+from train.data.masking import SpecialTokens
+from train.data.stages import Stages, seed_of, stages_of
+from train.data.token_store import TokenStore
+from train.loop import checkpoint
+from train.loop.atomic_dir import no_room, require_writable
+from train.loop.evaluate import evaluate, first_of
+from train.loop.flops import measured_peak
+from train.loop.launch import run_command, start_accelerator
+from train.loop.memory import fit_micro_batch, plan
+from train.loop.model_init import build, make_for, model_config
+from train.loop.objective import LanguageModel
+from train.loop.optim import FiniteSteps, adamw, learning_rate, set_rate
+from train.loop.preemption import (
     EXIT_CODES,
     REASONS,
     Interruptions,
@@ -39,17 +48,9 @@ from train.interruptions import (
     end_workers,
     ignore_signals,
 )
-from train.journal import Journal, flat_settings, refuse_other_settings
-from train.launch import run_command, start_accelerator
-from train.masking import SpecialTokens
-from train.objective import LanguageModel
-from train.optim import FiniteSteps, adamw, learning_rate, set_rate
-from train.packing import Sequences, Steps, mask_capacity, require_shares
-from train.run_folder import Saver, alone, resume, save_model
+from train.loop.run_dir import Saver, alone, resume, save_model
+from train.loop.run_log import Journal, flat_settings, refuse_other_settings
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
-from train.stages import Stages, seed_of, stages_of
-from train.store import TokenStore
-from train.validate import evaluate, first_of
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -136,7 +137,8 @@ def train(
         loader = make_loader(steps, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(journal.clock.timed(loader), start=state["step"]):
             interruptions.alive()
-            torch.manual_seed(int(counter.bits(run.seed, step, accelerator.process_index)) >> 1)
+            seed = stateless_rng.bits(run.seed, step, accelerator.process_index)
+            torch.manual_seed(int(seed) >> 1)
             rate_now = rate(step, hours)
             set_rate(optimizer, rate_now)
             predicted, told = agree(micro_batches, interruptions, journal, accelerator)

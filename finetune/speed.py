@@ -1,0 +1,212 @@
+"""An epoch of fine-tuning beside transformers' official example: `python -m finetune.speed`.
+
+The example is examples/pytorch/text-classification of transformers, its loop written down here:
+batches in random order, padded to their longest row (run_glue_no_trainer.py) or all to `length`
+(run_glue.py, by default), AdamW, linear schedule, float32 unless told otherwise. Both loops train
+the same class of model from the same weights on the same rows, in turns, in one process, and score
+the validation rows after it. What counts are the ratios within a round.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
+
+from finetune import glue
+from finetune.data import Examples
+from finetune.settings import GlueSettings
+from finetune.tasks import TASKS
+from train.loop.atomic_dir import require_writable
+from train.loop.launch import run_command
+from train.loop.run_log import environment
+from train.settings import require
+
+Epoch = Callable[[], float]  # makes one, returns its seconds
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Time an epoch of this project's loop and of the official example's."""
+
+    model: str
+    """Folder of any model; the control from random weights is timed, which costs the same."""
+    glue_dir: str
+    """Folder of TASK/SPLIT.parquet."""
+    tasks: list[str] = field(default_factory=lambda: ["mrpc", "sst2"])
+    """Tasks by name."""
+    train_rows: int = 512
+    """First rows of the training split that make an epoch; 0 means all."""
+    batch_size: int = 32
+    """Examples a step."""
+    length: int = 128
+    """Longest input in tokens."""
+    rounds: int = 3
+    """Times every loop has its turn."""
+    cache: str = "runs/tokens"
+    """Folder where tokens are kept."""
+    output: str = "results/glue-bench-cpu.json"
+    """File for the numbers; the table goes beside it."""
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        require(not unknown, "tasks", f"must be of {', '.join(TASKS)}", unknown, "see --help")
+        require(self.rounds >= 1, "rounds", "must be at least 1", self.rounds, "3 is usual")
+        require_writable(Path(self.output).parent, "output")
+
+
+def first_rows(examples: Examples, count: int) -> Examples:
+    """The first rows of a split; all when `count` is 0."""
+    count = min(count or len(examples), len(examples))
+    tokens = int(examples.lengths[:count].sum())
+    inputs = {name: values[:tokens] for name, values in examples.inputs.items()}
+    return replace(
+        examples, inputs=inputs, lengths=examples.lengths[:count], labels=examples.labels[:count]
+    )
+
+
+def ours(run: GlueSettings, data: glue.Data, config: Any, precision: str) -> Epoch:
+    """This project's epoch."""
+
+    def epoch() -> float:
+        model, accelerator = glue.load_model(run, config), fresh_accelerator(precision)
+        started = time.perf_counter()
+        glue.fine_tune(run, model, data, accelerator, lambda *progress: None)
+        return time.perf_counter() - started
+
+    return epoch
+
+
+def official(
+    run: GlueSettings, data: glue.Data, config: Any, tokenizer: Any, precision: str, whole: bool
+) -> Epoch:
+    """The example's epoch; `whole` pads every row to the length."""
+    kind = "max_length" if whole else "longest"
+    collate = DataCollatorWithPadding(tokenizer, padding=kind, max_length=run.length)
+    rows = {split: features(examples) for split, examples in data.items()}
+    steps = -(-len(rows["train"]) // run.batch_size)
+
+    def epoch() -> float:
+        torch.manual_seed(run.seed)
+        model = AutoModelForSequenceClassification.from_config(config)
+        accelerator = fresh_accelerator(precision)
+        started = time.perf_counter()
+        plain = {n for n, p in model.named_parameters() if "bias" in n or "LayerNorm.weight" in n}
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named if n not in plain], "weight_decay": run.weight_decay},
+            {"params": [p for n, p in named if n in plain], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=run.learning_rate)
+        schedule = get_scheduler("linear", optimizer, 0, steps)
+        batches: dict[str, DataLoader] = {
+            split: DataLoader(
+                cast(Dataset, part), run.batch_size, shuffle=split == "train", collate_fn=collate
+            )
+            for split, part in rows.items()
+        }
+        model, optimizer = accelerator.prepare(model, optimizer)
+        model.train()
+        for batch in batches["train"]:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            for batch in (x for split, part in batches.items() if split != "train" for x in part):
+                model(**batch).logits.argmax(dim=-1)
+        return time.perf_counter() - started
+
+    return epoch
+
+
+def features(examples: Examples) -> list[dict[str, Any]]:
+    """Rows as a tokenizer would give them, for the collator to pad."""
+    ends = examples.starts + examples.lengths
+    return [
+        {name: values[start:end].tolist() for name, values in examples.inputs.items()}
+        | {"labels": label}
+        for start, end, label in zip(examples.starts, ends, examples.labels.tolist())
+    ]
+
+
+def fresh_accelerator(precision: str) -> Accelerator:
+    """An Accelerator of this precision, whatever the one before had."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(mixed_precision=precision)
+
+
+def loops(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], int]:
+    """Every loop by its name, ours first, and the rows of an epoch."""
+    run = GlueSettings(
+        model=settings.model,
+        task=task,
+        random_weights=True,
+        glue_dir=settings.glue_dir,
+        cache=settings.cache,
+        batch_size=settings.batch_size,
+        length=settings.length,
+        epochs=1,
+    )
+    config, tokenizer = glue.load_description(run, TASKS[task])
+    data = glue.load_data(run, TASKS[task], tokenizer)
+    data["train"] = first_rows(data["train"], settings.train_rows)
+    eager = replace(run, attention="eager")  # the faster kernel in bf16 on a CPU
+    fast = eager if not torch.cuda.is_available() else run
+    example = (run, data, config, tokenizer)
+    return {
+        "this project, bf16": ours(fast, data, config, "bf16"),
+        "this project, fp32": ours(run, data, config, "no"),
+        "example without trainer, bf16": official(*example, "bf16", whole=False),
+        "example without trainer, fp32": official(*example, "no", whole=False),
+        "example, every row at the length, fp32": official(*example, "no", whole=True),
+    }, len(data["train"])
+
+
+def main(settings: BenchSettings) -> None:
+    """Measure each task, print a table, write the numbers."""
+    table = [
+        "| task, rows | loop | seconds an epoch | ours in bf16 is faster by (range of rounds) |",
+        "|---|---|---:|---:|",
+    ]
+    numbers: dict[str, dict[str, list[float]]] = {}
+    for task in settings.tasks:
+        epochs, rows = loops(settings, task)
+        seconds: dict[str, list[float]] = {name: [] for name in epochs}
+        for _ in range(settings.rounds):
+            for name, epoch in epochs.items():
+                seconds[name].append(epoch())
+        numbers[task] = seconds
+        mine = next(iter(seconds.values()))
+        for name, values in seconds.items():
+            ratios = sorted(theirs / own for theirs, own in zip(values, mine))
+            table.append(
+                f"| {task}, {rows:,} | {name} | {statistics.median(values):.1f} "
+                f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+            )
+    about = {"settings": vars(settings)} | environment(fresh_accelerator("no"))
+    named = ("machine", "threads", "torch", "transformers", "commit")
+    head = (
+        "# An epoch of fine-tuning, against the loop of transformers' example\n\n"
+        f"`python -m finetune.speed --model {settings.model} --glue_dir {settings.glue_dir}`: "
+        f"{', '.join(f'{key} {about[key]}' for key in named)}; medians of {settings.rounds} rounds "
+        "in one process, by turns. Nothing is said of other sizes, machines or lengths of text.\n\n"
+    )
+    print("\n".join(table))
+    output = Path(settings.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(about | {"seconds": numbers}, indent=1) + "\n")
+    output.with_suffix(".md").write_text(head + "\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main, BenchSettings)

@@ -1,0 +1,414 @@
+"""The saved model answers as its card says, the card says what the line says, a push sends both."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from transformers import BertConfig, BertForSequenceClassification
+
+import roformer
+from finetune.publish import model_card
+from finetune.publish.model_card import (
+    FILES,
+    PushSettings,
+    plan_push,
+    push,
+    require_free,
+    save_model,
+)
+from finetune.tasks import TASKS
+from tiny import enlarge
+from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
+from train.settings import InputError
+
+ROWS = {"rte": 277, "stsb": 1500, "cola": 1043, "mnli": 1000, "demo-next": 40}
+COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"
+
+
+def a_line(task: str = "rte", **changes) -> dict:
+    """A results line, with other values in every field."""
+    known = TASKS[task]
+    rows = {"train": 2490, **dict.fromkeys(known.validations, ROWS[task])}
+    scores = {
+        split: {name: (i + 2) / 7 + j / 11 for i, name in enumerate(known.metrics)}
+        for j, split in enumerate(known.validations)
+    }
+    line = {"model": "google-bert/bert-base-uncased", "tokenizer": None, "random_weights": False}
+    line |= {
+        "mnli": None,
+        "glue_dir": None,
+        "task": task,
+        "seed": 3,
+        "learning_rate": 3e-5,
+        "epochs": 4,
+    }
+    line |= {"batch_size": 16, "length": 24, "schedule": "cosine", "warmup_share": 0.06}
+    line |= {"weight_decay": 0.02, "clip_norm": 0.9, "status": "done", "collapsed": False}
+    line |= {"model_type": "bert", "label": task, "official": known.official, "rows": rows}
+    line |= {"headline_metric": known.headline, "metrics": scores, "headline": 0.3, "majority": 0.1}
+    line |= {"majority_metrics": {s: dict.fromkeys(v, 0.123) for s, v in scores.items()}}
+    line |= {"loss": 0.4567, "history": [], "parameters": 12_345_678, "seconds": 98.76}
+    line |= {"precision": "bf16", "device": "cpu", "processes": 2, "threads": 1, "settings": {}}
+    line |= {"versions": {"torch": "2.99", "transformers": "5.98"}, "command": COMMAND}
+    return line | changes
+
+
+REDUCED = {"official": False, "label": "mnli (9k)"}
+
+
+def a_model(task: str = "rte", kind: str = "bert") -> torch.nn.Module:
+    names = TASKS[task].labels or ("value",)
+    head = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+        "problem_type": "single_label_classification" if TASKS[task].labels else "regression",
+    }
+    if kind == "bert":
+        return enlarge(BertForSequenceClassification(BertConfig(**SHAPE, **head)))
+    if kind == "roformer_plus":
+        head["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    config = roformer.RoFormerConfig(**SHAPE, **head)
+    return enlarge(roformer.RoFormerForSequenceClassification(config))
+
+
+def saved(folder: Path, task: str = "rte", kind: str = "bert", **changes) -> Path:
+    target = folder / "tuned"
+    line = a_line(task, model_type=kind, **changes)
+    save_model(str(target), a_model(task, kind), tiny_tokenizer(), line)
+    return target
+
+
+def snippet(folder: Path) -> str:
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+
+
+def own_answer(folder: Path, task: str, kind: str) -> tuple[str, float]:
+    """What the model in memory says to the card's example."""
+    texts = model_card.EXAMPLE[: len(TASKS[task].columns)]
+    batch = tiny_tokenizer()(*texts, return_tensors="pt", truncation=True, max_length=24)
+    model = a_model(task, kind)
+    with torch.no_grad():
+        logits = model(**batch).logits[0]
+    scores = logits.softmax(-1) if TASKS[task].labels else logits
+    return model.config.id2label[int(scores.argmax())], float(scores.max())
+
+
+def read_answer(printed: str) -> tuple[str, float]:
+    answer = yaml.safe_load(printed.strip().splitlines()[-1])
+    answer = answer[0] if isinstance(answer, list) else answer
+    return answer["label"], answer["score"]
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        ("rte", "bert"),
+        ("cola", "bert"),
+        ("stsb", "bert"),
+        ("mnli", "roformer_plus"),
+        ("stsb", "roformer"),
+    ],
+)
+def test_the_cards_code_runs_and_answers_as_the_model_did(
+    tmp_path, monkeypatch, capsys, no_network, task, kind
+):
+    folder = saved(tmp_path, task, kind)
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    exec(snippet(folder), {})
+    label, score = read_answer(capsys.readouterr().out)
+    expected, value = own_answer(folder, task, kind)
+    assert (label, score) == (expected, pytest.approx(value, abs=1e-5))
+    assert label in (TASKS[task].labels or ("value",))
+    # the one type that transformers does not know by itself
+    assert snippet(folder).startswith("import roformer") == (kind == "roformer_plus")
+
+
+def test_a_roformer_is_read_by_transformers_alone_and_by_ours(tmp_path):
+    folder = saved(tmp_path, "rte", "roformer")
+    assert "roformer.use_for_auto_classes()" in (folder / "README.md").read_text()
+    alone = (
+        "import socket, sys\n"
+        "socket.socket.connect = socket.getaddrinfo = None\n"
+        f"{snippet(folder)}"
+        "assert 'roformer' not in sys.modules\n"
+        "import roformer; roformer.use_for_auto_classes()\n"
+        f"{snippet(folder)}"
+        "assert type(classify.model).__module__.startswith('roformer')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", alone], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    expected, value = own_answer(folder, "rte", "roformer")
+    for printed in (line for line in ran.stdout.splitlines() if "score" in line):
+        assert read_answer(printed) == (expected, pytest.approx(value, abs=1e-5))
+    assert ran.stdout.count("score") == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"collapsed": True}, REDUCED])
+def test_the_metadata_come_back_as_they_were(tmp_path, changes, no_network):
+    line = a_line("mnli", **changes)
+    model_card.model_card(line, "bert").save(tmp_path / "README.md")
+    read = ModelCard.load(tmp_path / "README.md").data
+    assert read.to_dict() == model_card.card_data(line).to_dict()
+    assert yaml.safe_load(read.to_yaml()) == read.to_dict()
+    results = read.eval_results
+    assert all(isinstance(result, EvalResult) for result in results)
+    values = {(r.dataset_split, r.metric_type): r.metric_value for r in results}
+    assert values == {(s, "accuracy"): v["accuracy"] for s, v in line["metrics"].items()}
+    assert (read.language, read.pipeline_tag) == ("en", "text-classification")
+    assert read.license == "unknown"
+
+
+def test_official_results_name_the_hubs_data_and_metrics():
+    result = model_card.card_data(a_line("stsb")).eval_results
+    assert [r.metric_type for r in result] == ["pearsonr", "spearmanr"]
+    for r in result:
+        where = (r.dataset_type, r.dataset_name, r.dataset_config, r.dataset_split)
+        assert where == ("nyu-mll/glue", "glue/stsb", "stsb", "validation")
+        assert "development set" in r.metric_name
+    assert {name for task in TASKS.values() for name in task.metrics} == set(model_card.METRICS)
+
+
+@pytest.mark.parametrize("line", [a_line("mnli", **REDUCED), a_line("demo-next")])
+def test_reduced_data_are_never_called_glue(line):
+    made = model_card.model_card(line, "bert")
+    assert "glue" not in str(made).replace(COMMAND, "").replace(model_card.MARK, "").lower()
+    assert made.data.datasets is None
+    assert {r.dataset_name for r in made.data.eval_results} == {line["label"]}
+    assert line["label"] in made.text
+    assert "Not the official data" in made.text
+
+
+WARNINGS = {
+    "LEARNED NOTHING": {"collapsed": True},
+    "Not pretrained": {"random_weights": True},
+    "Started from MNLI": {"mnli": "tuned/mnli"},
+    "Not the official data": {"official": False, "label": "rte (9k)"},
+}
+
+
+@pytest.mark.parametrize("warning", WARNINGS)
+def test_what_a_reader_must_know_stands_before_any_score(warning):
+    text = model_card.model_card(a_line(**WARNINGS[warning]), "bert").text
+    assert text.index(warning) < text.index("## Scores")
+    assert not any(other in text for other in WARNINGS if other != warning)
+    assert not any(other in model_card.model_card(a_line(), "bert").text for other in WARNINGS)
+
+
+def test_the_card_says_all_of_the_line():
+    line = a_line("mnli", tokenizer="some/tokenizer")
+    text = model_card.model_card(line, "bert").text
+    for value in ("3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M"):
+        assert value in text
+    for said in (COMMAND, "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction"):
+        assert said in text
+    assert "| validation_matched | 1,000 | 28.6 |" in text
+    assert "| validation_mismatched | 1,000 | 37.7 |" in text
+    assert text.count(", majority baseline | 1,000 | 12.3 |") == 2
+    assert "development set" in text
+    assert "Apache-2.0" in text
+
+
+def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub = "google-bert/bert-base-uncased"
+    assert model_card.card_data(a_line()).base_model == hub
+    assert model_card.card_data(a_line(random_weights=True)).base_model is None
+    for model in ("runs/small/model", "/srv/runs/model", "../model", "runs/model"):
+        Path("runs/model").mkdir(parents=True, exist_ok=True)
+        line = a_line(model=model)
+        assert model_card.card_data(line).base_model is None
+        assert f"`{model}`" in model_card.model_card(line, "bert").text
+    Path(hub).mkdir(parents=True)  # what transformers would read instead
+    assert model_card.card_data(a_line()).base_model is None
+
+
+def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer("good film", truncation=True, max_length=3, padding="max_length")
+    save_model(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
+    names = {path.name for path in (tmp_path / "new/tuned").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert all(model_card._is_known(name) for name in names)
+    backend = json.loads((tmp_path / "new/tuned/tokenizer.json").read_text())
+    assert (backend["truncation"], backend["padding"]) == (None, None)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned"]
+
+
+def test_a_second_save_replaces_the_first_whole(tmp_path):
+    folder = saved(tmp_path, "stsb")
+    (folder / "merges.txt").write_text("of the first")
+    again = saved(tmp_path, "rte")
+    assert json.loads((again / "config.json").read_text())["id2label"]["0"] == "entailment"
+    assert not (again / "merges.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
+
+
+def test_a_save_that_fails_leaves_the_first_as_it_was(tmp_path):
+    folder = saved(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(_):
+        raise OSError("No space left on device")
+
+    broken = SimpleNamespace(save_pretrained=full)
+    with pytest.raises(InputError, match="save must name a folder that can be written, got No sp"):
+        save_model(str(folder), a_model("stsb"), broken, a_line("stsb"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    with pytest.raises(InputError):
+        save_model(str(tmp_path / "other"), a_model("stsb"), broken, a_line("stsb"))
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
+
+
+def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
+    require_free(str(tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    require_free(str(tmp_path / "empty"))
+    require_free(str(saved(tmp_path)))
+    tiny_model(tmp_path / "pretrained", "bert")  # known names, but no card of ours
+    (tmp_path / "pretrained/README.md").write_text("# A model of somebody else")
+    (tmp_path / "file").write_text("mine")
+    more = saved(tmp_path / "more")
+    (more / "notes.txt").write_text("mine")
+    for name, found in (("pretrained", "README.md"), ("more/tuned", "notes.txt")):
+        with pytest.raises(InputError, match=f"earlier save alone, got .* with {found}; choose"):
+            save_model(str(tmp_path / name), a_model(), tiny_tokenizer(), a_line())
+        assert (tmp_path / name / found).exists()
+    with pytest.raises(InputError, match="save must name a folder, got the file"):
+        require_free(str(tmp_path / "file"))
+
+
+STRANGERS = (
+    "pytorch_model.bin", "optimizer.pt", "optimizer.safetensors", "training_args.bin", "state.json",
+    "scheduler.pkl", "vocab.pkl", ".env", ".model.safetensors", "results.jsonl", "notes.txt",
+)  # fmt: skip
+
+
+def with_strangers(folder: Path) -> Path:
+    for name in STRANGERS:
+        (folder / name).write_text("secret")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "config.json").write_text("{}")
+    (folder / "merges.txt").mkdir()
+    (folder.parent / "outside.json").write_text("secret")
+    (folder / "vocab.json").symlink_to(folder.parent / "outside.json")
+    (folder / "model-[1]-of-2.safetensors").write_bytes(b"1234")
+    return folder
+
+
+def test_the_plan_lists_the_model_and_nothing_else(tmp_path, no_network):
+    folder = saved(tmp_path)
+    names = {path.name for path in folder.iterdir()} | {"model-[1]-of-2.safetensors"}
+    plan = plan_push(str(with_strangers(folder)), "user/name", True)
+    assert set(plan.files) == names
+    assert all(plan.files[name] == (folder / name).stat().st_size for name in names)
+    assert set(plan.left_out) == {*STRANGERS, "sub", "merges.txt", "vocab.json"}
+    assert plan.left_out["vocab.json"] == "a link"
+    assert not any(re.search(r"bin|\.pt|pkl|optim", name) for name in FILES)
+
+
+def test_a_dry_run_is_the_default_and_touches_no_network(tmp_path, capsys, monkeypatch, no_network):
+    folder = saved(tmp_path)
+    monkeypatch.setattr(model_card, "HfApi", None)
+    monkeypatch.setattr(model_card, "get_token", None)
+    capsys.readouterr()
+    model_card.main(PushSettings(str(folder), "user/name"))
+    said = capsys.readouterr().out
+    assert said.startswith("nothing was sent")
+    assert "/user/name (private)" in said
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    listed = dict(reversed(row.split()) for row in said.splitlines()[1 : 1 + len(sizes)])
+    assert {name: int(size.replace(",", "")) for name, size in listed.items()} == sizes
+    assert f"{sum(sizes.values()):,} bytes in {len(sizes)} files" in said
+
+
+class StandIn:
+    """What a push asks of the hub, with the library's own choice of files."""
+
+    def __init__(self, public: bool = False):
+        self.public, self.calls, self.sent = public, [], set()
+
+    def create_repo(self, repo_id, private, exist_ok):
+        self.calls.append((repo_id, private, exist_ok))
+        return f"https://hub/{repo_id}"
+
+    def repo_info(self, repo_id):
+        return SimpleNamespace(private=not self.public)
+
+    def upload_folder(self, repo_id, folder_path, allow_patterns, commit_message):
+        paths = (path for path in Path(folder_path).rglob("*") if path.is_file())
+        names = [path.relative_to(folder_path).as_posix() for path in paths]
+        self.sent = set(filter_repo_objects(names, allow_patterns=allow_patterns))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    stand_in = StandIn()
+    monkeypatch.setattr(model_card, "HfApi", lambda: stand_in)
+    monkeypatch.setattr(model_card, "get_token", lambda: "a token")
+    return stand_in
+
+
+def test_a_push_sends_what_the_plan_lists(tmp_path, hub, capsys, no_network):
+    folder = with_strangers(saved(tmp_path))
+    model_card.main(PushSettings(str(folder), "user/name", private=False, dry_run=False))
+    assert hub.calls == [("user/name", False, True)]
+    assert hub.sent == set(plan_push(str(folder), "user/name", False).files)
+    assert "sent to https://hub/user/name" in capsys.readouterr().out
+
+
+def test_what_is_to_be_private_is_not_sent_to_a_public_place(tmp_path, hub):
+    hub.public = True
+    with pytest.raises(InputError, match="private must be what user/name is, got a public one"):
+        push(str(saved(tmp_path)), "user/name", True)
+    assert not hub.sent
+    push(str(tmp_path / "tuned"), "user/name", False)
+    assert hub.sent
+
+
+def test_no_token_and_no_network_are_one_line(tmp_path, monkeypatch, no_network):
+    folder = str(saved(tmp_path))
+    monkeypatch.setattr(model_card, "get_token", lambda: None)
+    with pytest.raises(InputError, match="push_to_hub needs a token, got none; log in with"):
+        push(folder, "user/name", True)
+    monkeypatch.setattr(model_card, "get_token", lambda: "hf_wrong")
+    with pytest.raises(InputError, match="repository you may write to, got user/name") as offline:
+        push(folder, "user/name", True)  # the tests run with HF_HUB_OFFLINE
+    assert "\n" not in str(offline.value)
+
+
+@pytest.mark.parametrize("name", ["model", "a/b/c", "user/na me", "user/..", "-u/name", ""])
+def test_a_target_that_is_no_repository_is_refused(tmp_path, name):
+    with pytest.raises(InputError, match="push_to_hub must be user/name, got"):
+        plan_push(str(tmp_path), name, True)
+
+
+@pytest.mark.parametrize("missing", ["README.md", "config.json", "model.safetensors"])
+def test_an_incomplete_folder_is_refused(tmp_path, missing):
+    folder = saved(tmp_path)
+    (folder / missing).rename(tmp_path / "elsewhere")
+    rule = re.escape(missing.replace("model.", "*."))
+    with pytest.raises(InputError, match=f"folder must hold {rule}, got .*; write it with --save"):
+        plan_push(str(folder), "user/name", True)
+    with pytest.raises(InputError, match="folder must be one that --save wrote"):
+        plan_push(str(tmp_path / "absent"), "user/name", True)

@@ -1,0 +1,89 @@
+"""A finished run as a folder: half the bytes, the same predictions, a card of what was run."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+
+from finetune.publish.pretrained import PublishSettings, main
+from roformer import RoFormerForMaskedLM
+from train.pretrain import main as pretrain
+from train.settings import InputError, PretrainSettings, parse
+
+
+@pytest.fixture
+def finished(pretrain_flags, tmp_path):
+    pretrain(parse(PretrainSettings, [*pretrain_flags, "--optim.learning_rate=5e-3"]))
+    return tmp_path / "runs" / "tiny"
+
+
+def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, capsys):
+    output = main(
+        PublishSettings(str(finished), str(tmp_path / "out" / "small"), "a tiny language")
+    )
+    said = capsys.readouterr().out
+    assert "out/small: " in said
+    assert " MB" in said
+    before, after = (f / "model.safetensors" for f in (finished / "model", output))
+    assert after.stat().st_size < 0.6 * before.stat().st_size
+    assert before.stat().st_mode & after.stat().st_mode & 0o044 == 0o044  # others may read them
+    ids = torch.arange(5, 21)[None]
+    with torch.no_grad():
+        whole = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits
+        for model in (
+            RoFormerForMaskedLM.from_pretrained(output),
+            transformers.RoFormerForMaskedLM.from_pretrained(output),
+        ):
+            assert model.dtype == torch.bfloat16
+            half = model.eval()(ids).logits.float()
+            assert (half - whole).abs().max() < 0.02 * whole.abs().max()
+    fill = transformers.pipeline("fill-mask", model=str(output))
+    assert len(fill("the cat [MASK] the moon .")) == 5
+
+
+def test_the_card_says_what_was_run(finished, tmp_path):
+    config = finished / "model" / "config.json"
+    changed = json.loads(config.read_text())
+    config.write_text(json.dumps(changed | {"attention_probs_dropout_prob": 0.25}))
+    settings = PublishSettings(str(finished), str(tmp_path / "small"), "a tiny language", "mit")
+    card = ModelCard.load(main(settings) / "README.md")
+    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
+    assert card.data.language is None
+    dropout = RoFormerForMaskedLM.from_pretrained(tmp_path / "small").config.hidden_dropout_prob
+    for fact in (
+        "a tiny language",
+        "of 2 layers and width 32",
+        "| steps | 12 |",
+        "| seed | 0 |",
+        "learning_rate: 0.005",
+        "dtype=torch.float32",
+        f"the dropout of pretraining, {dropout:g} and 0.25;",
+    ):
+        assert fact in card.text
+
+
+def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
+    with pytest.raises(InputError, match="output must be new"):
+        PublishSettings(str(finished), str(tmp_path), "x")
+    with pytest.raises(InputError, match="dtype must be one of bfloat16, float32, got 'half'"):
+        PublishSettings(str(finished), str(tmp_path / "new"), "x", dtype="half")
+    good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
+    (finished / "model" / "tokenizer_config.json").unlink()
+    with pytest.raises(InputError, match=r"run must be the folder of a finished run, got .*tiny"):
+        main(good)
+    with pytest.raises(InputError, match="run must be the folder of a finished run"):
+        main(dataclasses.replace(good, run=str(tmp_path)))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain_flags, tmp_path):
+    more = ["--optim.learning_rate=5e-3", "--optim.steps=24", "--run.allow_drift=true"]
+    pretrain(parse(PretrainSettings, [*pretrain_flags, *more, "--run.max_hours=1e-9"]))
+    good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
+    with pytest.raises(InputError, match="run must be the folder of a finished run"):
+        main(good)  # its log is newer than the weights of the model that was here
+    pretrain(parse(PretrainSettings, [*pretrain_flags, *more]))
+    assert "| steps | 24 |" in (main(good) / "README.md").read_text()

@@ -1,0 +1,606 @@
+"""The zip for GLUE's server: what a plain reader of csv finds in it, and what is refused where."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from finetune.publish import submission
+from finetune.publish.submission import SubmissionSettings, main
+from finetune.results import prediction_file, write_predictions
+from finetune.settings import GridSettings
+from tiny import command
+from tiny_results import RECIPE
+from train.settings import InputError, parse
+
+MODEL = "runs/a/model"
+NLI = ["entailment", "neutral", "contradiction"]
+# what the server takes, written down a second time: file -> task, predictions, rows, answers by id
+FILES = {
+    "CoLA.tsv": ("cola", "test", 1063, ["0", "1"]),
+    "SST-2.tsv": ("sst2", "test", 1821, ["0", "1"]),
+    "MRPC.tsv": ("mrpc", "test", 1725, ["0", "1"]),
+    "STS-B.tsv": ("stsb", "test", 1379, None),
+    "QQP.tsv": ("qqp", "test", 390965, ["0", "1"]),
+    "MNLI-m.tsv": ("mnli", "test_matched", 9796, NLI),
+    "MNLI-mm.tsv": ("mnli", "test_mismatched", 9847, NLI),
+    "QNLI.tsv": ("qnli", "test", 5463, ["entailment", "not_entailment"]),
+    "RTE.tsv": ("rte", "test", 3000, ["entailment", "not_entailment"]),
+    "WNLI.tsv": ("wnli", "test", 146, ["0", "1"]),
+    "AX.tsv": ("mnli", "ax", 1104, NLI),
+}
+SMALL = ("STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "WNLI.tsv", "AX.tsv")
+
+
+def line(task: str, headline: float = 0.5, **changes) -> dict:
+    recipe = RECIPE | {"learning_rate": 2e-5}
+    key = {"model": MODEL, "tokenizer": None, "random_weights": False, "mnli": None, "seed": 0}
+    key["glue_dir"] = None
+    outcome = {"status": "done", "official": True, "headline_metric": "accuracy"}
+    outcome |= {"settings": {"test": True}}
+    return {**key, **recipe, "task": task, **outcome, "headline": headline} | changes
+
+
+def logits_of(run: dict, name: str) -> np.ndarray:
+    """What a run says: other numbers for every file, headline and seed; beyond 0..5 for STS-B."""
+    _, _, rows, labels = FILES[name]
+    draw = np.random.default_rng([len(name), rows, int((run["headline"] or 0) * 1000), run["seed"]])
+    width = 1 if labels is None else len(labels)
+    return draw.normal(2.5, 2.5, (rows, width)).astype(np.float32)
+
+
+def write_run(folder: Path, run: dict, leave_out: tuple[str, ...] = ()) -> None:
+    """A line and its predictions."""
+    with (folder / "results.jsonl").open("a") as stream:
+        stream.write(json.dumps(run) + "\n")
+    for name, (task, split, rows, _) in FILES.items():
+        if task == run["task"] and name not in leave_out:
+            file = prediction_file(str(folder / "results.jsonl"), run, split)
+            write_predictions(file, np.full(rows, -1), logits_of(run, name))
+
+
+def settings(folder: Path, **changes) -> SubmissionSettings:
+    names = {"results": str(folder / "results.jsonl"), "output": str(folder / "out" / "s.zip")}
+    return SubmissionSettings(**{**names, "model": MODEL, **changes})
+
+
+def built(folder: Path, **changes) -> dict[str, list[list[str]]]:
+    """The rows of each file, as csv reads them."""
+    chosen = settings(folder, **changes)
+    main(chosen)
+    with zipfile.ZipFile(chosen.output) as archive:
+        return {
+            name: list(csv.reader(io.StringIO(archive.read(name).decode()), delimiter="\t"))
+            for name in archive.namelist()
+        }
+
+
+def answers(run: dict, name: str) -> list[list[str]]:
+    """What the file should hold, worked out row by row."""
+    rows = [["index", "prediction"]]
+    labels = FILES[name][3]
+    for row, values in enumerate(logits_of(run, name).tolist()):
+        if labels is None:
+            rows.append([str(row), f"{min(5.0, max(0.0, values[0])):.3f}"])
+        else:
+            rows.append([str(row), labels[values.index(max(values))]])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A folder with a run of every task."""
+    folder = tmp_path_factory.mktemp("whole")
+    for task in dict.fromkeys(task for task, *_ in FILES.values()):
+        write_run(folder, line(task))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def contents(whole) -> dict[str, list[str]]:
+    """The lines of each file of a good zip."""
+    main(settings(whole))
+    with zipfile.ZipFile(settings(whole).output) as archive:
+        return {name: archive.read(name).decode().splitlines() for name in archive.namelist()}
+
+
+def server_wants(names: Iterable[str], monkeypatch) -> None:
+    """Fewer files than GLUE's, where the rest, QQP above all, would only take time."""
+    chosen = tuple(member for member in submission.MEMBERS if member.name in names)
+    monkeypatch.setattr(submission, "MEMBERS", chosen)
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    server_wants(SMALL, monkeypatch)
+
+
+def zipped(file: Path, contents: dict[str, list[str]], method: int = zipfile.ZIP_STORED) -> str:
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, lines in contents.items():
+            text = "".join(text + "\n" for text in lines)
+            archive.writestr(name, text.encode("utf-8", "surrogateescape"))
+    return str(file)
+
+
+def check(file: str) -> None:
+    main(SubmissionSettings(check=file))
+
+
+def refusal(file: str) -> str:
+    """The one line with which a zip is refused."""
+    with pytest.raises(InputError) as error:
+        check(file)
+    message = str(error.value)
+    assert message.isprintable(), "more than one line, or bytes that upset a terminal"
+    return message
+
+
+# --- what is written
+
+
+def test_every_file_says_what_its_run_predicted(whole, capsys):
+    found = built(whole)
+    assert list(found) == list(FILES)
+    for name, (task, _, rows, _) in FILES.items():
+        assert len(found[name]) == rows + 1
+        assert found[name] == answers(line(task), name), name
+    values = [float(value) for _, value in found["STS-B.tsv"][1:]]
+    assert min(values) == 0
+    assert max(values) == 5
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in table[1:-1]] == list(FILES)
+    assert all("accuracy 50.0" in row and "the only run" in row for row in table[1:-1])
+
+
+def test_the_same_predictions_give_the_same_bytes(whole, tmp_path, small):
+    first, second = tmp_path / "a.zip", tmp_path / "b.zip"
+    for output in (first, second):
+        main(settings(whole, output=str(output)))
+    assert first.read_bytes() == second.read_bytes()
+    with zipfile.ZipFile(first) as archive:
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        assert {info.external_attr >> 16 for info in archive.infolist()} == {0o644}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
+
+
+def test_a_negative_zero_is_written_without_its_sign(tmp_path, small):
+    write_run(tmp_path, line("stsb"))
+    file = prediction_file(str(tmp_path / "results.jsonl"), line("stsb"), "test")
+    write_predictions(file, np.full(1379, -1), np.full((1379, 1), -0.0, np.float32))
+    found = built(tmp_path, placeholders=True)
+    assert {value for _, value in found["STS-B.tsv"][1:]} == {"0.000"}
+
+
+# --- which run
+
+
+def test_the_best_run_on_validation_serves(tmp_path, small, capsys):
+    for seed, headline in enumerate((0.5, 0.7, 0.6)):
+        write_run(tmp_path, line("wnli", headline, seed=seed))
+    found = built(tmp_path, placeholders=True)
+    assert found["WNLI.tsv"] == answers(line("wnli", 0.7, seed=1), "WNLI.tsv")
+    (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("WNLI.tsv"))
+    assert re.search(r"accuracy 70.0 +wnli-a-\w{10}, rate 2e-05, seed 1, best of 3$", row)
+
+
+def test_a_zip_is_of_one_models_weights(tmp_path, small):
+    """A folder's model was replaced, and its runs made again but for the best."""
+    write_run(tmp_path, line("wnli", 0.9, weights="old"))
+    write_run(tmp_path, line("wnli", 0.5, seed=1, weights="new"))
+    write_run(tmp_path, line("stsb", 0.5, weights="new"))
+    found = built(tmp_path, placeholders=True)
+    assert found["WNLI.tsv"] == answers(line("wnli", 0.5, seed=1), "WNLI.tsv")
+    write_run(tmp_path, line("wnli", 0.5, seed=1, weights="newer"))
+    with pytest.raises(InputError, match="only runs of other weights of the model"):
+        built(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"random_weights": True},
+        {"status": "diverged", "headline": None},
+        {"status": "failed"},
+        {"official": False},
+        {"model": "runs/b/model"},
+        {"task": "rte"},
+    ],
+    ids=str,
+)
+def test_what_is_no_result_of_the_model_never_serves(tmp_path, small, changes):
+    write_run(tmp_path, line("wnli", 0.5))
+    write_run(tmp_path, line("wnli", 0.9, seed=1) | changes)
+    found = built(tmp_path, placeholders=True)
+    assert found["WNLI.tsv"] == answers(line("wnli", 0.5), "WNLI.tsv")
+
+
+def test_flags_narrow_the_choice(tmp_path, small):
+    runs = [
+        line("wnli", 0.5 + rate / 10 + seed / 100, seed=seed, learning_rate=rate * 1e-5)
+        for rate in (2, 3)
+        for seed in (0, 1)
+    ]
+    for run in runs:
+        write_run(tmp_path, run)
+    for changes, run in (
+        ({}, runs[3]),
+        ({"seed": 0}, runs[2]),
+        ({"learning_rate": 2e-5}, runs[1]),
+        ({"learning_rate": 2e-5, "seed": 0}, runs[0]),
+    ):
+        found = built(tmp_path, placeholders=True, **changes)
+        assert found["WNLI.tsv"] == answers(run, "WNLI.tsv"), changes
+
+
+def test_one_run_predicts_both_halves_of_mnli_and_ax(tmp_path, small):
+    best = line("mnli", 0.8, seed=1)
+    for run in (line("mnli", 0.7), best, line("stsb"), line("wnli")):
+        write_run(tmp_path, run)
+    found = built(tmp_path)
+    for name in ("MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"):
+        assert found[name] == answers(best, name)
+
+
+def test_a_tie_is_broken_the_same_way_in_any_order(tmp_path, small):
+    runs = [line("wnli", seed=seed) for seed in range(4)]
+    zips = []
+    for name, order in (("a", runs), ("b", runs[::-1])):
+        (tmp_path / name).mkdir()
+        for run in order:
+            write_run(tmp_path / name, run)
+        main(settings(tmp_path / name, placeholders=True))
+        zips.append(Path(settings(tmp_path / name).output).read_bytes())
+    assert zips[0] == zips[1]
+
+
+def test_the_table_tells_what_a_reader_should_know_of_a_run(tmp_path, small, capsys):
+    run = line("wnli", collapsed=True, mnli="runs/mnli")
+    write_run(tmp_path, run)
+    write_run(tmp_path, line("wnli", 0.9, seed=1), leave_out=("WNLI.tsv",))
+    found = built(tmp_path, placeholders=True)
+    assert found["WNLI.tsv"] == answers(run, "WNLI.tsv")
+    out = capsys.readouterr().out
+    assert (
+        "seed 0, from MNLI, one answer for every validation row, the only run, "
+        "1 better without test predictions" in out
+    )
+
+
+# --- what is missing
+
+
+@pytest.mark.parametrize("rate", [None, 2e-5, 3e-5])
+def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, small, rate):
+    known = {"glue_dir": "data/my glue", "learning_rate": 3e-5, "epochs": 4, "cache": "runs/tokens",
+             "test": True}  # fmt: skip
+    wnli = line("wnli", settings=known, precision="bf16", learning_rate=3e-5, seed=3)
+    write_run(tmp_path, wnli)
+    write_run(tmp_path, line("mnli", learning_rate=3e-5, seed=3), leave_out=("AX.tsv",))
+    with pytest.raises(InputError) as error:
+        main(settings(tmp_path, seed=3, learning_rate=rate))
+    message = str(error.value)
+    assert message.isprintable()
+    reasons = "STS-B.tsv (no run), AX.tsv (not predicted by the run on MNLI)"
+    every = ", ".join(f"{member.name} (no run)" for member in submission.MEMBERS)
+    assert f"none for {every if rate == 2e-5 else reasons};" in message
+    (typed,) = re.findall("`(.*)`", message)
+    launcher, flags = typed.split(" finetune.grid ")
+    assert launcher == "accelerate launch --num_processes 1 --mixed_precision bf16 -m"
+    grid = parse(GridSettings, shlex.split(flags))
+    tasks = ["stsb", "mnli", "wnli"] if rate == 2e-5 else ["stsb", "mnli"]
+    assert (grid.models, grid.tasks, grid.seeds) == ([MODEL], tasks, [3])
+    assert (grid.glue_dir, grid.learning_rate, grid.epochs) == ("data/my glue", rate or 3e-5, 4)
+    assert (grid.test, grid.output) == (True, str(tmp_path / "results.jsonl"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seed": 1}, "no run"),
+        ({"status": "diverged"}, "no run that ended well"),
+        ({"official": False}, "only runs on data with rows missing"),
+        ({}, "only runs without --test true"),
+        ({"settings": {"test": False}}, "only runs without --test true"),
+    ],
+)
+def test_the_reason_is_the_first_that_leaves_no_run(tmp_path, small, changes, reason):
+    # with test false the predictions there are an earlier run's
+    write_run(
+        tmp_path, line("wnli") | changes, leave_out=("WNLI.tsv",) * ("settings" not in changes)
+    )
+    write_run(tmp_path, line("stsb"))
+    with pytest.raises(InputError, match=re.escape(f"WNLI.tsv ({reason})")):
+        main(settings(tmp_path, seed=0))
+
+
+def test_placeholders_are_one_valid_answer_and_are_said_aloud(tmp_path, small, capsys):
+    write_run(tmp_path, line("wnli"))
+    found = built(tmp_path, placeholders=True)
+    assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
+    assert {answer for _, answer in found["STS-B.tsv"][1:]} == {"0.000"}
+    said = capsys.readouterr()
+    assert said.out.count("PLACEHOLDER") == 4
+    assert "warning: STS-B.tsv, MNLI-m.tsv, MNLI-mm.tsv, AX.tsv hold placeholders" in said.err
+
+
+def test_a_model_that_is_not_in_the_results_is_refused_with_those_that_are(tmp_path):
+    write_run(tmp_path, line("wnli"))
+    write_run(tmp_path, line("wnli", model="c", random_weights=True))
+    with pytest.raises(InputError, match=rf"model must be one .*, got b; there: {MODEL}$"):
+        main(settings(tmp_path, model="b"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "value", "rule"),
+    [
+        (145, 2, 0.0, r"must be 146 rows of 2, .*, got \(145, 2\)"),
+        (147, 2, 0.0, "must be 146 rows of 2"),
+        (146, 3, 0.0, "must be 146 rows of 2"),
+        (146, 2, np.nan, "must hold finite numbers"),
+    ],
+)
+def test_predictions_that_do_not_fit_leave_an_old_zip_alone(
+    tmp_path, small, rows, width, value, rule
+):
+    write_run(tmp_path, line("wnli"))
+    file = prediction_file(str(tmp_path / "results.jsonl"), line("wnli"), "test")
+    write_predictions(file, np.full(rows, -1), np.full((rows, width), value, np.float32))
+    old = Path(settings(tmp_path).output)
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    with pytest.raises(InputError, match=rule):
+        main(settings(tmp_path, placeholders=True))
+    assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
+
+
+def test_a_full_disk_leaves_an_old_zip_alone_and_nothing_beside_it(tmp_path, small, monkeypatch):
+    write_run(tmp_path, line("wnli"))
+    old = Path(settings(tmp_path).output)
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    whole_write = Path.write_bytes
+
+    def half_a_write(path: Path, content: bytes) -> int:
+        whole_write(path, content[: len(content) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", half_a_write)
+    with pytest.raises(InputError, match="output must be writable, got no space left"):
+        main(settings(tmp_path, placeholders=True))
+    assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
+
+
+def test_our_own_zip_is_held_to_the_same_rules(tmp_path, small, monkeypatch):
+    write_run(tmp_path, line("wnli"))
+    monkeypatch.setattr(submission, "HEADER", "id\tprediction")
+    made = submission.tsv(str(tmp_path), submission.MEMBERS[0], "no run")
+    monkeypatch.undo()
+    monkeypatch.setattr(submission, "tsv", lambda *_: made)
+    with pytest.raises(InputError, match="CoLA.tsv line 1 must be 'index"):
+        main(settings(tmp_path, placeholders=True))
+    assert not Path(settings(tmp_path).output).exists()
+
+
+@pytest.mark.parametrize("name", ["results.jsonl/s.zip", "s" * 300 + ".zip"])
+def test_a_zip_that_cannot_be_written_is_one_line(tmp_path, small, name):
+    write_run(tmp_path, line("wnli"))
+    with pytest.raises(InputError, match="output must be writable") as error:
+        main(settings(tmp_path, placeholders=True, output=str(tmp_path / name)))
+    assert str(error.value).isprintable()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions", "results.jsonl"]
+
+
+# --- what is refused, and where
+
+BROKEN = {
+    "other header": ("RTE.tsv", 1, ["id\tlabel"], "be 'index"),
+    "no header": ("RTE.tsv", 1, ["0\tentailment"], "be 'index"),
+    "byte order mark": ("RTE.tsv", 1, ["\ufeffindex\tprediction"], "be 'index"),
+    "other line ends": ("RTE.tsv", 1, ["index\tprediction\r"], "be 'index"),
+    "comma": ("RTE.tsv", 1, ["index,prediction"], "be 'index"),
+    "line end in a row": ("RTE.tsv", 9, ["7\tentailment\r"], "predict one of entailment, not_"),
+    "row left out": ("RTE.tsv", 9, [], "begin with index 7 and a tab"),
+    "row doubled": ("RTE.tsv", 9, ["6\tentailment", "7\tentailment"], "begin with index 7"),
+    "padded index": ("RTE.tsv", 9, ["07\tentailment"], "begin with index 7"),
+    "float index": ("RTE.tsv", 9, ["7.0\tentailment"], "begin with index 7"),
+    "blanks for the tab": ("RTE.tsv", 9, ["7    entailment"], "begin with index 7 and a tab"),
+    "index alone": ("RTE.tsv", 9, ["7"], "begin with index 7 and a tab"),
+    "no prediction": ("RTE.tsv", 9, ["7\t"], "predict one of"),
+    "third column": ("RTE.tsv", 9, ["7\tentailment\t0.9"], "predict one of"),
+    "quotes": ("RTE.tsv", 9, ['7\t"entailment"'], "predict one of"),
+    "id for a name": ("RTE.tsv", 9, ["7\t1"], "predict one of entailment, not_entailment"),
+    "class of another task": ("RTE.tsv", 9, ["7\tneutral"], "predict one of"),
+    "class of a smaller task": (
+        "MNLI-mm.tsv",
+        9,
+        ["7\tnot_entailment"],
+        "predict one of .*neutral",
+    ),
+    "name for an id": ("WNLI.tsv", 147, ["145\tentailment"], "predict one of 0, 1"),
+    "capital": ("QNLI.tsv", 9, ["7\tEntailment"], "predict one of"),
+    "class that is not there": ("CoLA.tsv", 9, ["7\t2"], "predict one of 0, 1"),
+    "missing class": ("SST-2.tsv", 9, ["7\t-1"], "predict one of 0, 1"),
+    "float for an id": ("MRPC.tsv", 9, ["7\t1.0"], "predict one of 0, 1"),
+    "too high": ("STS-B.tsv", 9, ["7\t5.001"], "predict a number from 0 to 5"),
+    "too low": ("STS-B.tsv", 9, ["7\t-0.001"], "predict a number from 0 to 5"),
+    "not a number": ("STS-B.tsv", 9, ["7\tnan"], "predict a number"),
+    "infinite": ("STS-B.tsv", 9, ["7\tinf"], "predict a number"),
+    "overflow": ("STS-B.tsv", 9, ["7\t1e999"], "predict a number"),
+    "python's number": ("STS-B.tsv", 9, ["7\t0_1"], "predict a number"),
+    "other digits": ("STS-B.tsv", 9, ["7\t\uff13"], "predict a number"),
+    "blank before": ("STS-B.tsv", 9, ["7\t 3"], "predict a number"),
+    "decimal comma": ("STS-B.tsv", 9, ["7\t3,5"], "predict a number"),
+    "no text": ("AX.tsv", 9, ["7\tneutral\udcff"], "be UTF-8"),
+    "one row short": ("RTE.tsv", 3001, [], "follow: .*3000 rows, got an end after 2999"),
+    "one row more": ("RTE.tsv", 3002, ["3000\tentailment"], "not be there: the test split"),
+    "empty line at the end": ("RTE.tsv", 3002, [""], "not be there"),
+    "cut off": ("MRPC.tsv", 391, None, "follow: .*1725 rows, got an end after 389"),
+    "nothing": ("WNLI.tsv", 1, None, "be 'index"),
+}
+
+
+@pytest.mark.parametrize(("name", "number", "lines", "rule"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_refused_by_its_number(
+    contents, tmp_path, monkeypatch, name, number, lines, rule
+):
+    """`lines` stand in place of the good line of that number; None cuts the file off before it."""
+    files = {other: good for other, good in contents.items() if other != "QQP.tsv"}
+    server_wants(files, monkeypatch)
+    good = files[name]
+    files[name] = good[: number - 1] + ([] if lines is None else [*lines, *good[number:]])
+    message = refusal(zipped(tmp_path / "s.zip", files))
+    assert re.search(rf"s.zip: {name} line {number} must {rule}", message)
+
+
+def test_what_others_write_differently_is_taken(contents, tmp_path, capsys):
+    lines = ["0\t5", "1\t0", "2\t3.", "3\t4.123456789", "4\t1e-05", "5\t5.000"]
+    others = {"STS-B.tsv": [contents["STS-B.tsv"][0], *lines, *contents["STS-B.tsv"][7:]]}
+    backwards = dict(reversed((contents | others).items()))
+    check(zipped(tmp_path / "s.zip", backwards, zipfile.ZIP_DEFLATED))
+    assert "all 11 files are as the server takes them" in capsys.readouterr().out
+    with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive:
+        for name, lines in contents.items():
+            archive.writestr(name, "\n".join(lines))  # the last line without an end
+    check(str(tmp_path / "t.zip"))
+
+
+@pytest.mark.parametrize(
+    ("rename", "found"),
+    [
+        ({"RTE.tsv": None}, "no RTE.tsv"),
+        ({"RTE.tsv": "rte.tsv"}, "'rte.tsv', no RTE.tsv"),
+        ({name: f"s/{name}" for name in FILES}, "'s/CoLA.tsv', .* and 17 more"),
+        ({"RTE.tsv": "../RTE.tsv"}, r"'../RTE.tsv', no RTE.tsv"),
+        ({"RTE.tsv": "\u202ervt\n.tsv"}, r"'\\u202ervt\\n.tsv', no RTE.tsv"),
+    ],
+)
+def test_other_files_are_refused_by_name(contents, tmp_path, rename, found):
+    named = {rename.get(name, name): lines for name, lines in contents.items()}
+    named.pop(None, None)
+    message = refusal(zipped(tmp_path / "s.zip", named))
+    assert re.search(rf"AX.tsv and nothing else, got {found}; zip these files alone", message)
+
+
+@pytest.mark.parametrize("extra", ["__MACOSX/._RTE.tsv", "readme.txt", "folder/"])
+def test_further_files_are_refused(contents, tmp_path, extra):
+    assert f"got '{extra}';" in refusal(zipped(tmp_path / "s.zip", {**contents, extra: []}))
+
+
+def test_a_file_that_is_there_twice_is_refused(contents, tmp_path):
+    file = zipped(tmp_path / "s.zip", contents)
+    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("RTE.tsv", "index\tprediction\n")
+    assert "got RTE.tsv twice;" in refusal(file)
+
+
+def test_a_file_that_unpacks_to_more_than_it_can_be_is_not_unpacked(contents, tmp_path, small):
+    bomb = {name: contents[name] for name in SMALL} | {"WNLI.tsv": ["0" * 50_000_000]}
+    file = zipped(tmp_path / "s.zip", bomb, zipfile.ZIP_DEFLATED)
+    assert Path(file).stat().st_size < 1_000_000
+    tracemalloc.start()
+    try:
+        assert "WNLI.tsv must be at most 9408 bytes for its 146 rows" in refusal(file)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_zip_larger_than_its_files_can_be_is_not_read(tmp_path):
+    with (tmp_path / "s.zip").open("wb") as stream:
+        stream.truncate(1 << 40)  # a hole: it takes no room
+    assert "must be at most" in refusal(str(tmp_path / "s.zip"))
+
+
+def test_what_is_no_zip_or_of_another_kind_is_refused(contents, tmp_path):
+    assert "check must name a zip" in refusal(str(tmp_path / "none.zip"))
+    assert "check must name a zip" in refusal(str(tmp_path))
+    assert "check must be readable" in refusal(str(tmp_path / ("s" * 300)))
+    (tmp_path / "text.zip").write_text("index\tprediction\n")
+    assert "must be a whole zip, got File is not a zip file" in refusal(str(tmp_path / "text.zip"))
+    file = zipped(tmp_path / "b.zip", contents, zipfile.ZIP_BZIP2)
+    assert "must be deflated or stored, got method 12" in refusal(file)
+    encrypted = bytearray(Path(zipped(tmp_path / "e.zip", contents)).read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        encrypted[encrypted.index(mark) + place] |= 1
+    (tmp_path / "e.zip").write_bytes(encrypted)
+    assert "encrypted" in refusal(str(tmp_path / "e.zip"))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_zip_is_refused_in_one_line_or_reads_as_before(
+    contents, tmp_path, monkeypatch, method
+):
+    """Cut off anywhere, and with any byte changed: the checksum covers what no rule can."""
+    server_wants(["WNLI.tsv"], monkeypatch)
+    file = zipped(tmp_path / "s.zip", {"WNLI.tsv": contents["WNLI.tsv"]}, method)
+    good = Path(file).read_bytes()
+    text = "\n".join(contents["WNLI.tsv"]) + "\n"
+    damaged = [good[:length] for length in range(len(good))]
+    for place, value in product(range(len(good)), (0, 1, 255)):
+        damaged.append(good[:place] + bytes([good[place] ^ value]) + good[place + 1 :])
+    damaged += [good[:place] + b"\xff" * 4 + good[place + 4 :] for place in range(len(good) - 4)]
+    for packed in damaged:
+        with suppress(InputError):
+            submission.check_zip(packed, "s.zip")
+            with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+                assert archive.read("WNLI.tsv").decode() == text
+
+
+@pytest.mark.parametrize("place", [2**64 - 1, 2**62, 900])
+def test_a_file_that_begins_beyond_the_end_is_refused(contents, tmp_path, monkeypatch, place):
+    """The 64-bit field in which a zip may say where a file begins; it has 920 bytes."""
+    server_wants(["WNLI.tsv"], monkeypatch)
+    with zipfile.ZipFile(tmp_path / "s.zip", "w") as archive:
+        info = zipfile.ZipInfo("WNLI.tsv")
+        info.extra = struct.pack("<HHQ", 99, 8, 0)  # kept as it is, as it means nothing
+        archive.writestr(info, "\n".join(contents["WNLI.tsv"]))
+    packed = bytearray((tmp_path / "s.zip").read_bytes())
+    entry = packed.rindex(b"PK\x01\x02")
+    packed[entry + 42 : entry + 46] = b"\xff" * 4  # see the field
+    extra = packed.rindex(struct.pack("<HHQ", 99, 8, 0))
+    packed[extra : extra + 12] = struct.pack("<HHQ", 1, 8, place)
+    with pytest.raises(InputError, match="must be a whole zip"):
+        submission.check_zip(bytes(packed), "s.zip")
+
+
+# --- the command
+
+
+def test_the_command_checks_a_zip_and_refuses_in_one_line(contents, tmp_path):
+    lines = [*contents["RTE.tsv"][:8], "7\tmaybe", *contents["RTE.tsv"][9:]]
+    file = zipped(tmp_path / "s.zip", contents | {"RTE.tsv": lines})
+    done = command("-m", "finetune.publish.submission", "--check", file)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {file}: RTE.tsv line 9 must predict one of entailment, not_entailment, "
+        "got '7\\tmaybe'; mend it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, "submission needs one of model and check, got neither"),
+        ({"model": "m", "check": "s.zip"}, "got model and check"),
+        ({"model": "m", "output": "results.jsonl"}, "output must name a file that ends in .zip"),
+        ({"model": "m", "output": "FOLDER.zip"}, "output must name a file that ends in .zip"),
+    ],
+)
+def test_settings_that_say_too_little_or_too_much_are_refused(tmp_path, monkeypatch, changes, rule):
+    monkeypatch.chdir(tmp_path)
+    Path("FOLDER.zip").mkdir()
+    with pytest.raises(InputError, match=rule):
+        SubmissionSettings(**changes)

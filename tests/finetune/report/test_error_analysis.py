@@ -1,0 +1,363 @@
+"""Mistakes: the numbers are scikit-learn's, the rows are the data's, misfits are refused."""
+
+import html
+import json
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.special import softmax
+from sklearn.metrics import accuracy_score, confusion_matrix, matthews_corrcoef
+
+from finetune.report.error_analysis import DIAGNOSTIC, LONGEST, WORST, MistakesSettings, main
+from finetune.results import KEY, prediction_file, run_name, write_predictions
+from finetune.tasks import TASKS
+from tiny_glue import write_split
+from train.loop.launch import run_command
+from train.settings import InputError, parse
+
+NAMES = TASKS["mnli"].labels
+FINE = {
+    "Lexical Semantics": ["Lexical entailment", "Factivity", "Quantifiers"],
+    "Predicate-Argument Structure": ["Core args", "Active/Passive"],
+    "Logic": ["Negation", "Upward monotone", "Conditionals"],
+    "Knowledge": ["World knowledge"],
+    "Domain": ["News", "Reddit"],
+}
+
+
+def a_line(task: str, **changes) -> dict:
+    line = dict.fromkeys(KEY) | {"model": "runs/small/model", "random_weights": False}
+    line |= {"task": task, "seed": 0, "learning_rate": 2e-5, "status": "done", "collapsed": False}
+    line |= {"command": "accelerate launch finetune/glue.py --task x", "settings": {}}
+    scores = dict.fromkeys(TASKS[task].metrics, 0.4321)
+    return line | {"metrics": dict.fromkeys(TASKS[task].validations, scores)} | changes
+
+
+def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
+    """A line, its data and its predictions; returns what each split holds."""
+    known, data = TASKS[task], {}
+    line = a_line(task, glue_dir=str(folder / "glue"), **changes)
+    with (folder / "results.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    places = {split: (task, split) for split in known.validations}
+    if task == "mnli":
+        places["ax"] = ("ax", "test")
+    for seed, (split, place) in enumerate(places.items()):
+        draw = np.random.default_rng(seed)
+        labels = draw.integers(0, known.outputs, rows) if known.labels else draw.random(rows) * 5
+        logits = draw.normal(size=(rows, known.outputs)).astype(np.float32)
+        if known.labels:
+            logits[np.arange(rows), labels] += 1
+            logits[:3] += 2000  # alike for all classes, and beyond what exp can hold
+        else:
+            labels[0] = 5.0
+            logits += labels[:, None].astype(np.float32)
+        texts = {name: [f"{name} {split} {i} said" for i in range(rows)] for name in known.columns}
+        kept = np.full(rows, -1) if split == "ax" else labels
+        if write_data:
+            write_split(folder / "glue", *place, {**texts, "label": kept.tolist()})
+        if known.labels is None:
+            kept = kept.astype(np.float32)
+        write_predictions(prediction_file(str(folder / "results.jsonl"), line, split), kept, logits)
+        data[split] = (labels, logits, texts)
+    return data
+
+
+def asked(folder: Path, task: str, **changes) -> MistakesSettings:
+    given = {"results": str(folder / "results.jsonl"), "model": "runs/small/model", "task": task}
+    return MistakesSettings(**(given | changes))
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table, its header first, without Markdown's own signs."""
+    found, rows = [], []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("| "):
+            cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
+            rows.append([re.sub(r"\\(.)", r"\1", cell) for cell in cells])
+        elif rows:
+            assert {len(row) for row in rows} == {len(rows[0])}
+            found.append([rows[0], *rows[2:]])
+            rows = []
+    return found
+
+
+@pytest.mark.parametrize("task", ["rte", "cola", "mnli"])
+def test_the_confusion_is_scikit_learns(tmp_path, task):
+    data = add_run(tmp_path, task)
+    text = main(asked(tmp_path, task))
+    names = list(TASKS[task].labels)
+    found = [t for t in tables(text) if t[0][0].startswith("label /")]
+    assert len(found) == len(TASKS[task].validations)
+    for table, split in zip(found, TASKS[task].validations):
+        labels, logits, _ = data[split]
+        counts = confusion_matrix(labels, logits.argmax(axis=1))
+        shares = confusion_matrix(labels, logits.argmax(axis=1), normalize="true")
+        assert table[0][1:] == [*names, "rows"]
+        for name, row, count, share in zip(names, table[1:], counts, shares):
+            cells = [f"{n} ({100 * s:.1f} %)" for n, s in zip(count, share)]
+            assert row == [name, *cells, str(count.sum())]
+        wrong = int(counts.sum() - np.trace(counts))
+        assert f"## {split}: {wrong} of {len(labels)} rows wrong" in text
+    assert "43.2 (x 100, development set)" in text
+    assert "collapsed" not in text
+
+
+def test_a_collapsed_run_is_said_to_be_one(tmp_path):
+    add_run(tmp_path, "rte", collapsed=True)
+    text = main(asked(tmp_path, "rte"))
+    assert text.index("The run collapsed") < text.index("## validation")
+
+
+def test_a_class_that_is_never_the_label_has_no_shares(tmp_path):
+    write_split(tmp_path / "glue", "rte", "validation", two_texts(["a", "b"], [1, 1]))
+    add_run(tmp_path, "rte", rows=2, write_data=False)
+    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
+    write_predictions(file, np.array([1, 1]), np.float32([[0, 1], [1, 0]]))
+    table = tables(main(asked(tmp_path, "rte")))[0]
+    assert table[1] == ["entailment", "0 (-)", "0 (-)", "0"]
+    assert table[2] == ["not_entailment", "1 (50.0 %)", "1 (50.0 %)", "2"]
+    write_predictions(file, np.array([1, 1]), np.float32([[0, 1], [0, 1]]))
+    assert "No row is wrong." in main(asked(tmp_path, "rte"))
+
+
+def two_texts(texts: list[str], labels: list) -> dict[str, list]:
+    return {"sentence1": texts, "sentence2": [f"{t} two" for t in texts], "label": labels}
+
+
+def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
+    data = add_run(tmp_path, "mnli", rows=200)
+    text = main(asked(tmp_path, "mnli"))
+    found = [t for t in tables(text) if "probability" in t[0]]
+    for table, split in zip(found, TASKS["mnli"].validations):
+        labels, logits, texts = data[split]
+        assert len(table) == 1 + WORST
+        probabilities = softmax(logits.astype(np.float64), axis=1)
+        answers = logits.argmax(axis=1)
+        wrong = {int(row): probabilities[row].max() for row in np.flatnonzero(answers != labels)}
+        shown = [int(row[0]) for row in table[1:]]
+        assert [wrong[row] for row in shown] == sorted(wrong.values(), reverse=True)[:WORST]
+        for number, gold, answer, probability, premise, hypothesis in table[1:]:
+            row = int(number)
+            assert (gold, answer) == (NAMES[labels[row]], NAMES[answers[row]])
+            assert float(probability) == pytest.approx(wrong[row], abs=1e-4)
+            assert [premise, hypothesis] == [texts["premise"][row], texts["hypothesis"][row]]
+
+
+def test_texts_are_shown_as_they_are_and_shortened(tmp_path):
+    odd = ["a | b * c_d <b>&amp;</b> `x` \\ [y](z) # ~~ \n\t end", "word " * 200, "x" * 500]
+    write_split(tmp_path / "glue", "rte", "validation", two_texts(odd, [0, 0, 0]))
+    add_run(tmp_path, "rte", rows=3, write_data=False)
+    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
+    write_predictions(file, np.zeros(3, int), np.float32([[0, 3], [0, 2], [0, 1]]))
+    table = tables(main(asked(tmp_path, "rte")))[1]
+    shown = [html.unescape(row[4]) for row in table[1:]]
+    assert shown[0] == " ".join(odd[0].split())
+    for text, full in zip(shown[1:], odd[1:]):
+        assert len(text) <= LONGEST
+        assert text.endswith(" …")
+        assert full.startswith(text.removesuffix(" …"))
+
+
+def test_a_regression_shows_its_largest_errors_and_bins(tmp_path):
+    labels, logits, texts = add_run(tmp_path, "stsb", rows=300)["validation"]
+    bins, largest = tables(main(asked(tmp_path, "stsb")))
+    values, labels = logits[:, 0].astype(np.float64), labels.astype(np.float32)
+    errors = values - labels
+    edges = [0, 1, 2, 3, 4, 5.1]
+    assert sum(int(row[1]) for row in bins[1:]) == 300
+    for (low, high), row in zip(pairwise(edges), bins[1:]):
+        inside = (labels >= low) & (labels < high)
+        parts = (labels[inside], values[inside], errors[inside], abs(errors[inside]))
+        assert [float(cell) for cell in row[1:]] == [
+            inside.sum(),
+            *(pytest.approx(part.mean(), abs=0.0051) for part in parts),
+        ]
+    assert len(largest) == 1 + WORST
+    assert [int(row[0]) for row in largest[1:]] == list(np.argsort(-abs(errors))[:WORST])
+    for row in largest[1:]:
+        assert float(row[3]) == pytest.approx(errors[int(row[0])], abs=0.0051)
+        assert row[4] == texts["sentence1"][int(row[0])]
+
+
+def write_diagnostic(folder: Path, data: tuple, quoted: bool = False) -> tuple[Path, list[dict]]:
+    """A file in the form of GLUE's, with none, one or two categories of each kind a row."""
+    labels, _, texts = data
+    draw = np.random.default_rng(7)
+    rows = []
+    for i, label in enumerate(labels):
+        row = {
+            coarse: ";".join(
+                draw.permutation(fine)[: 1 if coarse == "Domain" else draw.integers(3)]
+            )
+            for coarse, fine in FINE.items()
+        }
+        row |= {"Premise": texts["premise"][i], "Hypothesis": texts["hypothesis"][i]}
+        rows.append(row | {"Label": NAMES[label]})
+    cells = [
+        [f'"{row[n]}"' if quoted and n == "Premise" else row[n] for n in DIAGNOSTIC] for row in rows
+    ]
+    lines = ["\t".join(DIAGNOSTIC), *("\t".join(row) for row in cells)]
+    file = folder / "diagnostic-full.tsv"
+    file.write_bytes(("\r\n" if quoted else "\n").join([*lines, ""]).encode())
+    return file, rows
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_ax_by_category_is_scikit_learns(tmp_path, quoted):
+    data = add_run(tmp_path, "mnli", rows=150)["ax"]
+    file, rows = write_diagnostic(tmp_path, data, quoted)
+    text = main(asked(tmp_path, "mnli", diagnostic=str(file)))
+    (table,) = (t for t in tables(text) if t[0][0] == "category")
+    truth, answers = data[0], data[1].argmax(axis=1)
+    expected = {"all": np.ones(150, bool)}
+    for coarse, fine in FINE.items():
+        expected[f"**{coarse}**"] = np.array([row[coarse] != "" for row in rows])
+        for name in sorted(fine):
+            expected[name] = np.array([name in row[coarse].split(";") for row in rows])
+    assert [row[0] for row in table[1:]] == list(expected)
+    for name, count, matthews, accuracy in table[1:]:
+        at = expected[name]
+        assert int(count) == at.sum()
+        wanted = (matthews_corrcoef(truth[at], answers[at]), accuracy_score(truth[at], answers[at]))
+        assert (float(matthews), float(accuracy)) == tuple(
+            pytest.approx(100 * value, abs=0.051) for value in wanted
+        )
+    assert "The texts are those that were predicted" in text
+    confusion = [t for t in tables(text) if t[0][0].startswith("label /")][-1]
+    diagonal = [int(row[1 + i].split()[0]) for i, row in enumerate(confusion[1:])]
+    assert diagonal == list(np.diag(confusion_matrix(truth, answers)))
+
+
+def test_ax_without_labels_shows_what_was_predicted_and_how_to_get_them(tmp_path):
+    _, logits, _ = add_run(tmp_path, "mnli", rows=90)["ax"]
+    text = main(asked(tmp_path, "mnli"))
+    (table,) = (t for t in tables(text) if t[0][0] == "prediction")
+    counts = np.bincount(logits.argmax(axis=1), minlength=3)
+    assert table[1:] == [[n, str(c), f"{c / 0.9:.1f} %"] for n, c in zip(NAMES, counts)]
+    assert "hold no labels (-1)" in text
+    assert "--diagnostic FILE" in text
+
+
+def test_without_ax_data_the_order_is_said_to_be_unchecked(tmp_path):
+    data = add_run(tmp_path, "mnli")["ax"]
+    file, _ = write_diagnostic(tmp_path, data)
+    (tmp_path / "glue/ax/test.parquet").unlink()
+    text = main(asked(tmp_path, "mnli", diagnostic=str(file)))
+    assert "The order of rows was not checked" in text
+    texts = {name: column[:-1] for name, column in data[2].items()}
+    write_split(tmp_path / "glue", "ax", "test", texts | {"label": [-1] * 119})
+    with pytest.raises(InputError, match="tsv must have the 119 rows of ax, got 120"):
+        main(asked(tmp_path, "mnli", diagnostic=str(file)))
+
+
+BROKEN = {
+    "swapped rows": (lambda t: [t[0], t[2], t[1], *t[3:]], "line 2 must have the premise 'premise"),
+    "hypothesis": (
+        lambda t: [*t[:-1], t[-1].replace("hypothesis ax", "other")],
+        "line 121 must have the hypoth",
+    ),
+    "short": (lambda t: t[:-1], "must have the 120 rows that were predicted, got 119"),
+    "label": (lambda t: [*t[:4], t[4].rpartition("\t")[0] + "\tno", *t[5:]], "line 5 must end in"),
+    "cells": (lambda t: [*t[:9], t[9] + "\t", *t[10:]], "line 10 must have 8 cells, got 9"),
+    "blank": (lambda t: [*t[:3], "", *t[3:]], "line 4 must have 8 cells, got 1"),
+    "header": (lambda t: t[1:], "must begin with the columns Lexical Semantics, "),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_categories_of_other_rows_are_refused_with_the_line(tmp_path, fault):
+    file, _ = write_diagnostic(tmp_path, add_run(tmp_path, "mnli")["ax"])
+    change, said = BROKEN[fault]
+    file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
+    with pytest.raises(InputError, match=said):
+        main(asked(tmp_path, "mnli", diagnostic=str(file)))
+
+
+def test_a_diagnostic_file_that_cannot_serve_is_refused(tmp_path):
+    add_run(tmp_path, "mnli")
+    with pytest.raises(InputError, match="diagnostic must be GLUE's diagnostic-full.tsv, got"):
+        main(asked(tmp_path, "mnli", diagnostic=str(tmp_path / "absent.tsv")))
+    for file in (tmp_path / "predictions").rglob("ax.parquet"):
+        file.unlink()
+    assert "AX" not in main(asked(tmp_path, "mnli"))
+    with pytest.raises(InputError, match="needs the run's predictions of ax, got none; .*--test"):
+        main(asked(tmp_path, "mnli", diagnostic="any.tsv"))
+
+
+def test_data_that_were_not_scored_are_refused(tmp_path):
+    add_run(tmp_path, "rte")
+    other = add_run(tmp_path, "rte", rows=90, write_data=True, seed=9)["validation"]
+    with pytest.raises(InputError, match="rte/validation must be the data .*, got 90 rows for 120"):
+        main(asked(tmp_path, "rte"))
+    labels = other[0].copy()
+    labels[[11, 40]] = 1 - labels[[11, 40]]
+    texts = other[2] | {"label": labels.tolist()}
+    write_split(tmp_path / "elsewhere", "rte", "validation", texts)
+    with pytest.raises(InputError, match="got another label in row 11; name their folder"):
+        main(asked(tmp_path, "rte", seed=9, glue_dir=str(tmp_path / "elsewhere")))
+
+
+def test_one_run_must_be_named(tmp_path):
+    add_run(tmp_path, "rte")
+    add_run(tmp_path, "rte", learning_rate=3e-5)
+    add_run(tmp_path, "rte", seed=1, status="diverged", metrics=None)
+    with pytest.raises(InputError, match="must hold a run of .*seed 5, got runs/small/model rte;"):
+        main(asked(tmp_path, "rte", seed=5))
+    with pytest.raises(InputError, match="run must have been scored, got diverged"):
+        main(asked(tmp_path, "rte", seed=1))
+    with pytest.raises(
+        InputError, match=r"got .*learning_rate 2e-05.*3e-05.*give its --run"
+    ) as two:
+        main(asked(tmp_path, "rte"))
+    assert "warmup" not in str(two.value)
+    for name in re.findall(r"rte-small-\w+", str(two.value)):
+        assert "rows wrong" in main(asked(tmp_path, "rte", run=name))
+
+
+def test_random_weights_are_taken_only_when_named(tmp_path):
+    add_run(tmp_path, "rte")
+    add_run(tmp_path, "rte", random_weights=True, status="failed")
+    settings = asked(tmp_path, "rte")
+    assert "rows wrong" in main(settings)
+    *_, control = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    with pytest.raises(InputError, match="must have been scored, got failed"):
+        main(asked(tmp_path, "rte", run=run_name(control)))
+
+
+def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsys):
+    add_run(tmp_path, "cola", model="odd name/it's")
+    output = tmp_path / "new/mistakes.md"
+    settings = asked(tmp_path, "cola", model="odd name/it's", output=str(output))
+    text = main(settings)
+    assert output.read_text() == text
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert "accelerate launch finetune/glue.py --task x" in text
+    again = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
+    assert parse(MistakesSettings, shlex.split(again)) == settings
+    with pytest.raises(SystemExit) as left:
+        run_command(main, MistakesSettings, [*shlex.split(again), "--seed=7"])
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(InputError, match="output must be writable"):
+        main(asked(tmp_path, "cola", model="odd name/it's", output=str(output / "below.md")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task": "ax"}, "task must be one of .*, got 'ax'; ax is part of mnli"),
+        ({"task": "nli"}, "task must be one of .*; take one of them"),
+        ({"diagnostic": "f.tsv"}, "diagnostic is for task mnli, got rte; leave it out"),
+        ({"output": "."}, "output must name a file"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, changes, said):
+    with pytest.raises(InputError, match=said):
+        asked(tmp_path, **({"task": "rte"} | changes))

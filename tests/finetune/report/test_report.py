@@ -1,0 +1,380 @@
+import re
+
+import numpy as np
+import pytest
+
+from finetune import results
+from finetune.report.report import (
+    ReportSettings,
+    latex,
+    main,
+    pair_grid,
+    paper_grid,
+    pipe_table,
+    score_grid,
+    trouble_grid,
+)
+from finetune.report.tables import NINE, build_tables
+from tiny_results import (
+    BERT,
+    RECIPE,
+    ROFORMER,
+    SKILL,
+    diverged,
+    failed,
+    line,
+    seeds,
+    table,
+    texts,
+    write,
+)
+from train.settings import InputError
+
+MINUS, DASH = "−", "–"  # noqa: RUF001
+
+
+def scores(lines, **options) -> dict[str, dict[str, str]]:
+    return texts(score_grid(table(lines, **options)))
+
+
+def test_cells_are_means_with_spread_and_count():
+    rows = scores(seeds(BERT, "rte", (0.5, 0.6, 0.7)))
+    assert rows["small-bert (bert)"] == {"RTE, accuracy": "60.0 ± 10.0 (3)"}
+    assert rows["majority baseline"] == {"RTE, accuracy": "50.0"}
+
+
+def test_the_average_is_glues_the_metrics_of_a_task_first():
+    lines = [*seeds(BERT, "mrpc", (0.9, 0.8)), *seeds(BERT, "mnli", (0.6, 0.5))]
+    found = table([*lines, *seeds(BERT, "stsb", (0.4, 0.2))]).rows[0]
+    # beside the headline metric the other one is 0.02 less, and MNLI's second split 0.01
+    tasks = np.array([[89.0, 79.0], [39.0, 19.0], [59.5, 49.5]])
+    mean, by_seed = found.average(["mrpc", "stsb", "mnli"])
+    assert mean == pytest.approx(tasks.mean())
+    assert list(by_seed.values()) == pytest.approx(tasks.mean(axis=0))
+
+
+def test_only_all_nine_official_tasks_make_the_glue_average():
+    lines = [line(BERT, task, 0.6) for task in SKILL]
+    assert set(SKILL) == NINE
+    assert list(scores(lines)["small-bert (bert)"])[-1] == "GLUE average"
+    missing = list(scores(lines[1:])["small-bert (bert)"])
+    assert missing[-1] == "mean of these 8 tasks, not the GLUE average"
+    reduced = {"official": False, "label": "cola (9k)"}
+    both = [*lines[1:], line(BERT, "cola", 0.9, **reduced)]
+    assert list(scores(both)["small-bert (bert)"])[-1] == missing[-1]
+
+
+def test_the_remark_names_the_tasks_of_the_average():
+    grid = score_grid(table([line(BERT, "rte", 0.6), line(BERT, "cola", 0.1)]))
+    assert "the mean over cola, rte" in grid.remarks[0]
+
+
+def test_a_row_with_a_task_missing_has_no_average():
+    rows = scores([line(BERT, "rte", 0.6), line(BERT, "cola", 0.1), line(ROFORMER, "rte", 0.7)])
+    assert list(rows["small-roformer (roformer)"].values()) == [DASH, "70.0 (1)", DASH]
+
+
+def test_the_average_has_a_spread_only_where_all_tasks_have_the_same_seeds():
+    lines = [*seeds(BERT, "rte", (0.6, 0.8)), *seeds(BERT, "wnli", (0.2, 0.4))]
+    assert scores(lines)["small-bert (bert)"].popitem()[1] == "50.0 ± 14.1 (2)"
+    assert scores(lines[:-1])["small-bert (bert)"].popitem()[1] == "45.0"
+
+
+def test_mnli_shows_both_splits():
+    row = scores([line(BERT, "mnli", 0.8)])["small-bert (bert)"]
+    assert row == {"MNLI m/mm, accuracy": "80.0/79.0 (1)"}
+
+
+def test_reduced_and_demo_tasks_are_never_in_the_official_table():
+    lines = [line(BERT, "rte", 0.6), line(BERT, "demo-next", 0.8)]
+    lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
+    lines.append(line(ROFORMER, "qnli", 0.7))
+    groups = {x.group: list(x.labels.values()) for x in build_tables(lines)}
+    assert groups == {
+        "official": ["QNLI, accuracy", "RTE, accuracy"],
+        "reduced": ["qnli (9k), accuracy"],
+        "demo": ["demo-next, accuracy"],
+    }
+    assert scores(lines)["small-bert (bert)"]["QNLI, accuracy"] == DASH
+
+
+def test_pretrained_models_come_first_then_controls_then_the_baseline():
+    models = [line(model, "rte", 0.6) for model in (ROFORMER, BERT)]
+    controls = [x | {"random_weights": True} for x in models]
+    assert list(scores([*controls, *models])) == [
+        "small-bert (bert)",
+        "small-roformer (roformer)",
+        "small-bert (bert), random weights",
+        "small-roformer (roformer), random weights",
+        "majority baseline",
+    ]
+
+
+def test_a_row_names_what_differs_between_recipes_and_no_more():
+    lines = [line(BERT, "rte", rate * 1e4, learning_rate=rate) for rate in (2e-5, 3e-5)]
+    lines.append(line(BERT, "rte", 0.6, weight_decay=0.0, tokenizer="words"))
+    names = list(scores(lines))
+    assert "small-bert (bert), rate 2e-5, decay 0.01" in names
+    assert "small-bert (bert), tokenizer words, rate 2e-4, decay 0" in names
+
+
+def test_a_task_with_a_recipe_of_its_own_says_so_in_its_column_and_splits_no_row():
+    lines = [line(model, "stsb", 0.5, epochs=10) for model in (BERT, ROFORMER)]
+    lines += [line(model, task, 0.6) for model in (BERT, ROFORMER) for task in ("cola", "mrpc")]
+    own = "STS-B, Spearman, 10 epochs"
+    shared = {"CoLA, Matthews": "60.0 (1)", "MRPC, F1": "60.0 (1)", own: "50.0 (1)"}
+    rows = scores(lines)
+    assert list(rows) == ["small-bert (bert)", "small-roformer (roformer)", "majority baseline"]
+    assert list(rows["small-bert (bert)"].items())[:3] == list(shared.items())
+    assert len(table(lines).pairs[0].tasks) == 3
+    printed = texts(paper_grid(table(lines)))["small-bert (bert), ours"]
+    assert (printed["MRPC, F1"], printed["STS-B, Spearman"]) == ("60.0 (1)", "50.0 (1)")
+    twice = scores([*lines, line(BERT, "stsb", 0.3)])  # which run of it would the row have?
+    assert "STS-B, Spearman" in twice["small-bert (bert), 10 epochs"]
+    assert twice["small-bert (bert), 3 epochs"]["STS-B, Spearman"] == "30.0 (1)"
+
+
+def test_models_of_one_name_keep_their_paths():
+    rows = scores([line(BERT, "rte", 0.6), line("old/small-bert", "rte", 0.7)])
+    assert list(rows)[:2] == ["old/small-bert (roformer)", "runs/small-bert/model (bert)"]
+
+
+def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
+    lines = seeds(BERT, "rte", (0.6, 0.6))
+    lines += [line(BERT, "rte", 0.7 + s / 10, seed=s, mnli=f"mnli/{s}") for s in (0, 1)]
+    rows = scores(lines)
+    assert rows["small-bert (bert)"]["RTE, accuracy"] == "60.0 ± 0.0 (2)"
+    assert rows["small-bert (bert), started from MNLI"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
+    few = scores([*lines, line(BERT, "mnli", 0.5, label="mnli (9k)", official=False)])
+    assert few["small-bert (bert), started from MNLI (9k)"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
+    twice = scores([*lines, line(BERT, "rte", 0.1, seed=0, mnli="other")])
+    assert twice["small-bert (bert), started from other"]["RTE, accuracy"] == "10.0 (1)"
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_runs_on_different_data_share_no_cell(turn):
+    """A label says how many rows there are, not which."""
+    made = [line(ROFORMER, "rte", score, seed=seed, glue_dir=data)
+            for score, seed, data in ((0.6, 0, "a"), (0.9, 0, "b"), (0.7, 1, "a"))]  # fmt: skip
+    made.append(line(ROFORMER, "cola", 0.3))
+    (table,) = build_tables(made[::turn])
+    rows = {row.name: row for row in table.rows if row.kind == "model"}
+    found = {name: row.cells["rte"].headlines for name, row in rows.items() if "rte" in row.cells}
+    assert {name.split(", ")[-1]: sorted(x.values()) for name, x in found.items()} == {
+        "data of a": [60, 70],
+        "data of b": [90],
+    }
+    assert [row.name for row in rows.values() if "cola" in row.cells] == [
+        "small-roformer (roformer)"
+    ]
+
+
+def test_what_collapsed_diverged_or_failed_is_counted_and_listed():
+    lines = seeds(BERT, "rte", (0.5, 0.6, 0.7))
+    lines[1]["collapsed"] = True
+    lines += [diverged(BERT, "rte", seed=3), failed(BERT, "rte", seed=4)]
+    found = table(lines)
+    text = "60.0 ± 10.0 (3 of 5; 1 collapsed, 1 diverged, 1 failed)"
+    assert texts(score_grid(found))["small-bert (bert)"]["RTE, accuracy"] == text
+    (grid,) = trouble_grid(found)
+    assert [[entry.text for entry in row[2:]] for row in grid.rows] == [
+        ["1", "collapsed", "one answer for every example"],
+        ["3", "diverged", "gradient not finite (41)"],
+        ["4", "failed", "worker died: SIGKILL"],
+    ]
+
+
+def test_a_task_of_which_every_run_failed_still_stands_somewhere():
+    lines = [line(BERT, "rte", 0.6), failed(BERT, "cola"), diverged(BERT, "mrpc")]
+    assert scores(lines, group="unplaced") == {
+        "small-bert (bert)": {"CoLA, Matthews": f"{DASH} (0 of 1; 1 failed)"}
+    }
+    assert scores(lines)["small-bert (bert)"]["MRPC, F1"] == f"{DASH} (0 of 1; 1 diverged)"
+
+
+def test_a_failed_run_goes_to_the_data_it_was_meant_for():
+    nine = {"label": "qnli (9k)", "official": False, "glue_dir": "nine"}
+    lines = [line(ROFORMER, "qnli", 0.6, **nine), line(BERT, "qnli", 0.6)]
+    lines += [failed(ROFORMER, "qnli", seed=1, glue_dir="nine")]
+    rows = scores(lines, group="reduced")
+    assert rows["small-roformer (roformer)"]["qnli (9k), accuracy"] == "60.0 (1 of 2; 1 failed)"
+
+
+RATES = (2e-5, 3e-5, 4e-5)
+
+
+def sweep(model: str, task: str, means) -> list[dict]:
+    return [
+        line(model, task, mean + 0.01 * seed, seed=seed, learning_rate=rate)
+        for rate, mean in zip(RATES, means)
+        for seed in (0, 1)
+    ]
+
+
+BEST = "best of 3 rates by the reported split (the paper's selection)"
+
+
+def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(BERT, "mrpc", (0.9, 0.7, 0.8))]
+    rows = scores(lines)
+    row = rows[f"small-bert (bert), {BEST}"]
+    assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-5"
+    assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-5"
+    assert rows["small-bert (bert), rate 4e-5"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
+    assert table(lines).rows[3].key.rates == "3"
+
+
+def test_a_rate_with_fewer_scored_seeds_cannot_win():
+    lines = sweep(BERT, "rte", (0.5, 0.7, 0.6))
+    lines[3] = diverged(BERT, "rte", seed=1, learning_rate=3e-5)
+    assert scores(lines)[f"small-bert (bert), {BEST}"]["RTE, accuracy"] == "60.5 ± 0.7 (2) at 4e-5"
+
+
+def test_a_task_with_one_rate_has_no_selection():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), line(BERT, "cola", 0.1, learning_rate=2e-5)]
+    row = scores(lines)[f"small-bert (bert), {BEST}"]
+    assert (row["CoLA, Matthews"], row.popitem()[1]) == (DASH, DASH)
+
+
+def test_selected_scores_are_only_subtracted_from_selected_ones():
+    lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(ROFORMER, "rte", (0.62, 0.6, 0.6))]
+    found = {pair.first.way: pair.tasks["rte"].mean for pair in table(lines).pairs}
+    expected = {"rate 2e-5": 12.0, "rate 3e-5": -10.0, "rate 4e-5": 0.0, BEST: -8.0}
+    assert found == pytest.approx(expected)
+    # three rates against two would favour the three
+    fewer = [x for x in lines if x["model"] == BERT or x["learning_rate"] < 4e-5]
+    assert [pair.first.way for pair in table(fewer).pairs] == ["rate 2e-5", "rate 3e-5"]
+
+
+def test_the_data_are_what_is_in_them_wherever_they_are():
+    lines = [
+        line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed, glue_dir=f"{seed}") for seed in range(3)
+    ]
+    for row, found in zip(lines, ("a" * 16, "b" * 16, "a" * 16)):
+        row["data"] = found
+    found = scores(lines)
+    assert found["small-bert (bert), data aaaaaaaa"]["RTE, accuracy"] == "60.0 ± 14.1 (2)"
+    assert found["small-bert (bert), data bbbbbbbb"]["RTE, accuracy"] == "60.0 (1)"
+
+
+def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
+    lines = [line(BERT, "rte", 0.5, precision="no"), line(ROFORMER, "rte", 0.6)]
+    lines.append(line(ROFORMER, "rte", 0.7, precision="no", seed=1))
+    assert {name: row["RTE, accuracy"] for name, row in scores(lines).items()} == {
+        "small-bert (bert), precision no": "50.0 (1)",
+        "small-roformer (roformer), precision bf16": "60.0 (1)",
+        "small-roformer (roformer), precision no": "70.0 (1)",
+        "majority baseline": "50.0",
+    }
+    (pair,) = table(lines).pairs
+    assert (pair.first.way, pair.tasks) == ("precision no", {})  # no seed of both
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_table_needs_neither_a_roformer_nor_a_bert(control):
+    kind = {"model_type": "distilbert", "random_weights": control}
+    made = table([line("runs/distilled/model", "sst2", 0.8, **kind)])
+    assert len(made.rows) == 2
+    assert made.remark.startswith(f"No RoFormer {MINUS} BERT: it takes one model of each, here are")
+
+
+@pytest.mark.parametrize("name", ["weights", "data"])
+def test_runs_of_what_was_changed_in_place_share_no_cell(name):
+    lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(4)]
+    for row, found in zip(lines, ("a" * 16, "a" * 16, "b" * 16, None)):
+        row[name] = found
+    found = scores(lines)
+    assert found[f"small-bert (bert), {name} aaaaaaaa"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
+    assert found[f"small-bert (bert), {name} bbbbbbbb"]["RTE, accuracy"] == "70.0 (1)"
+    assert found["small-bert (bert)"]["RTE, accuracy"] == "80.0 (1)"
+
+
+def test_each_seeds_model_of_mnli_has_weights_of_its_own():
+    lines = [line(BERT, "rte", 0.5, seed=seed, mnli=f"mnli/{seed}") for seed in (0, 1)]
+    for number, row in enumerate(lines):
+        row["weights"] = str(number) * 16
+    assert list(scores(lines)) == ["small-bert (bert), started from MNLI", "majority baseline"]
+
+
+def test_the_printed_table_names_the_split_of_every_row():
+    rows = texts(paper_grid(table([line(BERT, "mrpc", 0.8), line(BERT, "qnli", 0.7)])))
+    assert rows["BERT, as printed"]["split of its numbers"] == "test server"
+    assert rows["RoFormer, as printed"]["split of its numbers"] == "validation"
+    assert rows["RoFormer, as printed"]["MNLI m/mm, accuracy"] == "80.2/79.8"
+    ours = rows["small-bert (bert), ours"]
+    assert ours["MRPC, F1"] == "80.0 (1)"
+    assert ours["split of its numbers"] == "validation (development set)"
+
+
+def test_markdown_and_latex_survive_any_name_of_a_model():
+    name = "a|b_c%d$e#f{g}~h^i\\j&k<l>[m]*n`o"
+    grid = score_grid(table([line(name, "rte", 0.6)]))
+    columns = [re.findall(r"(?<!\\)\|", row) for row in pipe_table(grid).splitlines()]
+    assert {len(bars) for bars in columns} == {3}
+    text = latex(grid)
+    plain = re.sub(r"\\[\\&%$#_{}]", "", text)
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith(r" \\") for row in body)
+    assert not set("_#^~%") & set(re.sub(r"\\[_#%]|\\text\w+{}", "", "".join(body)))
+
+
+def test_latex_prints_signs_and_exponents_as_they_are_meant():
+    lines = [line(BERT, "rte", 0.6, learning_rate=x) for x in (2e-5, 3e-5)]
+    lines += [line(ROFORMER, "rte", 0.5, learning_rate=2e-5)]
+    text = latex(pair_grid(table(lines))[0])
+    assert r"RoFormer $-$ BERT, rate 2e-5 & RTE, accuracy & 1 & $-$10.00 \\" in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"metrics": {}}, "scores missing"),
+        ({"task": "unheard"}, "no such task"),
+        ({"status": "new"}, "no such status"),
+        ({"label": None, "metrics": None}, "no metrics"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_line_that_lacks_something_is_one_warning(broken, why, capsys):
+    found = scores([line(BERT, "rte", 0.6), {**line(BERT, "rte", 0.7, seed=1), **broken}])
+    assert found["small-bert (bert)"]["RTE, accuracy"] == "60.0 (1)"
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    with pytest.raises(InputError, match="results must be a file"):
+        main(ReportSettings(str(file)))
+    file.write_text('{"model": "b", "task": "rte", "seed": 0}\n')  # of an earlier format
+    with pytest.raises(InputError, match="results must hold a complete line"):
+        main(ReportSettings(str(file)))
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(InputError, match="pair must be two models"):
+        ReportSettings(str(file), pair=[BERT, BERT])
+    with pytest.raises(InputError, match="output must name a folder"):
+        ReportSettings(str(file), output=str(file))
+    write(tmp_path, [line(BERT, "rte", 0.6)])
+    with pytest.raises(InputError, match="pair must name models of the results, got x; they have"):
+        main(ReportSettings(str(file), pair=["small-bert", "x"]))
+    with pytest.raises(InputError, match="pair must be two models"):
+        main(ReportSettings(str(file), pair=["small-bert", BERT]))
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_the_recipe_of_the_tests_is_the_whole_recipe():
+    assert tuple(RECIPE) == results.RECIPE
+
+
+def test_of_equal_means_the_smallest_rate_is_chosen():
+    for turn in (1, -1):
+        lines = sweep(BERT, "rte", (0.5, 0.7, 0.7))[::turn]
+        assert scores(lines)[f"small-bert (bert), {BEST}"]["RTE, accuracy"].endswith("at 3e-5")
+
+
+def test_a_rate_is_chosen_by_the_headline_metric_alone():
+    lines = [line(BERT, "mrpc", f1, learning_rate=r) for r, f1 in ((2e-5, 0.8), (3e-5, 0.79))]
+    lines[1]["metrics"]["validation"]["accuracy"] = 0.9
+    (row,) = (x for name, x in scores(lines).items() if "best of 2 rates" in name)
+    assert row["MRPC, F1"] == "80.0 (1) at 2e-5"

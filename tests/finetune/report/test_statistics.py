@@ -1,0 +1,111 @@
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.special import gammaln
+
+from finetune.report.statistics import bootstrap, compare, corrected, holm
+
+
+def scores(seed: int, count: int) -> tuple[dict[int, float], dict[int, float]]:
+    draw = np.random.default_rng(seed)
+    first, second = draw.normal(80, 2, count), draw.normal(79, 3, count)
+    return dict(enumerate(first.tolist())), dict(enumerate(second.tolist()))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_comparison_is_what_scipy_and_numpy_say(seed, count):
+    first, second = scores(seed, count)
+    a, b = np.array(list(first.values())), np.array(list(second.values()))
+    found, test = compare(first, second, count), stats.ttest_rel(a, b)
+    assert found.p == pytest.approx(test.pvalue)
+    assert found.mean == pytest.approx((a - b).mean())
+    assert found.median == pytest.approx(np.median(a - b))
+    assert found.std == pytest.approx(np.std(a - b, ddof=1))
+    assert found.cohen_dz == pytest.approx(test.statistic / np.sqrt(count))
+    error = stats.sem(a - b)
+    assert found.t_interval == pytest.approx(
+        stats.t.interval(0.95, count - 1, loc=(a - b).mean(), scale=error)
+    )
+    if count == 2:
+        assert found.hedges_gz is None
+    else:  # Hedges' exact factor, which the usual fraction approximates
+        n = count - 1
+        factor = np.exp(gammaln(n / 2) - gammaln((n - 1) / 2)) / np.sqrt(n / 2)
+        assert found.hedges_gz == pytest.approx(found.cohen_dz * factor, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_the_bootstrap_of_few_values_is_every_resample(count):
+    values = np.random.default_rng(count).normal(size=count)
+    means = np.array(list(product(values, repeat=count))).mean(axis=1)
+    assert bootstrap(values) == pytest.approx(tuple(np.percentile(means, (2.5, 97.5))), abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [5, 12])
+def test_the_bootstrap_agrees_with_scipy(count):
+    values = np.random.default_rng(count).normal(1, 2, count)
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=50_000, method="percentile")
+    low, high = bootstrap(values)
+    assert low == pytest.approx(theirs.confidence_interval.low, abs=0.06)
+    assert high == pytest.approx(theirs.confidence_interval.high, abs=0.06)
+    assert bootstrap(values) == (low, high)
+
+
+def test_exchanging_the_sides_mirrors_everything():
+    first, second = scores(4, 5)
+    there, back = compare(first, second, 5), compare(second, first, 5)
+    assert back.mean == -there.mean
+    assert back.hedges_gz == -there.hedges_gz
+    assert back.p == there.p
+    assert back.bootstrap == pytest.approx((-there.bootstrap[1], -there.bootstrap[0]))
+
+
+def test_only_seeds_of_both_sides_are_paired():
+    found = compare({0: 1.0, 1: 2.0, 5: 9.0}, {1: 1.5, 0: 1.0, 7: 3.0}, 4)
+    assert found.differences == {0: 0.0, 1: 0.5}
+    assert (found.mean, found.tried) == (0.25, 4)
+
+
+def test_the_seeds_and_not_their_order_pair_the_scores():
+    shuffled = compare({2: 5.0, 0: 1.0, 1: 3.0}, {1: 2.5, 2: 4.0, 0: 1.0}, 3)
+    assert shuffled.differences == {0: 0.0, 1: 0.5, 2: 1.0}
+
+
+def test_a_single_pair_has_a_mean_and_says_why_no_more():
+    found = compare({3: 80.0}, {3: 78.0}, 2)
+    assert (found.mean, found.median, found.std, found.p) == (2.0, 2.0, None, None)
+    assert found.bootstrap is None
+    assert found.why == "there is one pair"
+
+
+def test_equal_differences_have_no_test_even_with_rounding_noise():
+    found = compare({s: 0.1 + s for s in range(4)}, {s: 0.3 + s for s in range(4)}, 4)
+    assert found.mean == pytest.approx(-0.2)
+    assert (found.std, found.p, found.hedges_gz, found.t_interval) == (0.0, None, None, None)
+    assert found.why == "all pairs differ by the same"
+
+
+def test_holm_is_the_worked_example_and_never_below_the_plain_value():
+    # Holm 1979's procedure on four values: 4 x 0.005, 3 x 0.01, 2 x 0.03, 1 x 0.04 made monotonous
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
+    values = np.random.default_rng(0).uniform(size=9)
+    found = np.array(holm(values.tolist()))
+    assert (found >= values).all()
+    assert (found <= 1).all()
+    assert (np.diff(found[np.argsort(values)]) >= 0).all()  # the order of the values, with ties
+
+
+def test_the_family_of_the_correction_is_those_that_were_tested():
+    tested = {name: compare(*scores(seed, 5), 5) for name, seed in (("a", 0), ("b", 1))}
+    family = corrected(tested | {"single": compare({0: 1.0}, {0: 2.0}, 1)})
+    assert family["single"].p_holm is None
+    plain = [tested["a"].p, tested["b"].p]
+    assert [family["a"].p_holm, family["b"].p_holm] == holm(plain)
+
+
+def test_small_differences_of_scores_are_not_taken_for_rounding():
+    assert compare({0: 60.0, 1: 60.02}, {0: 60.0, 1: 60.0}, 2).p == pytest.approx(0.5)

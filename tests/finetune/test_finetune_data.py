@@ -1,0 +1,259 @@
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from pyarrow import parquet
+from transformers import BertConfig
+
+import roformer
+from finetune import data
+from finetune.data import epoch_batches, load_examples, require_fit
+from finetune.tasks import TASKS
+from tiny_glue import tiny_tokenizer, write_split, write_stsb
+from train.settings import InputError
+
+
+def load(folder, task="sst2", split="train", length=32):
+    cache = str(Path(folder) / "tokens")
+    return load_examples(TASKS[task], split, str(folder), tiny_tokenizer(), length, cache)
+
+
+def lengths(rows=1037):
+    return np.random.default_rng(0).geometric(0.04, rows).clip(3, 128)
+
+
+def test_every_example_comes_once_an_epoch_and_the_last_batch_is_kept():
+    batches = list(epoch_batches(lengths(), 8, seed=3, epoch=1))
+    assert sorted(np.concatenate(batches)) == list(range(1037))
+    assert sorted({len(rows) for rows in batches}) == [1037 % 8, 8]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        return [tuple(rows) for rows in epoch_batches(lengths(), 8, seed, epoch)]
+
+    assert order(0, 0) == order(0, 0)
+    others = [order(*name) for name in ((0, 0), (0, 1), (1, 0))]
+    assert len({tuple(batches) for batches in others}) == 3
+    # which rows share a batch changes as well, not the order of batches alone
+    together = [{frozenset(rows) for rows in batches} for batches in others]
+    assert all(len(a & b) < len(a) / 2 for a, b in itertools.combinations(together, 2))
+
+
+def test_buckets_leave_little_padding_and_batches_are_shuffled():
+    sizes = lengths(4000)
+    batches = list(epoch_batches(sizes, 16, seed=0, epoch=0))
+    longest = np.array([sizes[rows].max() for rows in batches])
+    filled = sum(sizes[rows].sum() for rows in batches)
+    assert filled / sum(len(rows) * size for rows, size in zip(batches, longest)) > 0.9
+    # sorted batches would rise all the way through a window
+    assert 0.3 < np.mean(np.diff(longest) > 0) < 0.6
+
+
+def test_one_row_is_an_epoch():
+    assert [rows.tolist() for rows in epoch_batches(np.array([5]), 8, 0, 0)] == [[0]]
+
+
+def test_a_batch_is_what_the_tokenizer_pads(tmp_path):
+    examples = load(write_stsb(tmp_path), "stsb")
+    columns = parquet.read_table(tmp_path / "stsb/train.parquet").to_pydict()
+    rows = np.array([4, 0, 7])
+    texts = [[columns[name][row] for row in rows] for name in ("sentence1", "sentence2")]
+    expected = tiny_tokenizer()(*texts, padding=True, return_tensors="pt")
+    batch = examples.batch(rows)
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels", "token_type_ids"]
+    assert all(batch[name].equal(expected[name]) for name in expected)
+    assert batch["labels"].tolist() == [columns["label"][row] for row in rows]
+
+
+def test_long_pairs_are_cut_to_the_length(tmp_path):
+    assert load(write_stsb(tmp_path), "stsb", length=9).lengths.max() == 9
+
+
+@pytest.mark.parametrize(
+    "texts", [['"a day', "null", "NA", "good", '12"'], ["2020-01-01", "2020-01-02"], ["1", "22"]]
+)
+def test_the_three_file_types_hold_the_same_text(tmp_path, texts):
+    """Quotes, numbers, dates and names of missing values are text like any other."""
+    labels = [row % 2 for row in range(len(texts))]
+    tsv = tmp_path / "tsv" / "sst2" / "train.tsv"
+    jsonl = tmp_path / "jsonl" / "sst2" / "train.jsonl"
+    for file in (tsv, jsonl):
+        file.parent.mkdir(parents=True)
+    rows = list(zip(texts, labels))
+    tsv.write_text("sentence\tlabel\n" + "".join(f"{a}\t{b}\n" for a, b in rows))
+    quoted = [(a.replace('"', '\\"'), b) for a, b in rows]
+    jsonl.write_text("".join(f'{{"sentence": "{a}", "label": {b}}}\n' for a, b in quoted))
+    write_split(tmp_path / "parquet", "sst2", "train", {"sentence": texts, "label": labels})
+    first, *others = (load(tmp_path / kind) for kind in ("parquet", "tsv", "jsonl"))
+    assert all((other.inputs["input_ids"] == first.inputs["input_ids"]).all() for other in others)
+    assert all(other.labels.tolist() == labels for other in others)
+
+
+GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"text": ["good"], "label": [1]}, ["columns sentence, label", "got text, label"]),
+        ({**GOOD, "label": [1, 2]}, ["label of sst2/train", "0 to 1", "got 2 in row 1"]),
+        ({**GOOD, "label": [0.5, 1.0]}, ["label", "0.5 in row 0"]),
+        ({**GOOD, "label": ["yes", "no"]}, ["label", "'yes'"]),
+        ({**GOOD, "label": [[1], [0]]}, ["label", "[1] in row 0"]),
+        ({**GOOD, "label": ["1", "no"]}, ["label", "'no' in row 1"]),
+        ({**GOOD, "idx": [[3], [3]]}, ["idx of sst2/train", "unique", "[3] in rows 0 and 1"]),
+        ({**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
+        ({**GOOD, "sentence": ["good", None]}, ["column sentence", "None in row 1"]),
+        ({**GOOD, "sentence": ["good", " "]}, ["column sentence", "' ' in row 1"]),
+        ({**GOOD, "idx": [3, 3]}, ["idx of sst2/train", "unique", "3 in rows 0 and 1"]),
+        ({"sentence": [], "label": []}, ["at least one row"]),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, columns, words):
+    write_split(tmp_path, "sst2", "train", columns)
+    refused(words, lambda: load(tmp_path))
+
+
+def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
+    write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""]})
+    examples = load(tmp_path, split="test")
+    assert examples.labels.tolist() == [-1, -1]
+    assert examples.lengths.tolist() == [3, 2]
+    write_split(tmp_path, "sst2", "test", {"sentence": ["good", "bad"], "label": [-1, 1]})
+    assert load(tmp_path, split="test").labels.tolist() == [-1, 1]
+
+
+def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
+    pair = {"question1": ["good", "bad"], "question2": ["film", ""], "label": [1, 0]}
+    write_split(tmp_path, "qqp", "train", pair)
+    assert load(tmp_path, "qqp").lengths.tolist() == [5, 4]
+    write_split(tmp_path, "qqp", "train", pair | {"question1": ["good", " "]})
+    refused(["column question1 of qqp/train", "' ' in row 1"], lambda: load(tmp_path, "qqp"))
+
+
+def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp_path):
+    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [1, 0]})
+    words = ["idx of sst2/test must count from 0", "got 1 in row 0", "sort"]
+    refused(words, lambda: load(tmp_path, split="test"))
+    for index in ([0, 1], [0.0, 1.0]):
+        write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": index})
+        assert len(load(tmp_path, split="test")) == 2
+
+
+def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
+    write_stsb(tmp_path)
+    whole = load(tmp_path, "stsb")
+    monkeypatch.setattr(data, "ROWS_AT_ONCE", 7)
+    (file,) = (tmp_path / "tokens").iterdir()
+    file.unlink()
+    parts = load(tmp_path, "stsb")
+    assert np.array_equal(parts.lengths, whole.lengths)
+    assert all(np.array_equal(parts.inputs[name], x) for name, x in whole.inputs.items())
+
+
+def test_words_cut_in_python_are_tokenised_too(tmp_path):
+    """Chinese checkpoints: such a tokenizer cannot be written down whole."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "今", "天", "气", "好"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = transformers.RoFormerTokenizer(vocab=vocabulary)
+    asked = [["今天天气"], ["好"]], tokenizer, 16, str(tmp_path)
+    made = data.tokenised(*asked)
+    assert made["input_ids"].tolist() == [2, 5, 6, 6, 7, 3, 8, 3]
+    assert "token_type_ids" not in made
+    tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    assert data.tokenised(*asked)["token_type_ids"].tolist() == [0] * 6 + [1, 1]
+
+
+def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):
+    write_stsb(tmp_path)
+    made = load(tmp_path, "stsb")
+    (file,) = (tmp_path / "tokens").iterdir()
+    file.write_bytes(file.read_bytes())  # a later time stamp
+    before = file.stat().st_mtime_ns
+    again = load(tmp_path, "stsb")
+    assert file.stat().st_mtime_ns == before
+    assert all((again.inputs[name] == made.inputs[name]).all() for name in made.inputs)
+    load(tmp_path, "stsb", length=9)
+    load(tmp_path, "stsb", split="validation")
+    other = tiny_tokenizer()
+    other.add_tokens(["sofa"])
+    load_examples(TASKS["stsb"], "train", str(tmp_path), other, 32, str(tmp_path / "tokens"))
+    assert len(list((tmp_path / "tokens").iterdir())) == 4
+
+
+def test_values_outside_the_scale_are_refused(tmp_path):
+    columns = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
+    write_split(tmp_path, "stsb", "train", columns)
+    refused(["label of stsb/train", "0 to 5", "5.5"], lambda: load(tmp_path, "stsb"))
+
+
+def test_missing_files_are_refused_in_one_line(tmp_path):
+    refused(["glue_dir", "a folder sst2", "check the path"], lambda: load(tmp_path / "nowhere"))
+    write_split(tmp_path, "sst2", "train", GOOD)
+    refused(["sst2/validation", "got train.parquet"], lambda: load(tmp_path, split="validation"))
+
+
+def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.parquet").write_text("no parquet")
+    refused(["train.parquet", "readable"], lambda: load(tmp_path))
+
+
+def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("finetune.data.HUB_DATA", "nobody/has-this")
+    call = lambda: load_examples(TASKS["rte"], "train", None, tiny_tokenizer(), 32, "x")  # noqa: E731
+    refused(["glue_dir", "got null", "--glue_dir FOLDER"], call)
+
+
+def test_a_length_over_the_table_is_refused_unless_there_is_none():
+    bert = BertConfig(max_position_embeddings=64, vocab_size=100)
+    refused(["length", "64 positions", "got 65"], lambda: require_fit(bert, tiny_tokenizer(), 65))
+    require_fit(bert, tiny_tokenizer(), 64)
+    ours = roformer.RoFormerConfig(max_position_embeddings=64, vocab_size=100)
+    require_fit(ours, tiny_tokenizer(), 65)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused():
+    small = SimpleNamespace(vocab_size=16)
+    refused(["tokenizer", "16 entries", "got 17"], lambda: require_fit(small, tiny_tokenizer(), 8))
+
+
+def refused(words, call):
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli", "ax"])
+def test_real_glue_has_the_official_rows(real_data, task):
+    folder = real_data / "glue" / task
+    splits = TASKS[task].splits
+    found = {split: parquet.read_metadata(folder / f"{split}.parquet").num_rows for split in splits}
+    assert found == splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
+def test_real_reduced_tasks_are_labelled_so(real_data, task):
+    folder = real_data / "glue_reduced"
+    row = TASKS[task]
+    rows = {s: len(load(folder, task, s)) for s in ("train", *row.validations)}
+    assert row.label(rows) == f"{task} (9k)"
+    assert not row.is_official(rows)
+
+
+def test_tokens_that_were_cut_on_the_other_side_are_made_anew(tmp_path):
+    made = []
+    for side in ("right", "left"):
+        tokenizer = tiny_tokenizer()
+        tokenizer.truncation_side = side
+        made.append(data.tokenised([["good bad film"]], tokenizer, 4, str(tmp_path)))
+    assert made[0]["input_ids"].tolist() != made[1]["input_ids"].tolist()

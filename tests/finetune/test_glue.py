@@ -1,0 +1,519 @@
+import itertools
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from pyarrow import parquet
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import accuracy_score
+from torch.utils.data import DataLoader
+from transformers import pipeline
+
+from finetune import glue
+from finetune.data import Examples, epoch_batches
+from finetune.results import KEY, prediction_file, read_predictions, read_results
+from finetune.settings import GlueSettings
+from finetune.tasks import TASKS
+from tiny import ROOT
+from tiny_glue import (
+    other_model,
+    sentences,
+    tiny_model,
+    tiny_tokenizer,
+    write_split,
+    write_sst2,
+    write_stsb,
+)
+from train.data import stateless_rng
+from train.settings import InputError
+
+RECIPE = {"length": 32, "batch_size": 16, "epochs": 6, "learning_rate": 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices on several threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
+    given = {**RECIPE, "glue_dir": str(folder / "glue"), "output": str(folder / "results.jsonl")}
+    given["cache"] = str(folder / "tokens")
+    return GlueSettings(**{**given, "model": str(folder / "model"), "task": task, **changes})
+
+
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_a_tiny_model_learns_a_separable_task(tmp_path, kind):
+    torch.manual_seed(0)
+    tiny_model(tmp_path / "model", kind)
+    write_sst2(tmp_path / "glue")
+    result = glue.main(settings(tmp_path, save=str(tmp_path / "tuned")))
+    assert result["headline"] > result["majority"] + 0.3
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    classify = pipeline("text-classification", str(tmp_path / "tuned"))
+    assert [answer["label"] for answer in classify(["a good day", "a bad day"])] == [
+        "positive",
+        "negative",
+    ]
+
+
+class InOurOrder(transformers.Trainer):
+    """transformers' own loop, given the rows in our order, one epoch after the other."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        asked, rows = self.asked, self.train_dataset
+        names = ("input_ids", "token_type_ids", "labels")
+        lists = [{k: rows.batch(np.array([i]))[k][0] for k in names} for i in range(len(rows))]
+        epochs = iter(range(asked.epochs))
+
+        class Order:
+            def __iter__(self):
+                order = asked.batch_size, asked.seed, next(epochs)
+                return (batch.tolist() for batch in epoch_batches(rows.lengths, *order))
+
+            def __len__(self) -> int:
+                return -(-len(rows) // asked.batch_size)
+
+        return DataLoader(lists, batch_sampler=Order(), collate_fn=self.data_collator)
+
+
+@pytest.mark.parametrize(("task", "write"), [("sst2", write_sst2), ("stsb", write_stsb)])
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_the_outcome_is_that_of_transformers_trainer(kind, task, write, tmp_path):
+    """Schedule, decay, clipping, loss and optimiser of two loops: logits after six epochs."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_model(tmp_path / "model", kind, **still)
+    write(tmp_path / "glue", train=250)
+    asked = settings(tmp_path, task, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
+    line = glue.main(asked)
+    ours = read_predictions(prediction_file(asked.output, line, "validation"))[1]
+    config, tokenizer = glue.load_description(asked, TASKS[task])
+    data = glue.load_data(asked, TASKS[task], tokenizer)
+    model = glue.load_model(asked, config)
+    steps = asked.epochs * -(-len(data["train"]) // asked.batch_size)
+    told = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        num_train_epochs=asked.epochs,
+        learning_rate=asked.learning_rate,
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.clip_norm,
+        adam_epsilon=1e-8,
+        warmup_steps=round(asked.warmup_share * steps),
+        lr_scheduler_type=asked.schedule,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    collate = transformers.DataCollatorWithPadding(tokenizer)
+    trainer = InOurOrder(model, told, data_collator=collate, train_dataset=data["train"])
+    trainer.asked = asked
+    trainer.train()
+    everything = data["validation"].batch(np.arange(len(data["validation"])))
+    everything.pop("labels")
+    with torch.no_grad():
+        theirs = model.eval()(**everything).logits
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)
+    assert np.ptp(ours) > 0.1  # it has learned something to agree on
+
+
+def test_the_same_settings_give_the_same_numbers(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    first, again, other = (glue.main(settings(tmp_path, epochs=2, seed=seed)) for seed in (3, 3, 4))
+    assert first["losses"] == again["losses"]
+    assert first["metrics"] == again["metrics"]
+    assert first["loss"] != other["loss"]
+
+
+def test_dropout_follows_from_seed_step_and_rank(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=40)
+    seeds, seed_torch = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
+    glue.main(settings(tmp_path, epochs=2, seed=5))
+    assert seeds == [5, *(int(stateless_rng.bits(5, step, 0)) >> 1 for step in range(6))]
+
+
+def test_a_line_says_all_that_made_it(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9, "label": [0, 1, 1] * 3}
+        write_split(tmp_path / "glue", "mnli", split, pair)
+    asked = settings(tmp_path, "mnli", epochs=1, seed=2)
+    result = glue.main(asked)
+    (line,) = read_results(asked.output)
+    assert line == json.loads(json.dumps(result))
+    assert {name: line[name] for name in KEY} == {name: getattr(asked, name) for name in KEY}
+    assert line["label"] == "mnli (9)"
+    assert not line["official"]
+    assert line["model_type"] == "roformer"
+    assert list(line["metrics"]) == ["validation_matched", "validation_mismatched"]
+    assert line["majority"] == pytest.approx(2 / 3)
+    assert line["rows"] == dict.fromkeys(("train", *line["metrics"]), 9)
+    assert line["settings"]["warmup_share"] == asked.warmup_share
+    rest = {"loss", "seconds", "parameters", "versions", "device", "precision", "processes"}
+    assert rest <= set(line)
+
+
+def test_the_control_never_sees_the_weights_and_a_diverged_run_is_kept(tmp_path):
+    """Broken weights make a run diverge; the control with the same folder goes through."""
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
+    assert glue.main(settings(tmp_path, epochs=1))["status"] == "diverged"
+    assert glue.main(settings(tmp_path, epochs=1, random_weights=True))["status"] == "done"
+
+
+def with_loss_scaler() -> Accelerator:
+    """As in fp16, which is for GPUs, on a CPU."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    return accelerator
+
+
+@pytest.mark.parametrize(("first", "status"), [(True, "done"), (False, "diverged")])
+def test_fp16_leaves_a_batch_out_and_ends_where_all_overflow(first, status, tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    whole, calls = glue.summed_loss, itertools.count()
+
+    def overflows(*given):
+        return whole(*given) * (torch.inf if not (first and next(calls)) else 1.0)
+
+    monkeypatch.setattr(glue, "summed_loss", overflows)
+    line = glue.main(settings(tmp_path, epochs=9), with_loss_scaler())
+    assert line["status"] == status
+    (kept,) = read_results(str(tmp_path / "results.jsonl"))
+    assert kept["status"] == status
+    assert first == (math.isfinite(line.get("loss", math.nan)))
+
+
+def test_sharded_weights_are_not_saved_by_halves(tmp_path, monkeypatch):
+    sharded = SimpleNamespace(value="FSDP")
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: sharded))
+    with pytest.raises(InputError, match="save must be null with sharded weights, got FSDP; take"):
+        glue.main(settings(tmp_path, save=str(tmp_path / "tuned")), Accelerator(cpu=True))
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    tiny_model(tmp_path / "other", "bert")
+    (tmp_path / "other" / "model.safetensors").replace(tmp_path / "model" / "model.safetensors")
+    write_sst2(tmp_path / "glue", train=16)
+    with pytest.raises(InputError, match="model must hold the weights of its"):
+        glue.main(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "model must be a folder or hub id with weights"),
+        ("tokenizer.json", "tokenizer must be a folder or hub id with a tokenizer"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_one_line(tmp_path, file, message):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    (tmp_path / "model" / file).write_text("{}")
+    with pytest.raises(InputError, match=message):
+        glue.main(settings(tmp_path))
+
+
+def test_segments_are_asked_for_where_the_model_has_them(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    folder = tmp_path / "model" / "tokenizer_config.json"
+    said = json.loads(folder.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
+    folder.write_text(json.dumps(said))
+    _, tokenizer = glue.load_description(settings(tmp_path, "stsb"), TASKS["stsb"])
+    assert "token_type_ids" in tokenizer.model_input_names
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"model": "glue"}, "model must be a folder or hub id with a config.json"),
+        ({"attention": "imagined"}, "model must be a folder or hub id with weights"),
+        ({"task": "rte"}, "glue_dir must hold a folder rte"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_line_and_leaves_nothing(tmp_path, changes, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    if "model" in changes:  # a folder that is there and holds no model
+        changes = {"model": str(tmp_path / changes["model"])}
+    with pytest.raises(InputError) as caught:
+        glue.main(settings(tmp_path, **changes))
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_two_processes_score_each_example_once_and_match_one(tmp_path):
+    """41 training and 19 validation rows: the last batches leave one process without a row."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_model(tmp_path / "model", "roformer", **still)
+    write_stsb(tmp_path / "glue")
+    asked = settings(tmp_path, "stsb", epochs=2, batch_size=8, learning_rate=1e-3)
+    one = glue.main(asked)
+    flags = [f"--{k}={v}" for k, v in vars(asked).items() if v is not None and v is not False]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "finetune" / "glue.py"), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    two = read_results(asked.output)[-1]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert " torchrun --nproc_per_node 2 finetune/glue.py " in two["command"]
+    assert Path(asked.output).read_text().count("\n") == 2
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["metrics"]["validation"] == pytest.approx(one["metrics"]["validation"], abs=1e-3)
+
+
+def test_the_command_ends_with_one_line_and_code_2(tmp_path):
+    command = [sys.executable, str(ROOT / "finetune" / "glue.py"), "--model=x", "--task=colla"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: task must be one of cola")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "stsb", "rte", "wnli"])
+def test_a_tiny_model_runs_on_every_official_task(real_data, tmp_path, task):
+    tiny_model(tmp_path / "model", "roformer")
+    folder = real_data / "glue"
+    asked = settings(tmp_path, task, glue_dir=str(folder), epochs=1, batch_size=64, test=True)
+    result = glue.main(asked)
+    assert (result["status"], result["official"], result["label"]) == ("done", True, task)
+    expected = TASKS[task].splits
+    assert result["rows"] == {split: expected[split] for split in ("train", "validation")}
+    labels, logits = read_predictions(prediction_file(asked.output, result, "test"))
+    assert len(logits) == expected["test"]
+    assert set(labels) == {-1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mnli", "qnli", "qqp"])
+def test_a_tiny_model_runs_on_every_reduced_task_under_its_own_label(real_data, tmp_path, task):
+    tiny_model(tmp_path / "model", "roformer")
+    (tmp_path / "glue").mkdir()
+    (tmp_path / "glue" / task).symlink_to(real_data / "glue_reduced" / task)
+    (tmp_path / "glue" / "ax").symlink_to(real_data / "glue" / "ax")
+    asked = settings(tmp_path, task, epochs=1, batch_size=64, test=True)
+    result = glue.main(asked)
+    assert (result["official"], result["label"]) == (False, f"{task} (9k)")
+    if task == "mnli":
+        _, logits = read_predictions(prediction_file(asked.output, result, "ax"))
+        assert logits.shape == (1104, 3)
+
+
+def test_scores_are_those_of_the_saved_predictions(tmp_path):
+    """Read back from disk and scored by scikit-learn, beside the labels of the data's file."""
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    asked = settings(tmp_path, test=False)
+    result = glue.main(asked)
+    labels, logits = read_predictions(prediction_file(asked.output, result, "validation"))
+    table = parquet.read_table(tmp_path / "glue/sst2/validation.parquet")
+    assert labels.tolist() == table["label"].to_pylist()
+    assert result["metrics"]["validation"] == {
+        "accuracy": accuracy_score(labels, logits.argmax(axis=1))
+    }
+
+
+def test_a_run_is_made_again_bit_for_bit_by_its_command(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_stsb(tmp_path / "glue")
+    asked = settings(tmp_path, "stsb", epochs=2, learning_rate=1e-3, seed=3)
+    first = glue.main(asked)
+    threads, *command = shlex.split(first["command"])
+    assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
+    command[0] = str(Path(sys.executable).parent / command[0])
+    command[command.index("finetune/glue.py")] = str(ROOT / "finetune" / "glue.py")
+    again = tmp_path / "again" / "results.jsonl"
+    environment = {**os.environ, **dict([threads.split("=")])}
+    done = subprocess.run(
+        [*command, "--output", str(again)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (second,) = read_results(str(again))
+    made = ("losses", "metrics", "headline", "command")
+    assert {name: second[name] for name in made} == {name: first[name] for name in made}
+    files = (prediction_file(str(path), first, "validation") for path in (asked.output, again))
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_run_that_learned_one_answer_is_marked(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    result = glue.main(settings(tmp_path, epochs=1, learning_rate=1e-9))
+    assert result["collapsed"] == (len(set(predicted(tmp_path, result))) == 1)
+    texts, _ = sentences(32, 0)
+    alike = {"sentence": texts, "label": [1] * 32}
+    write_split(tmp_path / "glue", "sst2", "train", alike)
+    result = glue.main(settings(tmp_path, seed=1))
+    assert set(predicted(tmp_path, result)) == {1}
+    assert result["collapsed"]
+    assert "one answer for every row" in glue.summary(result)
+
+
+def predicted(folder: Path, result: dict) -> list[int]:
+    file = prediction_file(str(folder / "results.jsonl"), result, "validation")
+    return read_predictions(file)[1].argmax(axis=1).tolist()
+
+
+def test_a_rate_that_blows_up_ends_with_code_1_and_a_line(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    asked = settings(tmp_path, learning_rate=1e30, clip_norm=1e30)
+    with pytest.raises(SystemExit) as ended:
+        glue.command(asked)
+    assert ended.value.code == 1
+    (line,) = read_results(asked.output)
+    assert (line["status"], line["headline"]) == ("diverged", None)
+
+
+def test_test_splits_and_ax_are_predicted_when_asked_for(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+    splits = ("train", "validation_matched", "validation_mismatched")
+    for split in (*splits, "test_matched", "test_mismatched"):
+        labels = [0, 1, 1] * 3 if split in splits else [-1] * 9
+        write_split(tmp_path / "glue", "mnli", split, {**pair, "label": labels})
+    write_split(tmp_path / "glue", "ax", "test", pair)
+    asked = settings(tmp_path, "mnli", epochs=1, test=True)
+    result = glue.main(asked)
+    for split in ("validation_matched", "test_matched", "test_mismatched", "ax"):
+        labels, logits = read_predictions(prediction_file(asked.output, result, split))
+        assert logits.shape == (9, 3)
+        assert (labels[0] == -1) == (split not in splits)
+    glue.main(replace(asked, test=False))  # the same run: what it predicted before is not its own
+    left = {x.stem for x in prediction_file(asked.output, result, "any").parent.iterdir()}
+    assert left == {"validation_matched", "validation_mismatched"}
+
+
+def test_rte_begins_from_the_model_fine_tuned_on_mnli(tmp_path):
+    """Its encoder and the layers of its head that fit; the last layer is new."""
+    tiny_model(tmp_path / "model", "roformer")
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9, "label": [0, 1, 1] * 3}
+        write_split(tmp_path / "glue", "mnli", split, pair)
+    asked = settings(tmp_path, "mnli", epochs=2, save=str(tmp_path / "tuned"))
+    glue.main(asked)
+    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    run = settings(tmp_path, "rte", mnli=str(tmp_path / "tuned"))
+    config, _ = glue.load_description(run, TASKS["rte"])
+    begun = glue.load_model(run, config).state_dict()
+    same = {name for name in tuned if tuned[name].shape == begun[name].shape}
+    assert set(tuned) - same == {"classifier.out_proj.weight", "classifier.out_proj.bias"}
+    assert all(begun[name].equal(tuned[name]) for name in same)
+    plain = glue.load_model(replace(run, mnli=None), config).state_dict()
+    word = "roformer.embeddings.word_embeddings.weight"
+    assert not plain[word].equal(begun[word])
+
+
+@pytest.mark.parametrize("kind", ["roberta", "modernbert", "distilbert", "electra"])
+def test_other_encoders_need_no_branch(tmp_path, kind):
+    other_model(tmp_path / "model", kind)
+    write_stsb(tmp_path / "glue")
+    result = glue.main(settings(tmp_path, "stsb", epochs=1, learning_rate=1e-3))
+    assert (result["status"], result["model_type"]) == ("done", kind)
+
+
+def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(tmp_path):
+    """A RoBERTa of 32 rows has positions for 30 tokens: its configuration does not say so."""
+    other_model(tmp_path / "model", "roberta", max_position_embeddings=32)
+    texts = {"sentence": ["good " * 40, "bad"], "label": [1, 0]}
+    for split in ("train", "validation"):
+        write_split(tmp_path / "glue", "sst2", split, texts)
+    with pytest.raises(InputError, match="model must take the tokenizer's .*; check that model"):
+        glue.main(settings(tmp_path, length=32))
+    short = {"sentence": ["good", "bad"], "label": [1, 0]}
+    write_split(tmp_path / "glue", "sst2", "train", short)  # before training, not after
+    with pytest.raises(InputError, match="model must take the tokenizer's .*; check that model"):
+        glue.main(settings(tmp_path, length=32))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_the_tiny_tokenizer_marks_segments():
+    assert tiny_tokenizer()("good", "bad")["token_type_ids"] == [0, 0, 0, 1, 1]
+
+
+def test_a_save_folder_that_holds_something_else_is_refused_before_the_run(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    with pytest.raises(InputError, match="save "):
+        glue.main(settings(tmp_path, save=str(tmp_path / "model")))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["output", "cache", "save"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path, key):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"{key} must be a folder that can be written"):
+        glue.main(settings(tmp_path, **{key: str(tmp_path / "file" / "x")}))
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_each_results_file_has_predictions_of_its_own(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=16)
+    files = set()
+    for name in ("results", "one", "two"):
+        asked = settings(tmp_path, epochs=1, output=str(tmp_path / f"{name}.jsonl"))
+        files.add(prediction_file(asked.output, glue.main(asked), "validation"))
+    assert all(file.is_file() for file in files)
+    assert {file.parent.parent.name for file in files} == {
+        "predictions", "one-predictions", "two-predictions",
+    }  # fmt: skip
+
+
+def test_reduced_data_without_test_splits_still_predict_ax(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        write_split(tmp_path / "glue", "mnli", split, {**pair, "label": [0, 1, 1] * 3})
+    write_split(tmp_path / "glue", "ax", "test", pair)
+    asked = settings(tmp_path, "mnli", epochs=1, test=True)
+    result = glue.main(asked)
+    folder = prediction_file(asked.output, result, "ax").parent
+    names = {"ax", "validation_matched", "validation_mismatched"}
+    assert {file.stem for file in folder.iterdir()} == names
+
+
+def labelled(*labels):
+    return Examples({}, np.ones(len(labels), int), np.array(labels), {})
+
+
+def test_the_majority_is_that_of_the_training_split():
+    found = glue.majority(TASKS["sst2"], labelled(1, 1, 0), labelled(0, 0, 0, 1))
+    assert found == {"accuracy": 0.25}
+
+
+def test_the_headline_of_mnli_is_the_mean_of_both_splits():
+    scores = {"validation_matched": {"accuracy": 0.8}, "validation_mismatched": {"accuracy": 0.6}}
+    assert glue.headline(TASKS["mnli"], scores) == pytest.approx(0.7)
+
+
+def test_values_that_hardly_differ_are_one_answer():
+    for width, collapsed in ((0.005, True), (0.02, False)):
+        logits = np.linspace(2.5, 2.5 + width, 9)[:, None]
+        assert glue.is_collapsed(TASKS["stsb"], logits) == collapsed

@@ -1,0 +1,507 @@
+"""Grids with real processes, real kills: no result lost, none doubled."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune import grid, results
+from finetune.progress_table import Board
+from finetune.results import (
+    Claims,
+    append_result,
+    prediction_file,
+    read_results,
+    result_key,
+)
+from finetune.settings import GlueSettings, GridSettings
+from real_runs import wait_for
+from tiny_glue import tiny_model, write_split, write_sst2, write_stsb
+from train.settings import InputError
+
+RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
+
+
+def ask(folder: Path, **changes) -> GridSettings:
+    given = {"models": [str(folder / "model")], "tasks": ["sst2"], **RECIPE}
+    given |= {"glue_dir": str(folder / "glue"), "output": str(folder / "out" / "results.jsonl")}
+    return GridSettings(**{**given, "cache": str(folder / "tokens"), **changes})
+
+
+@pytest.fixture
+def start():
+    """The README's command, in a process of its own, which does not outlive the test."""
+    started = []
+
+    def start(settings: GridSettings) -> subprocess.Popen:
+        started.append(command(settings))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def command(settings: GridSettings) -> subprocess.Popen:
+    flags = [
+        f"--{k}={json.dumps(v) if isinstance(v, list | bool) else v}"
+        for k, v in vars(settings).items()
+        if v is not None
+    ]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch, "--num_processes=1", "-m", "finetune.grid", *flags]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **piped)
+
+
+def lines_of(settings: GridSettings) -> list[dict]:
+    """Every line as it stands in the file, doubled ones twice."""
+    path = Path(settings.output)
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in found if marker in " ".join(child.cmdline())]
+
+
+@pytest.mark.slow
+def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_path, start):
+    """Killed three times, the last time with a torn line behind; then beside an unbroken grid."""
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=400)
+    settings = ask(tmp_path, seeds=list(range(12)), workers=2, epochs=3)
+    for kill in range(2):
+        running = start(settings)
+        before = len(lines_of(settings))
+        wait_for(lambda before=before: len(lines_of(settings)) > before)
+        workers = descendants(running, "spawn_main")
+        assert len(workers) == 2
+        for process in psutil.Process(running.pid).children(recursive=True):
+            if process not in workers and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()  # the grid itself; its workers end by themselves
+        running.kill()
+        running.communicate()
+        psutil.wait_procs(workers, timeout=10)
+        assert not [worker for worker in workers if worker.is_running()]
+        if kill == 1:
+            with open(settings.output, "a") as stream:
+                stream.write('{"model": "x", "ta')
+    assert 2 <= len(read_results(settings.output)) < 12
+    last = start(settings)
+    output, errors = last.communicate(timeout=200)
+    assert last.returncode == 0, errors
+    assert "ended in a torn line, cut off" in errors
+    lines = lines_of(settings)
+    assert sorted(line["seed"] for line in lines) == list(range(12))
+    assert f"{12 - len(lines) + output.count('sst2 ')} runs to make" in output
+    whole = ask(tmp_path, seeds=[0, 11], output=str(tmp_path / "whole" / "results.jsonl"), epochs=3)
+    grid.main(whole)
+    for line in lines_of(whole):
+        (same,) = (x for x in lines if x["seed"] == line["seed"])
+        assert (same["metrics"], same["losses"]) == (line["metrics"], line["losses"])
+        files = (prediction_file(s.output, line, "validation") for s in (settings, whole))
+        assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_grid_ends_with_its_launcher(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, seeds=list(range(1000)))
+    launcher = start(settings)
+    wait_for(lambda: lines_of(settings))
+    rest = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    _, alive = psutil.wait_procs(rest, timeout=20)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_two_grids_on_one_file_make_each_run_once(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=400)
+    settings = ask(tmp_path, seeds=list(range(10)), epochs=3)
+    both = [start(settings), start(settings)]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sorted(line["seed"] for line in lines_of(settings)) == list(range(10))
+    shared = [text.count("made by another grid") for text, _ in outputs]
+    done = [text.count("accuracy") for text, _ in outputs]
+    assert sum(done) == 10
+    assert sum(shared) > 0  # or they did not overlap
+
+
+def test_the_table_says_what_is_done_what_runs_and_how_long_it_will_take():
+    settings = GridSettings(models=["a", "b"], tasks=["rte"], seeds=[0, 1], glue_dir="d", workers=2)
+    runs = grid.all_runs(settings)
+    board = Board(runs, runs[1:], workers=2)
+    assert board.time_left() == "time left unknown"
+    board.show(0, runs[1], "step", (30, 120, 0.5))
+    shown = {"task": runs[2].task, "model": "a", "random_weights": False, "mnli": None}
+    shown |= {"learning_rate": 2e-5, "seed": 1, "status": "done", "collapsed": False}
+    shown |= {"headline_metric": "accuracy", "headline": 0.6, "majority": 0.5, "seconds": 240.0}
+    board.show(1, runs[2], "done", shown)
+    assert board.time_left() == "4 min left"  # two runs of four minutes, two workers
+    table = board.table()
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert "1/3 runs, 0 failed, 4 min left" in str(table.title)
+    assert columns["left"] == ["0", "2"]
+    assert columns["score × 100"] == ["60.0 (1)", ""]  # noqa: RUF001
+    assert columns["running"] == ["", "25% loss 0.500"]
+
+
+def test_a_killed_worker_fails_its_run_alone(tmp_path, start):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=300)
+    settings = ask(tmp_path, seeds=list(range(6)), epochs=4)
+    running = start(settings)
+    wait_for(lambda: len(lines_of(settings)) > 0)
+    time.sleep(0.3)  # into the next run
+    descendants(running, "spawn_main")[0].send_signal(signal.SIGKILL)
+    output, errors = running.communicate(timeout=200)
+    assert running.returncode == 1  # of accelerate launch, whatever its process ended with
+    assert "error: grid must finish every run, got 1 of 6 that failed" in errors
+    status = [line["status"] for line in lines_of(settings)]
+    assert (status.count("failed"), status.count("done")) == (1, 5)
+    assert "its process ended with -9" in output
+    grid.main(settings)  # which makes the failed one
+    assert [line["status"] for line in read_results(settings.output)] == ["done"] * 6
+
+
+def test_a_worker_killed_after_its_last_line_has_not_failed(tmp_path, monkeypatch, capsys):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, seeds=[0])
+    grid.main(settings)
+    monkeypatch.setattr(grid, "work", die)
+    (run,) = grid.all_runs(settings)
+    assert grid.hand_out([run], 1, Claims(settings.output), Quiet()) == 0
+    assert [line["status"] for line in read_results(settings.output)] == ["done"]
+
+
+def die(number, threads, connection):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Quiet:
+    def show(self, *facts):
+        pass
+
+
+def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(tmp_path, monkeypatch):
+    # in fp16 it holds the scale of the losses, which the run before has changed
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    waiting, seen = grid.all_runs(ask(tmp_path, seeds=[0, 1])), []
+
+    class Watching:
+        def recv(self):
+            return waiting.pop() if waiting else sys.exit()
+
+        def send(self, what):
+            assert what[0] == "done", what
+
+    monkeypatch.setattr(grid.signal, "signal", lambda *handler: None)
+    monkeypatch.setattr(grid.glue, "main", lambda run, accelerator, *rest: seen.append(accelerator))
+    with pytest.raises(SystemExit):
+        grid.work(0, 1, Watching())
+    assert len(set(map(id, seen))) == 2
+
+
+def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp_path, capsys):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    grid.main(ask(tmp_path, random_control=True))
+    more = ask(tmp_path, seeds=[0, 1], random_control=True, models=[f"{tmp_path}/./model/"])
+    Path(more.output).parent.joinpath("predictions").chmod(0o755)
+    broken = prediction_file(more.output, seed_of(more, 1), "validation")
+    broken.mkdir(parents=True)  # where the run of seed 1 will want to write a file
+    with pytest.raises(InputError, match="got 1 of 2 that failed"):
+        grid.main(more)
+    assert "2 runs to make, 2 done already" in capsys.readouterr().out
+    found = {(x["seed"], x["random_weights"]): x["status"] for x in read_results(more.output)}
+    assert found == {
+        (0, False): "done", (0, True): "done", (1, False): "failed", (1, True): "done",
+    }  # fmt: skip
+
+
+def seed_of(settings: GridSettings, seed: int) -> dict:
+    (run,) = (
+        asdict(run)
+        for run in grid.all_runs(settings)
+        if run.seed == seed and not run.random_weights
+    )
+    return run
+
+
+def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9, "label": [0, 1, 1] * 3}
+    for split in ("train", "validation_matched", "validation_mismatched"):
+        write_split(tmp_path / "glue", "mnli", split, pair)
+    write_stsb(tmp_path / "glue")
+    settings = ask(tmp_path, tasks=["stsb", "mnli"], seeds=[0, 1], from_mnli=True, workers=2)
+    grid.main(settings)
+    lines = read_results(settings.output)
+    kinds = (("mnli", False), ("stsb", False), ("stsb", True))
+    expected = [(task, begun, seed) for task, begun in kinds for seed in (0, 1)]
+    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in lines) == expected
+    losses = {(bool(x["mnli"]), x["seed"]): x["losses"] for x in lines if x["task"] == "stsb"}
+    assert losses[False, 0] != losses[True, 0]
+    pair["label"] = [1, 0, 1] * 3  # MNLI is made again, and with it what begins from it
+    write_split(tmp_path / "glue", "mnli", "train", pair)
+    grid.main(settings)
+    made = [json.loads(x) for x in Path(settings.output).read_text().splitlines()][len(lines) :]
+    again = [(task, begun, seed) for task, begun, seed in expected if task == "mnli" or begun]
+    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in made) == again
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"models": ["gone"]}, ["model must be a folder or hub id with a config.json"]),
+        ({"tasks": ["sst2", "rte"]}, ["glue_dir must hold a folder rte"]),
+        ({"attention": "imagined"}, ["model must be a folder or hub id with weights"]),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_any_run(tmp_path, changes, words):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, **changes)
+    with pytest.raises(InputError) as caught:
+        grid.main(settings)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert not Path(settings.output).exists()
+
+
+def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="launch must start one process for a grid, got 2; .*work"):
+        grid.main(ask(tmp_path))
+
+
+class Held:
+    """Claims of which another process has MNLI's, or not."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
+
+    def take(self, values: dict) -> bool:
+        assert (values["task"], values["mnli"]) == ("mnli", None)
+        return not self.elsewhere
+
+    def free(self, values: dict) -> None:
+        assert not self.elsewhere
+
+
+def test_a_run_that_begins_from_mnli_waits_for_it():
+    settings = GridSettings(
+        models=["m"], tasks=["rte", "mnli"], seeds=[0], from_mnli=True, glue_dir="d"
+    )
+    pending, making = deque(grid.all_runs(settings)), []
+    order = []
+    while (run := grid.next_run(pending, making, Held(False))) is not None:
+        making.append(run)
+        order.append((run.task, run.mnli is not None))
+    assert order == [("rte", False), ("mnli", False)]
+    del making[:]  # mnli is done
+    assert grid.next_run(pending, making, Held(True)) is None  # another grid is at MNLI
+    assert grid.next_run(pending, making, Held(False)).mnli == next(
+        r.save for r in grid.all_runs(settings) if r.save
+    )
+
+
+def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
+    run = GlueSettings(model="m", task="rte", glue_dir="d", output=str(tmp_path / "results.jsonl"))
+    code = (
+        "import sys, time, json; from finetune.results import Claims; c = Claims(sys.argv[1]);"
+        "print(c.take(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, run.output, json.dumps(asdict(run))]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "True\n"
+    claims = Claims(run.output)
+    assert not claims.take(asdict(run))
+    assert claims.take({**asdict(run), "seed": 1})
+    other.kill()
+    other.communicate()
+    wait_for(lambda: claims.take(asdict(run)), 10)
+
+
+def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    run["status"] = "done"
+    claims = Claims(str(file))
+    append_result(claims, run)
+    with file.open("a") as stream:
+        stream.write('{"model": "x", "ta')
+    assert read_results(str(file)) == [run]
+    assert capsys.readouterr().err.count("line 2 is torn") == 1
+    append_result(claims, {**run, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+    assert capsys.readouterr().err.count("ended in a torn line") == 1
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path):
+    """The kernel writes what fits of a line, and says so only by how much it wrote."""
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    run["status"] = "done"
+    append_result(Claims(str(file)), run)
+    code = (
+        "import json, resource, sys; from finetune.results import Claims, append_result;"
+        "claims = Claims(sys.argv[1]); size = int(sys.argv[3]);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
+        "append_result(claims, json.loads(sys.argv[2]) | {'seed': 1})"
+    )
+    for more in (20, 0):  # a part of it fits, nothing does
+        size = str(file.stat().st_size + more)
+        command = [sys.executable, "-c", code, str(file), json.dumps(run), size]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = done.stderr.splitlines()[-1]
+        assert "InputError: output must have room, got " in last
+        assert f" in {tmp_path}; make some" in last
+        assert [line["seed"] for line in read_results(str(file))] == [0]
+    append_result(Claims(str(file)), {**run, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+
+
+def test_reading_what_is_done_changes_no_file_to_which_another_grid_may_be_writing(tmp_path):
+    file = tmp_path / "results.jsonl"
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
+    append_result(Claims(str(file)), {**run, "status": "done"})
+    with file.open("a") as stream:
+        stream.write('{"model": "x", "ta')
+    before = file.read_bytes()
+    assert len(grid.finished(str(file))) == 1
+    assert file.read_bytes() == before
+
+
+def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    file = tmp_path / "results.jsonl"
+    for status in ("failed", "done", "failed"):
+        append_result(Claims(str(file)), {**run, "status": status})
+    assert [line["status"] for line in read_results(str(file))] == ["done"]
+
+
+def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, capsys):
+    models = [tiny_model(tmp_path / name, "roformer") for name in ("model", "other")]
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path, models=models, random_control=True)
+    grid.main(settings)
+    first = lines_of(settings)
+    weights = {x["model"]: x["weights"] for x in first if not x["random_weights"]}
+    assert len(set(weights.values())) == 2
+    random = {x["weights"] for x in first if x["random_weights"]}
+    assert len(random - {None}) == 1  # of a seed and the configuration, which both have
+    grid.main(settings)
+    assert lines_of(settings) == first
+    tiny_model(tmp_path / "model", "roformer")
+    capsys.readouterr()
+    grid.main(settings)
+    said = f"not what their results are of: the weights of {models[0]}; made again"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    (new,) = lines_of(settings)[len(first) :]
+    (old,) = (x for x in first if result_key(x) == result_key(new))
+    assert old["weights"] != new["weights"]
+    assert [x for x in read_results(settings.output) if result_key(x) == result_key(new)] == [new]
+    grid.main(settings)
+    assert lines_of(settings) == [*first, new]
+
+
+def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypatch, capsys):
+    """Lustre as it is often mounted; two grids at once would make runs twice."""
+
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(results.fcntl, "lockf", no_locks)
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    claims = Claims(str(tmp_path / "results.jsonl"))
+    assert claims.take(run)
+    append_result(claims, {**run, "status": "done"})
+    claims.free(run)
+    assert len(read_results(claims.results)) == 1
+    assert capsys.readouterr().out.count("warning: no lock on") == 1
+
+
+def test_new_data_in_an_old_folder_are_run_again_and_another_precision_is_refused(
+    tmp_path, capsys, monkeypatch
+):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue", train=32)
+    settings = ask(tmp_path)
+    grid.main(settings)
+    (first,) = lines_of(settings)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(InputError, match="launch must have the mixed precision no .* got bf16"):
+        grid.main(settings)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    write_sst2(tmp_path / "glue", train=48)
+    capsys.readouterr()
+    grid.main(settings)
+    said = f"not what their results are of: sst2 of {settings.glue_dir}; made again"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    assert [x["rows"]["train"] for x in lines_of(settings)] == [32, 48]
+    (kept,) = read_results(settings.output)
+    assert (kept["rows"]["train"], kept["data"] == first["data"]) == (48, False)
+
+
+def test_a_line_that_does_not_say_its_weights_counts(tmp_path):
+    tiny_model(tmp_path / "model", "roformer")
+    (run,) = grid.all_runs(ask(tmp_path))
+    key = result_key(asdict(run))
+    for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
+        line = {**asdict(run), "status": "diverged"} | weights
+        assert grid.is_done(run, {key: line}) == done
+
+
+def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    file = str(tmp_path / "results.jsonl")
+    for status, weights, left in (
+        ("done", "a", "done"), ("failed", "a", "done"), ("failed", "b", "failed"),
+        ("done", "b", "done"), ("failed", None, "done"),
+    ):  # fmt: skip
+        append_result(Claims(file), {**run, "status": status, "weights": weights})
+        assert [line["status"] for line in read_results(file)] == [left]
+
+
+def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    read = []
+    digest = results.hashlib.file_digest
+    monkeypatch.setattr(
+        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
+    )
+    assert len({results.weights_of(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    tiny_model(tmp_path / "model", "roformer")
+    results.weights_of(str(tmp_path / "model"))
+    assert len(read) == 2
+    assert results.weights_of("owner/name") is None
+
+
+def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
+    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
+    for name in ("output", "cache", "test", "attention", "save"):
+        assert result_key({**run, name: "other"}) == result_key(run)
+    for name in run.keys() - {"output", "cache", "test", "attention", "save"}:
+        assert result_key({**run, name: "other"}) != result_key(run)

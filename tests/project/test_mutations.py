@@ -1,0 +1,103 @@
+"""The fast tests notice the mistakes that rotary models are known for: each is made, in a copy."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tiny import ROOT
+
+MUTATIONS = {
+    "query turned backwards": (
+        "layers.py",
+        "q = rotate(q, where, self.interleave)",
+        "q = rotate(q, where * where.new_tensor([1, -1]), self.interleave)",
+    ),
+    "no causal mask": (
+        "attention_masks.py",
+        "make, options[\"past_key_values\"] = create_causal_mask, past_key_values",
+        "options[\"past_key_values\"] = past_key_values",
+    ),
+    "half-split pairs": (
+        "rotary.py",
+        "    width = 2 * table.shape[-2]\n    if",
+        "    interleave = False\n    width = 2 * table.shape[-2]\n    if",
+    ),
+    "angles in bfloat16": (
+        "rotary.py",
+        "angles = positions[..., None].to(_exact(positions.device)) * theta",
+        "angles = (positions[..., None] * theta).to(torch.bfloat16)",
+    ),
+    "position_ids ignored": (
+        "padding.py",
+        "    if position_ids is None:\n        return",
+        "    if True:\n        return",
+    ),
+    "factor on sine and cosine ignored": (
+        "rotary.py",
+        "turns.to(arithmetic(dtype)) * scaling",
+        "turns.to(arithmetic(dtype))",
+    ),
+    "no dropout in attention": (
+        "layers.py",
+        "dropout=self.dropout.p if self.dropout.training else 0.0",
+        "dropout=0.0",
+    ),
+    "documents see each other": (
+        "attention_masks.py",
+        "packed_sequence_mask_function(documents)",
+        "packed_sequence_mask_function(torch.zeros_like(documents))",
+    ),
+    "rotation depends on the longest row": (
+        "padding.py",
+        "last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1",
+        "(last.amax() - first.amin() + 1).expand(len(first), 1)",
+    ),
+}  # fmt: skip
+TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_generation.py"]
+
+
+def run(folder) -> subprocess.CompletedProcess[str]:
+    """The fast tests of the model, with `folder` first on the path."""
+    chosen = ["-m", "not slow and not gpu", "-k", "not flex and not auto_classes"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            *chosen,
+            *(ROOT / "tests" / "roformer" / t for t in TESTS),
+        ],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *MUTATIONS])
+def test_a_mistake_fails_a_fast_test(name, tmp_path):
+    shutil.copytree(ROOT / "roformer", tmp_path / "roformer")
+    if name is not None:
+        file, right, wrong = MUTATIONS[name]
+        path = tmp_path / "roformer" / file
+        assert path.read_text().count(right) == 1
+        path.write_text(path.read_text().replace(right, wrong))
+    done = run(tmp_path)
+    if name is None:  # the copy is what is tested
+        code = "import roformer; print(roformer.__file__)"
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        assert str(tmp_path) in found.stdout
+        assert done.returncode == 0, done.stdout
+    else:
+        assert done.returncode == 1, done.stdout
+        assert "AssertionError" in done.stdout or "assert " in done.stdout

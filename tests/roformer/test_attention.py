@@ -1,0 +1,391 @@
+"""Every attention kernel gives the eager one's numbers, for masks of all kinds and packed rows."""
+
+import copy
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from roformer import (
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForSequenceClassification,
+    RoFormerModel,
+)
+from roformer.kernels import attention
+from roformer.kernels.attention import eager_attention
+from tiny import enlarge, rope_config
+
+KERNELS = ["eager", "sdpa", "unpadded", "borders"]
+
+
+def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
+    """What flash_attention_2 is told: a row of tokens and cumulative lengths, no mask at all."""
+    assert attention_mask is None
+    if "cu_seq_lens_q" not in kwargs:  # whole rows
+        length = query.shape[2]
+        future = torch.full((length, length), -1e30).triu(1) if module.is_causal else None
+        return eager_attention(module, query, key, value, future, scaling)[0], None
+    edges = kwargs["cu_seq_lens_q"].tolist()
+    assert kwargs["cu_seq_lens_k"].tolist() == edges
+    assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
+    owner = torch.bucketize(torch.arange(query.shape[2]), torch.tensor(edges[1:]), right=True)
+    seen = owner[:, None] == owner
+    if module.is_causal:
+        seen = seen.tril()
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)
+    return eager_attention(module, query, key, value, mask, scaling)[0], None
+
+
+AttentionInterface.register("flash_stand_in", borders_only)
+AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+
+
+def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Module:
+    """The same weights under each kernel."""
+    # a copy: models made from one configuration share it, and with it the kernel
+    model = enlarge(head._from_config(copy.deepcopy(config), attn_implementation="eager"))
+    # not through `set_attn_implementation`, which looks for an installed library
+    model.config._attn_implementation = "flash_stand_in" if kernel == "borders" else kernel
+    return model
+
+
+def padded(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    ids = torch.randint(0, 60, (4, 24))
+    lengths = torch.tensor([[24], [24], [7], [1]])
+    mask = torch.arange(24) < lengths
+    if kind == "left":
+        mask = mask.flip(1)
+    if kind == "holes":
+        mask = torch.rand(4, 24) < 0.5
+        mask[:, 3] = True
+    return ids, mask.long()
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("kind", ["right", "left", "holes"])
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_padding_masks_give_eager_outputs_and_gradients(kernel, kind, decoder, config):
+    config.is_decoder, config.use_cache = decoder, False
+    ids, mask = padded(kind)
+    results = []
+    for name in ("eager", kernel):
+        model = model_with(config, name)
+        output = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        output.square().sum().backward()
+        results.append((output, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-4)
+    for a, b in zip(results[0][1], results[1][1]):
+        largest = max(1.0, a.abs().max().item())
+        torch.testing.assert_close(a, b, atol=1e-5 * largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["bool", "int", "float", "bfloat16", "one row", "one query"])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_ready_made_masks_mean_the_same_everywhere(kernel, form, config):
+    ids, mask = padded("right")
+    seen = mask.bool()[:, None, None, :].expand(4, 1, 24, 24)
+    if form == "one row":
+        seen, mask = seen[2:3], mask[2:3].expand(4, -1)
+    if form == "one query":  # the same for all, as transformers' extended masks have it
+        seen = seen[:, :, :1]
+    ready = {
+        "int": seen.long(),
+        "bfloat16": torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill(~seen, -3e38),
+        "float": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min),
+    }.get(form, seen)
+    model = model_with(config, kernel)
+    expected = model_with(config, "eager")(ids, attention_mask=mask).last_hidden_state
+    result = model(ids, attention_mask=ready).last_hidden_state
+    torch.testing.assert_close(result[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [
+        (torch.bfloat16, torch.finfo(torch.float32).min),
+        (torch.float16, torch.finfo(torch.float32).min),
+        (torch.float32, -torch.inf),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_rows_that_a_ready_made_mask_closes_leave_the_others_finite(kernel, dtype, least, config):
+    """Padding on the left of a causal row sees nothing at all."""
+    model = model_with(config, kernel).to(dtype)
+    closed = ~torch.ones(6, 6).tril().bool()
+    closed[:, :2] = True
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(closed, least)
+    output = model(torch.arange(6)[None], attention_mask=mask).last_hidden_state
+    assert output[0, 2:].isfinite().all()
+
+
+def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
+    model = model_with(config, "borders")
+    with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):
+        model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic", "longrope"])
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "both", "padded"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_documents_come_out_as_they_would_alone(kernel, told, decoder, rope):
+    config = rope_config(rope, **({"factor": 4.0} if rope == "dynamic" else {}))
+    config.is_decoder, config.use_cache, config.max_position_embeddings = decoder, False, 10
+    config.hidden_act = "tanh"  # bounded, so that errors do not grow with these large weights
+    model = model_with(config, kernel)
+    torch.manual_seed(3)
+    parts = [torch.randint(0, 60, (1, n)) for n in (7, 1, 20, 20, 3)]
+    ids = torch.cat(parts, dim=1)
+    positions = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+    borders = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
+    arguments = {"position_ids": positions, "cu_seq_lens_q": borders}
+    if told == "padded":  # two rows, the second with padding whose positions mean nothing
+        ids, positions = (torch.nn.functional.pad(x, (0, 5)).view(2, 28) for x in (ids, positions))
+        mask = torch.arange(56).view(2, 28) < 51
+        output = model(ids, attention_mask=mask, position_ids=positions)[0].view(1, 56, -1)[:, :51]
+    else:
+        output = model(ids, **{k: v for k, v in arguments.items() if told in (k, "both")})[0]
+    alone = torch.cat([model(part)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_cache": True}, {"output_hidden_states": True}, {"source": True}],
+    ids=["cache", "hidden states", "cross-attention"],
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options, config):
+    config.is_decoder, config.add_cross_attention = True, "source" in options
+    config.hidden_act = "tanh"
+    model = model_with(config, kernel)
+    parts = [torch.randint(0, 60, (1, n)) for n in (4, 6)]
+    more = {k: v for k, v in options.items() if k != "source"}
+    if "source" in options:
+        more["encoder_hidden_states"] = torch.randn(1, 5, 32)
+    positions = torch.cat((torch.arange(4), torch.arange(6)))
+    output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
+    assert output.past_key_values is None  # nothing can follow such a row
+    alone = torch.cat([model(part, **more)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output[0], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_empty_documents_are_nothing(kernel, config):
+    model = model_with(config, kernel)
+    ids = torch.randint(0, 60, (2, 2))
+    with_empty = torch.tensor([0, 1, 1, 2, 4, 4], dtype=torch.int32)
+    without = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    a, b = (model(ids, cu_seq_lens_q=borders)[0] for borders in (with_empty, without))
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "borders", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]], [0.0, 10.0]]
+)
+@pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
+def test_borders_that_do_not_fit_are_refused_by_name(kernel, borders, config):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must"):
+        model_with(config, kernel)(
+            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(borders)
+        )
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_acts_in_training_and_only_there(name, kernel, config):
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = model_with(config, kernel)
+    ids, mask = padded("right")
+
+    def twice() -> bool:
+        a, b = (model(ids, attention_mask=mask)[0][mask.bool()] for _ in range(2))
+        return torch.equal(a, b)
+
+    model.train()
+    assert twice()
+    setattr(config, name, 0.5)
+    model = model_with(config, kernel)
+    assert twice()
+    model.train()
+    assert not twice()
+    for layer in model.encoder.layer:  # each place by itself: embeddings' dropout is not enough
+        model.embeddings.dropout.p = 0.0
+        assert name != "hidden_dropout_prob" or layer.attention.output.dropout.p == 0.5
+        assert name != "hidden_dropout_prob" or layer.output.dropout.p == 0.5
+    assert not twice()
+
+
+def test_what_looks_like_no_packing_is_one_document(config):
+    model = model_with(config, "sdpa")
+    ids = torch.randint(0, 60, (1, 6))
+    for positions in ([3, 5, 4, 0, 1, 2], [0, 1, 2, 10, 11, 12], [0, 2, 4, 0, 2, 4]):
+        together = model(ids, position_ids=torch.tensor([positions]))[0]
+        changed = ids.clone()
+        changed[0, 5] = (ids[0, 5] + 1) % 60
+        assert not torch.equal(
+            together[0, 0], model(changed, position_ids=torch.tensor([positions]))[0][0, 0]
+        )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_first_document_of_a_row_may_have_begun_in_an_earlier_one(kernel, config):
+    model = model_with(config, kernel)
+    ids = torch.randint(1, 60, (1, 10))
+    positions = torch.tensor([[5, 6, 7, 0, 1, 2, 0, 1, 2, 3]])
+    together = model(ids, position_ids=positions)[0][0]
+    for a, b in ((0, 3), (3, 6), (6, 10)):
+        alone = model(ids[:, a:b], position_ids=positions[:, a:b])[0][0]
+        torch.testing.assert_close(together[a:b], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_flash_kernels_of_the_hub_know_the_borders_and_unknown_kernels_are_refused(config):
+    for name in ("somebody/flash-attn9", "mine"):
+        AttentionInterface.register(name, borders_only)
+    AttentionMaskInterface.register("somebody/flash-attn9", flash_attention_mask)
+    ids, positions = torch.randint(1, 60, (1, 5)), torch.tensor([[0, 1, 2, 0, 1]])
+    expected = model_with(config, "eager")(ids, position_ids=positions)[0]
+    model = model_with(config, "somebody/flash-attn9")
+    torch.testing.assert_close(model(ids, position_ids=positions)[0], expected)
+    with pytest.raises(ValueError, match="attn_implementation must take a mask for packed rows"):
+        model_with(config, "mine")(ids, position_ids=positions)
+
+
+def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, caplog):
+    ids, mask = padded("right")
+    model = model_with(config, "sdpa")
+    expected = model_with(config, "eager")(ids, attention_mask=mask, output_attentions=True)
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        for _ in range(2):
+            output = model(ids, attention_mask=mask, output_attentions=True)
+    said = [r for r in caplog.records if "computed by the eager kernel" in r.getMessage()]
+    assert len(said) == 1
+    assert model.config._attn_implementation == "sdpa"
+    for a, b in zip(output.attentions, expected.attentions):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_kernel_can_be_changed_at_run_time(config):
+    ids, mask = padded("holes")
+    model = model_with(config, "eager", RoFormerForMaskedLM)
+    outputs = []
+    for kernel in ("eager", "sdpa", "unpadded"):
+        model.set_attn_implementation(kernel)
+        assert model.roformer.config._attn_implementation == kernel
+        outputs.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(outputs[2], outputs[0], atol=1e-4, rtol=1e-4)
+
+
+def test_padding_makes_no_nan_of_large_scores_in_float16(config):
+    config.is_decoder = True  # a padded query sees nothing; its scores are far below zero
+    model = model_with(config, "eager")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            attention = layer.attention.self
+            for part, value in ((attention.query, 8.0), (attention.key, -8.0)):
+                part.weight.zero_()
+                part.bias.fill_(value)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = torch.randint(5, 60, (2, 9))
+    assert model.half()(ids, mask).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+def test_bfloat16_is_as_close_to_float32_as_bfloat16_can_be(kernel, config):
+    ids, mask = padded("right")
+    exact = model_with(config, "eager")(ids, attention_mask=mask)[0][mask.bool()]
+    model = model_with(config, kernel).bfloat16()
+    coarse = model(ids, attention_mask=mask)[0][mask.bool()].float()
+    assert (coarse - exact).abs().mean() < 0.02 * exact.abs().mean()
+
+
+def test_unpadded_attention_computes_no_padding(config):
+    seen = []
+    model = model_with(config, "unpadded")
+    model.encoder.layer[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+    ids, mask = padded("right")
+    output = model(ids, attention_mask=mask).last_hidden_state
+    assert seen == [(1, int(mask.sum()), 32)]
+    assert not output[mask == 0].any()
+
+
+def test_unpadded_attention_returns_hidden_states_in_rows(config):
+    ids, mask = padded("right")
+    model = model_with(config, "unpadded")
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert [s.shape for s in states] == [(4, 24, 32)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, config):
+    config.is_decoder, config.use_cache = decoder, False
+    ids, mask = padded("right")
+    positions = torch.cat((torch.arange(4), torch.arange(20)))
+    eager, flex = model_with(config, "eager"), model_with(config, "flex_attention")
+    with torch.no_grad():
+        a, b = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (eager, flex))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+        a, b = (m(ids, position_ids=positions)[0] for m in (eager, flex))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+        heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
+        heads[:, 1, 1:, 0] = False
+        a, b = (m(ids, attention_mask=heads)[0] for m in (eager, flex))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
+    ids, mask = padded("right")
+    told = create_block_mask(lambda b, h, q, k: mask[b, k].bool(), 4, None, 24, 24, "cpu")
+    for head in (RoFormerForSequenceClassification, RoFormerForMultipleChoice):
+        model = model_with(config, "flex_attention", head)
+        words = ids[:, None] if head is RoFormerForMultipleChoice else ids
+        choices = mask[:, None] if head is RoFormerForMultipleChoice else mask
+        with torch.no_grad():
+            a, b = (model(words, attention_mask=m).logits for m in (choices, told))
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({}, True),
+        ({"dropout": 0.1}, False),
+        ({"dtype": torch.float32}, False),
+        ({"width": 20}, False),
+        ({"width": 264}, False),
+        ({"capability": (7, 5)}, False),
+    ],
+)
+def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes, fits, monkeypatch):
+    """A GPU made of words: what the kernel takes is checked by itself on a real one."""
+    of = {"dropout": 0.0, "dtype": torch.bfloat16, "width": 64, "capability": (8, 0)} | changes
+    monkeypatch.setattr(attention, "varlen_attn", print)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of["capability"])
+    heads = SimpleNamespace(
+        dtype=of["dtype"], shape=(1, 2, 9, of["width"]), is_cuda=True, device="cuda"
+    )
+    assert attention._has_kernel(heads, of["dropout"]) == fits
+
+
+@pytest.mark.parametrize("kernel", ["eager", "unpadded"])
+def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
+    from tiny import enlarge, rope_config
+
+    model = enlarge(RoFormerModel._from_config(rope_config("dynamic"), attn_implementation=kernel))
+    ids = torch.randint(5, 60, (3, 4))
+    found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
+    alone = model(ids.view(12, 1))[0]
+    torch.testing.assert_close(found.view(12, 1, -1), alone, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,134 @@
+"""A decoder in the same loop: every next token is predicted, and what is saved generates."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.publish.pretrained import PublishSettings
+from finetune.publish.pretrained import main as publish
+from tiny import TINY_MODEL, log_rows
+from train.data import vocabulary
+from train.data.batching import Sequences, examples
+from train.data.corpus import tokenise
+from train.data.masking import SpecialTokens
+from train.loop.evaluate import ValidateSettings
+from train.loop.evaluate import main as validate
+from train.pretrain import main
+from train.settings import CorpusSettings, InputError, PretrainSettings, parse
+
+CAUSAL = {"is_decoder": True}
+BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
+
+
+def run(flags: list[str], *more: str, **fields: object) -> PretrainSettings:
+    config = json.dumps(TINY_MODEL | CAUSAL | fields)
+    settings = parse(PretrainSettings, [*flags, f"--model.config={config}", *more])
+    main(settings)
+    return settings
+
+
+def test_every_token_of_the_text_is_predicted_from_those_before_it(
+    corpus_folder, tokenizer_folder, tokenizer, tmp_path
+):
+    corpus = CorpusSettings(
+        validation=str(corpus_folder / "validation.jsonl"),
+        tokenizer=str(tokenizer_folder),
+        cache=str(tmp_path),
+    )
+    sequences = Sequences(tokenise(corpus, "validation", tokenizer), 16)
+    rows = np.arange(6)
+    for packed in (False, True):
+        found = examples(sequences, rows, rows * 0, SpecialTokens.of(tokenizer), None, 0, packed)
+        ids, places = found["input_ids"].flatten(), found["places"]
+        assert torch.equal(ids[places + 1], found["targets"])
+        text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+        assert len(places) == text.sum() == sequences.spans(rows)[1].sum()
+        assert text[places + 1].all()
+
+
+def test_bytes_need_no_vocabulary_and_lose_nothing():
+    tokenizer = vocabulary.load("bytes")
+    for text in ("The cat, Ünïcode ☃ and\ttabs.\n", "日本", "  two  spaces "):
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.cls_token_id
+        assert len(ids) - 1 == len(text.encode())
+        assert tokenizer.decode(ids[1:]) == text
+    assert len(tokenizer) == 256 + 5
+    pair = tokenizer("a", "b")
+    assert tokenizer.convert_ids_to_tokens(pair["input_ids"]) == ["[CLS]", "a", "[SEP]", "b"]
+    with pytest.raises(InputError, match="corpus.vocabulary_size must be null for bytes, got 300"):
+        vocabulary.learn_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
+
+
+@pytest.mark.parametrize(
+    ("attention", "fields"),
+    [
+        ("unpadded", {}),
+        ("eager", {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}),
+    ],
+)
+def test_a_decoder_is_pretrained_resumed_validated_and_generates(
+    attention, fields, pretrain_flags, tmp_path
+):
+    flags = [*pretrain_flags, *BYTES, "--optim.learning_rate=5e-3", "--model.type=roformer",
+             f"--model.attention={attention}"]  # fmt: skip
+    run(flags, "--run.name=whole", **fields)
+    while not (tmp_path / "runs" / "tiny" / "model").exists():
+        try:
+            run(flags, "--run.max_hours=1e-9", **fields)  # a step a launch
+        except SystemExit:
+            continue
+    losses = [log_rows(tmp_path / "runs" / name) for name in ("whole", "tiny")]
+    assert losses[0] == losses[1]
+    assert losses[0][12] < losses[0][1] < 1.2 * math.log(261)
+    model = str(tmp_path / "runs" / "tiny" / "model")
+    settings = parse(PretrainSettings, flags)
+    found = validate(ValidateSettings(model, settings.corpus, 64, attention="sdpa"))
+    logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[12]
+    assert found["validation_loss"] == pytest.approx(logged, rel=1e-4)
+    decoder, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
+    prompt = tokenizer("the cat ", return_tensors="pt")
+    prompt.pop("token_type_ids", None)
+    said = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
+    assert said.shape == (1, 1 + 8 + 10)
+    assert tokenizer.decode(said[0], skip_special_tokens=True).startswith("the cat ")
+
+
+def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):
+    run([*pretrain_flags, *BYTES], position_encoding="learned")
+    wanted = PublishSettings(
+        str(tmp_path / "runs" / "tiny"), str(tmp_path / "out"), "a tiny language"
+    )
+    card = ModelCard.load(publish(wanted) / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    for fact in ("to predict the next token", "held-out loss, next token", "import roformer"):
+        assert fact in card.text
+    assert "without a limit" not in card.text
+
+
+def test_the_loss_of_the_log_is_that_of_the_whole_text(pretrain_flags, tmp_path):
+    settings = run([*pretrain_flags, *BYTES, "--model.type=roformer", "--model.attention=eager"])
+    folder = str(tmp_path / "runs" / "tiny" / "model")
+    tokenizer = vocabulary.load(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    sequences = Sequences(tokenise(settings.corpus, "validation", tokenizer), 64)
+    total, number = 0.0, 0
+    for start, size in zip(*sequences.spans(np.arange(len(sequences)))):
+        text = torch.from_numpy(sequences.store.read(int(start), int(size)).astype(np.int64))
+        ids = torch.cat((torch.tensor([tokenizer.cls_token_id]), text))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += F.cross_entropy(logits.double(), text, reduction="sum").item()
+        number += len(text)
+    logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[12]
+    assert logged == pytest.approx(total / number, rel=1e-4)
+    assert log_rows(tmp_path / "runs" / "tiny", "validation_tokens")[12] == number

@@ -1,0 +1,387 @@
+"""A model of ours in other hands: exporters, embedders, pipelines, tokenizers.
+
+What another library returns is compared with a direct call of the model, in numbers.
+"""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.export import Dim
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, pipeline
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import roformer
+from roformer import (
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    RoFormerForMaskedLM,
+    RoFormerForSequenceClassification,
+    RoFormerForTokenClassification,
+    RoFormerModel,
+    RoFormerPreTrainedModel,
+)
+from tiny import TINY_MODEL, enlarge, rope_config, sentences
+from train.data import vocabulary
+
+AXES = {0: Dim("batch"), 1: Dim("length")}
+EXAMPLE = (2, 10)  # what an exporter sees
+OTHERS = [(1, 1), (3, 7), (4, 1), (2, 100)]  # rows, tokens; the configuration says 64 positions
+HEADS = [RoFormerModel, RoFormerForMaskedLM, RoFormerForSequenceClassification]
+pytestmark = [
+    # torch pickles its own tree specifications when it copies an exported program for ONNX
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    # all inputs share the axes, which is what was asked for
+    pytest.mark.filterwarnings("ignore:# The axis name. .* will not be used, since it shares"),
+]
+
+# `model_type` of the saved folder: transformers' own, and the second one, for what stock cannot say
+TYPES = {
+    "roformer": {},
+    "roformer_plus": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+}
+TEXTS = ["the cat sees the moon .", "a dog likes a river . my sister hears the song ."]
+CHINESE = "今天天气非常好。我们去北京大学看书。"
+CHINESE_WORDS = ["今", "天", "天", "气", "非常", "好", "。", "我们", "去", "北京大学", "看书", "。"]
+CHINESE_VOCABULARY = [*vocabulary.SPECIAL, *sorted({*CHINESE_WORDS, "北京"})]
+
+
+def padded(rows: int, length: int) -> dict[str, Tensor]:
+    """Rows of different lengths, padded on the right; the last one is full."""
+    draw = torch.Generator().manual_seed(1000 * rows + length)
+    ends = torch.arange(1, rows + 1) * length // rows
+    ids, types = (torch.randint(high, (rows, length), generator=draw) for high in (60, 2))
+    mask = (torch.arange(length) < ends.clamp(min=1)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def exported(
+    model: RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
+) -> torch.nn.Module:
+    shapes = shapes or dict.fromkeys(inputs, AXES)
+    return torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+
+
+def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
+
+
+def tiny(head: type, tokenizer: PreTrainedTokenizerBase, **fields: object) -> torch.nn.Module:
+    return enlarge(head(RoFormerConfig(vocab_size=len(tokenizer), **TINY_MODEL, **fields)))
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder) -> PreTrainedTokenizerBase:
+    """One of this test's own: padding and pipelines leave their settings in it."""
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers with AutoConfig is forgotten after it."""
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
+
+
+def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A folder as a user has it; for the first type with the call that makes it ours."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model.config.is_stock:
+        roformer.use_for_auto_classes()
+
+
+# torch.export
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_an_exported_program_takes_any_batch_and_length(head, config):
+    model = enlarge(head(config))
+    assert model.config._attn_implementation == "sdpa"
+    program = exported(model, padded(*EXAMPLE))
+    for shape in (EXAMPLE, *OTHERS):
+        inputs = padded(*shape)
+        assert_close(program(**inputs)[0], model(**inputs)[0])
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope", "yarn"])
+@torch.no_grad()
+def test_rope_settings_are_exported_with_their_dependence_on_the_length(rope):
+    model = enlarge(RoFormerModel(rope_config(rope)))
+    program = exported(model, padded(*EXAMPLE))
+    for shape in ((3, 12), (2, 100)):  # on either side of both borders, 16 and 64
+        inputs = padded(*shape)
+        assert_close(program(**inputs)[0], model(**inputs)[0])
+
+
+@torch.no_grad()
+def test_a_program_exported_without_padding_obeys_padding(config):
+    model = enlarge(RoFormerModel(config))
+    full = padded(*EXAMPLE)
+    program = exported(model, full | {"attention_mask": torch.ones_like(full["attention_mask"])})
+    inputs = padded(3, 30)
+    assert_close(program(**inputs)[0], model(**inputs)[0])
+
+
+PACKED = {
+    "position_ids": AXES,
+    "cu_seq_lens_q": {0: Dim("borders", min=3)},
+    "attention_mask": {0: AXES[0], 2: AXES[1], 3: AXES[1]},
+}
+
+
+def packed(told: str, rows: int, first: int, second: int) -> dict[str, Tensor]:
+    """Two documents in each row, and what tells them apart."""
+    inputs = {"input_ids": padded(rows, first + second)["input_ids"]}
+    if told == "position_ids":
+        told_by = torch.cat([torch.arange(first), torch.arange(second)]).repeat(rows, 1)
+    elif told == "cu_seq_lens_q":
+        told_by = torch.tensor([0, *[first, second] * rows]).cumsum(0).int()
+    else:
+        owners = torch.arange(first + second) >= first
+        told_by = (owners[:, None] == owners).repeat(rows, 1, 1, 1)
+    return inputs | {told: told_by}
+
+
+@pytest.mark.parametrize("told", PACKED)
+@torch.no_grad()
+def test_an_exported_program_keeps_packed_documents_apart(told, config):
+    model = enlarge(RoFormerModel(config))
+    program = exported(model, packed(told, 2, 4, 6), {"input_ids": AXES, told: PACKED[told]})
+    inputs = packed(told, 3, 12, 18)
+    alone = [model(part).last_hidden_state for part in inputs["input_ids"].split([12, 18], dim=1)]
+    assert_close(program(**inputs)[0], torch.cat(alone, dim=1))
+
+
+# ONNX
+
+
+class Runtime:
+    """A model as onnxruntime runs it."""
+
+    def __init__(self, model: RoFormerPreTrainedModel, inputs: dict[str, Tensor]) -> None:
+        import onnxruntime  # here: a test of pipelines need not wait for it
+
+        shapes = dict.fromkeys(inputs, AXES)
+        program = torch.onnx.export(model, kwargs=inputs, dynamic_shapes=shapes, verbose=False)
+        self.session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+
+    def __call__(self, **inputs: Tensor) -> Tensor:
+        arrays = {name: value.numpy() for name, value in inputs.items()}
+        return torch.from_numpy(self.session.run(None, arrays)[0])
+
+
+@pytest.mark.parametrize("head", HEADS[:2], ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_onnxruntime_computes_the_same_at_any_batch_and_length(head, config):
+    model = enlarge(head(config))
+    run = Runtime(model, padded(*EXAMPLE))
+    for shape in (EXAMPLE, *OTHERS):
+        inputs = padded(*shape)
+        assert_close(run(**inputs), model(**inputs)[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_angles_stay_exact_in_onnx(config):
+    model = enlarge(RoFormerModel(config))
+    ids, near = padded(2, 40)["input_ids"], torch.arange(40).repeat(2, 1)
+    run = Runtime(model, {"input_ids": ids, "position_ids": near})
+    far = run(input_ids=ids, position_ids=near + 1_000_000)
+    assert_close(far, model(ids).last_hidden_state, atol=1e-4)
+
+
+# sentence-transformers
+
+
+def mean_pooled(
+    model: RoFormerModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int
+) -> Tensor:
+    """One text at a time: no padding to be counted by mistake."""
+    options = {"truncation": True, "max_length": length, "return_tensors": "pt"}
+    return torch.cat([model(**tokenizer(text, **options))[0].mean(1) for text in texts])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.no_grad()
+def test_sentence_transformers_embeds_with_a_saved_encoder(kind, tokenizer, tmp_path, registry):
+    from sentence_transformers import SentenceTransformer
+
+    model = tiny(RoFormerModel, tokenizer, **TYPES[kind])
+    saved(tmp_path / "model", model, tokenizer)
+    embedder = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert type(embedder[0].auto_model) is RoFormerModel
+    texts = [*TEXTS, " ".join(sentences(30, 7))]
+    wanted, longer = (mean_pooled(model, tokenizer, texts, length) for length in (64, 150))
+    assert (longer[2] - wanted[2]).abs().max() > 0.01
+    assert_close(embedder.encode(texts, convert_to_tensor=True), wanted)
+    embedder.max_seq_length = 150  # it was the configuration's 64, which limits nothing of ours
+    assert_close(embedder.encode(texts, convert_to_tensor=True), longer)
+    embedder.save_pretrained(str(tmp_path / "embedder"))
+    again = SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
+    assert_close(again.encode(texts, convert_to_tensor=True), wanted)  # 64 with every load
+
+
+# transformers' pipelines
+
+
+@pytest.fixture(params=["object", *TYPES])
+def make_pipeline(request, tokenizer, tmp_path, registry):
+    """(task, head) to a pipeline, given a model or its folder, and the model it must agree with."""
+
+    def make(task: str, head: type):
+        fields = {"num_labels": 3} if "classification" in task else {}
+        if request.param == "object":
+            model = tiny(head, tokenizer, **fields)
+            return pipeline(task, model=model, tokenizer=tokenizer, device="cpu"), model
+        model = tiny(head, tokenizer, **fields, **TYPES[request.param])
+        saved(tmp_path, model, tokenizer)
+        made = pipeline(task, model=str(tmp_path), device="cpu")
+        assert type(made.model) is head
+        return made, model
+
+    return make
+
+
+@torch.no_grad()
+def test_fill_mask_gives_the_models_probabilities(make_pipeline, tokenizer):
+    fill, model = make_pipeline("fill-mask", RoFormerForMaskedLM)
+    text = "the cat [MASK] the moon ."
+    inputs = tokenizer(text, return_tensors="pt")
+    place = inputs["input_ids"][0].tolist().index(tokenizer.mask_token_id)
+    best = model(**inputs).logits[0, place].softmax(-1).topk(4)
+    found = fill(text, top_k=4)
+    assert [row["token"] for row in found] == best.indices.tolist()
+    assert [row["score"] for row in found] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_text_classification_gives_the_models_probabilities(make_pipeline, tokenizer):
+    classify, model = make_pipeline("text-classification", RoFormerForSequenceClassification)
+    found = classify(TEXTS, batch_size=2, top_k=None)
+    for text, rows in zip(TEXTS, found):
+        wanted = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
+        scores = {row["label"]: row["score"] for row in rows}
+        assert scores == pytest.approx(
+            {f"LABEL_{i}": value for i, value in enumerate(wanted)}, abs=1e-5
+        )
+
+
+@torch.no_grad()
+def test_token_classification_gives_the_models_labels(make_pipeline, tokenizer):
+    tag, model = make_pipeline("token-classification", RoFormerForTokenClassification)
+    found = tag(TEXTS, batch_size=2)
+    for text, rows in zip(TEXTS, found):
+        logits = model(**tokenizer(text, return_tensors="pt")).logits[0, 1:-1]  # no [CLS], [SEP]
+        best = logits.softmax(-1).max(-1)
+        assert [row["word"] for row in rows] == text.split()
+        assert [row["entity"] for row in rows] == [f"LABEL_{i}" for i in best.indices.tolist()]
+        scores = [float(row["score"]) for row in rows]
+        assert scores == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_feature_extraction_gives_the_hidden_states(make_pipeline, tokenizer):
+    extract, model = make_pipeline("feature-extraction", RoFormerModel)
+    for text, found in zip(TEXTS, extract(TEXTS, return_tensors=True)):
+        assert_close(found, model(**tokenizer(text, return_tensors="pt")).last_hidden_state)
+
+
+@torch.no_grad()
+def test_text_generation_continues_with_the_models_best_tokens(make_pipeline, tokenizer):
+    generate, model = make_pipeline("text-generation", RoFormerForCausalLM)
+    options = {"batch_size": 2, "max_new_tokens": 6, "do_sample": False, "return_tensors": True}
+    found = generate(TEXTS, add_special_tokens=False, **options)  # a prompt does not end in [SEP]
+    for text, [row] in zip(TEXTS, found):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert row["generated_token_ids"][-len(ids) :] == ids  # padding on the left
+
+
+# tokenizers
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.no_grad()
+def test_a_wordpiece_tokenizer_is_found_beside_either_type(kind, tokenizer, tmp_path, registry):
+    model = tiny(RoFormerModel, tokenizer, **TYPES[kind])
+    saved(tmp_path, model, tokenizer)
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(found) is transformers.BertTokenizer
+    assert found.is_fast
+    pair = found("the cat sees", "a dog .", return_tensors="pt")
+    pieces = "[CLS] the cat sees [SEP] a dog . [SEP]"
+    assert found.convert_ids_to_tokens(pair["input_ids"][0]) == pieces.split()
+    assert pair["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1]]
+    with_types, without = model(**pair)[0], model(pair["input_ids"], pair["attention_mask"])[0]
+    assert (with_types - without).abs().max() > 0.1
+    # stock's tokenizer cannot be pickled, and so not handed to data workers: nothing is loaded here
+    # but what this line has just made
+    for clone in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert clone(TEXTS, padding=True).data == tokenizer(TEXTS, padding=True).data
+
+
+@pytest.fixture
+def chinese() -> PreTrainedTokenizerBase:
+    pieces = {piece: number for number, piece in enumerate(CHINESE_VOCABULARY)}
+    return transformers.RoFormerTokenizer(vocab=pieces)
+
+
+def test_chinese_is_cut_into_the_words_of_rjieba(chinese):
+    import rjieba
+
+    words = []
+    for word in rjieba.cut(CHINESE, hmm=False):
+        words += [word] if word in CHINESE_VOCABULARY else list(word)
+    assert chinese.tokenize(CHINESE) == words == CHINESE_WORDS
+    assert transformers.RoFormerTokenizerFast is transformers.RoFormerTokenizer  # no slow one left
+    assert chinese.is_fast
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.no_grad()
+def test_chinese_text_passes_through_a_saved_folder_into_the_model(
+    kind, chinese, tmp_path, registry
+):
+    model = tiny(RoFormerModel, chinese, **TYPES[kind])
+    saved(tmp_path, model, chinese)
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(found) is transformers.RoFormerTokenizer
+    both = found([CHINESE, "我们看书。"], padding=True, return_tensors="pt")
+    rows = [["[CLS]", *CHINESE_WORDS, "[SEP]"], ["[CLS]", "我们", "看书", "。", "[SEP]"]]
+    rows[1] += ["[PAD]"] * (len(rows[0]) - len(rows[1]))
+    assert [found.convert_ids_to_tokens(ids) for ids in both["input_ids"]] == rows
+    text = found.decode(both["input_ids"][0], skip_special_tokens=True)
+    assert text.replace(" ", "") == CHINESE
+    together = model(**both).last_hidden_state[1, :5]
+    assert_close(together, model(**found("我们看书。", return_tensors="pt"))[0][0])
+    # segments must be asked for, unlike those of a BERT tokenizer
+    pair = found("我们去", "看书。", return_token_type_ids=True)
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_chinese_vocabulary_file_is_read_into_a_dictionary_first(chinese, tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(CHINESE_VOCABULARY) + "\n")
+    pieces = (tmp_path / "vocab.txt").read_text().split()
+    tokenizer = transformers.RoFormerTokenizer(vocab={p: i for i, p in enumerate(pieces)})
+    assert tokenizer(CHINESE).data == chinese(CHINESE).data
+
+
+def test_transformers_loses_the_words_of_a_bare_chinese_vocabulary_file(tmp_path):
+    # it looks them up in the path of the file; when this fails, the README need not warn of it
+    (tmp_path / "vocab.txt").write_text("\n".join(CHINESE_VOCABULARY) + "\n")
+    tokenizer = transformers.RoFormerTokenizer.from_pretrained(tmp_path)
+    pieces = tokenizer.tokenize(CHINESE)
+    assert pieces != CHINESE_WORDS
+    assert not {word for word in CHINESE_WORDS if len(word) > 1} & set(pieces)
+
+
+def test_transformers_chinese_tokenizer_cannot_be_pickled(chinese):
+    # when this fails, the README need not warn of it
+    with pytest.raises(Exception, match="cannot be serialized"):
+        pickle.dumps(chinese)

@@ -1,0 +1,310 @@
+"""Causal models: no token sees the future, and a cache changes nothing but the time."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, EncoderDecoderConfig, EncoderDecoderModel, StaticCache
+
+import roformer
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
+from tiny import STOCK_IS_CAUSAL, enlarge, rope_config
+
+KERNELS = ["eager", "sdpa", "unpadded"]
+
+
+@pytest.fixture
+def causal(config):
+    return enlarge(RoFormerForCausalLM(config))
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("how", ["plain", "padded", "cached"])
+def test_no_token_sees_the_future(how, kernel, rope):
+    config = rope_config(rope)
+    config.use_cache = False
+    model = enlarge(RoFormerForCausalLM(config))
+    model.set_attn_implementation(kernel)
+    ids = torch.randint(1, 60, (2, 20))
+    changed = ids.clone()
+    changed[:, 11] = (ids[:, 11] + 7) % 60
+    options = {"use_cache": how == "cached" and rope == "default"}
+    if how == "padded":
+        options["attention_mask"] = torch.ones(2, 20).index_fill(1, torch.arange(3), 0)
+    a, b = (model(x, **options).logits[:, 3:] for x in (ids, changed))
+    torch.testing.assert_close(a[:, :8], b[:, :8], atol=0, rtol=0)
+    assert ((a[:, 8:] - b[:, 8:]).abs().amax(-1) > 1e-3).all()  # and every later one sees it
+
+
+def test_a_causal_model_is_causal_whatever_its_configuration_says(config):
+    assert not config.is_decoder
+    model = RoFormerForCausalLM(config)
+    assert model.config.is_decoder
+    assert model.roformer.config.is_decoder
+    assert not config.is_decoder  # the caller's is left alone
+
+
+def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids(config):
+    model = encoder_decoder(config, roformer)
+    for part in (model.encoder, model.decoder):
+        part.resize_token_embeddings(70)
+    ids = torch.full((1, 5), 65)
+    assert model(ids, decoder_input_ids=ids).logits.shape[-1] == 70
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(kernel, rope):
+    config = rope_config(rope)
+    config.rotary_value = rope != "yarn"
+    model = enlarge(RoFormerForCausalLM(config))
+    model.set_attn_implementation(kernel)
+    ids = torch.randint(0, 60, (2, 12))
+    mask = torch.ones(2, 12)
+    mask[0, :4] = 0  # left padding
+    whole = model(ids, attention_mask=mask, use_cache=False)
+    assert whole.past_key_values is None
+    past, pieces = None, []
+    for a, b in ((0, 5), (5, 6), (6, 10), (10, 12)):
+        output = model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=past)
+        past = output.past_key_values
+        pieces.append(output.logits)
+    together = torch.cat(pieces, dim=1)
+    torch.testing.assert_close(together[1], whole.logits[1], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(together[0, 4:], whole.logits[0, 4:], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "temperature": 0.7},
+        {"do_sample": False, "cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_generation_with_a_cache_gives_the_tokens_without(how, rope):
+    model = enlarge(RoFormerForCausalLM(rope_config(rope)))
+    model.generation_config.pad_token_id = 0
+    ids = torch.randint(1, 60, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.long)
+    ids[0, :3], mask[0, :3] = 0, 0
+    results = []
+    for cached in (True, False):
+        options = how if cached else {k: v for k, v in how.items() if k != "cache_implementation"}
+        torch.manual_seed(4)
+        tokens = model.generate(
+            ids, attention_mask=mask, max_new_tokens=20, use_cache=cached, **options
+        )
+        results.append(tokens)
+    assert torch.equal(*results)
+    assert results[0].shape == (2, 27)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+def test_a_compiled_decoder_generates_the_same_tokens(how, padded, causal):
+    causal.generation_config.pad_token_id = 0
+    ids = torch.randint(1, 60, (2, 6))
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :2] = mask[0, :2] = 0
+    asked = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False} | how
+    expected = causal.generate(ids, **asked)
+    causal.forward = torch.compile(causal.forward, backend="eager")
+    assert torch.equal(causal.generate(ids, **asked), expected)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_decoder_keeps_its_cache_and_documents_apart(causal):
+    ids, packed = torch.randint(1, 60, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    compiled = torch.compile(causal, backend="eager")
+    made = compiled(ids, position_ids=torch.arange(6)[None], use_cache=True)
+    assert made.past_key_values.get_seq_length() == 6
+    torch.testing.assert_close(
+        compiled(ids, position_ids=packed).logits, causal(ids, position_ids=packed).logits
+    )
+    torch._dynamo.reset()
+
+
+def test_a_static_cache_gives_the_logits_of_one_call(causal):
+    ids = torch.randint(0, 60, (2, 12))
+    whole = causal(ids, use_cache=False).logits
+    cache = StaticCache(config=causal.config, max_cache_len=16)
+    first = causal(ids[:, :8], past_key_values=cache, use_cache=True).logits
+    second = causal(ids[:, 8:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(torch.cat((first, second), 1), whole, atol=2e-4, rtol=1e-4)
+
+
+def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(causal):
+    cache = StaticCache(config=causal.config, max_cache_len=20)
+    ids = torch.arange(6)[None]
+    causal(ids, past_key_values=cache)
+    cache.reset()  # which leaves a tensor for its length
+    with pytest.raises(ValueError, match="position_ids must count through one document beside"):
+        causal(ids, past_key_values=cache, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def test_left_padding_changes_no_generated_token(causal):
+    ids = torch.randint(1, 60, (1, 7))
+    causal.generation_config.pad_token_id = 0
+    alone = causal.generate(ids, max_new_tokens=10, do_sample=False)[:, 7:]
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(12) >= 5).long()[None]
+    beside = causal.generate(padded, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert torch.equal(beside[:, 12:], alone)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_caches_are_refused_where_the_rotation_depends_on_the_length(rope):
+    config = rope_config(rope)
+    with pytest.raises(ValueError, match=f"use_cache must be False .* rope_type {rope}"):
+        RoFormerForCausalLM(config)
+    config.use_cache = False
+    model = enlarge(RoFormerForCausalLM(config))
+    ids = torch.randint(1, 60, (1, 60))
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
+    expected = model(tokens[:, :-1]).logits[0, -1].argmax()
+    assert tokens[0, -1] == expected
+    with pytest.raises(ValueError, match="past_key_values must be None .* set use_cache=False"):
+        model(ids, past_key_values=transformers.DynamicCache(config=config))
+
+
+def test_loss_is_that_of_the_next_token(causal):
+    ids = torch.randint(0, 60, (2, 9))
+    output = causal(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_only_the_logits_asked_for_are_computed(causal):
+    ids = torch.randint(0, 60, (2, 9))
+    whole = causal(ids).logits
+    torch.testing.assert_close(causal(ids, logits_to_keep=2).logits, whole[:, -2:])
+    places = torch.tensor([1, 5])
+    torch.testing.assert_close(causal(ids, logits_to_keep=places).logits, whole[:, places])
+
+
+def encoder_decoder(config, package) -> EncoderDecoderModel:
+    made = {"is_decoder": True, "add_cross_attention": True}
+    values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"}
+    encoder = package.RoFormerModel(package.RoFormerConfig(**values))
+    decoder = package.RoFormerForCausalLM(package.RoFormerConfig(**(values | made)))
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    return model
+
+
+def test_encoder_decoder_models_are_stocks_and_generate(config):
+    ours = enlarge(encoder_decoder(config, roformer))
+    stock = encoder_decoder(config, transformers).eval()
+    missing, unexpected = stock.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected
+    assert all("embed_positions" in name for name in missing)
+    source, target = torch.randint(1, 60, (2, 11)), torch.randint(1, 60, (2, 6))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": target}
+    if STOCK_IS_CAUSAL:
+        a, b = (m(**inputs, use_cache=False).logits for m in (ours, stock))
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+    options = {"do_sample": False, "max_new_tokens": 8, "decoder_start_token_id": 1}
+    tokens = [
+        ours.generate(source, attention_mask=mask, use_cache=cached, **options)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_type": "rms_norm"}], ids=str)
+def test_encoder_decoder_models_survive_saving(fields, config, tmp_path):
+    for name, value in fields.items():
+        setattr(config, name, value)
+    model = enlarge(encoder_decoder(config, roformer))
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    ids = torch.randint(1, 60, (2, 6))
+    a, b = (m(ids, decoder_input_ids=ids, use_cache=False).logits for m in (model, again))
+    if STOCK_IS_CAUSAL or fields:
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+    # as the Auto classes have it; another test may have called `use_for_auto_classes`
+    stock = not fields and CONFIG_MAPPING["roformer"] is transformers.RoFormerConfig
+    package = transformers if stock else roformer
+    assert type(again.encoder).__module__.startswith(package.__name__)
+    if stock:
+        with pytest.raises(ValueError, match="set_rope_interleave must be called on a model with"):
+            model.encoder.set_rope_interleave(False)
+        return
+    model.encoder.set_rope_interleave(False)
+    torch.testing.assert_close(
+        model(ids, decoder_input_ids=ids, use_cache=False).logits, a, atol=2e-4, rtol=1e-4
+    )
+    assert not model.config.encoder.rope_interleave
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_converted_part_of_a_model_composed_from_configurations_is_saved_so(
+    part, config, tmp_path
+):
+    reader = copy.deepcopy(config)
+    reader.is_decoder = reader.add_cross_attention = True
+    roformer.use_for_auto_classes()
+    whole = EncoderDecoderConfig.from_encoder_decoder_configs(config, reader)
+    model = enlarge(EncoderDecoderModel(config=whole))
+    ids = torch.randint(1, 60, (2, 6))
+    expected = model(ids, decoder_input_ids=ids).logits
+    getattr(model, part).set_rope_interleave(False)
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    for one in (model, again):
+        found = one(ids, decoder_input_ids=ids).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cross_attention_reads_no_padding_and_is_reported(kernel, config):
+    config.is_decoder = config.add_cross_attention = True
+    model = enlarge(RoFormerForCausalLM(config))
+    model.set_attn_implementation(kernel)
+    ids, source = torch.randint(0, 60, (2, 5)), torch.randn(2, 9, 32)
+    mask = torch.ones(2, 9)
+    mask[:, 6:] = 0
+    options = {"encoder_hidden_states": source, "encoder_attention_mask": mask}
+    changed = source.clone()
+    changed[:, 6:] += 1
+    a = model(ids, **options).logits
+    b = model(ids, **(options | {"encoder_hidden_states": changed})).logits
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    output = model(ids, **options, output_attentions=True)
+    assert [x.shape for x in output.cross_attentions] == [(2, 2, 5, 9)] * 2
+    assert [x.shape for x in output.attentions] == [(2, 2, 5, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("decoder", "arguments", "message"),
+    [
+        (False, {}, "encoder_hidden_states must be None .* add_cross_attention"),
+        (True, {"encoder_attention_mask": torch.ones(2, 3)}, "encoder_attention_mask must have"),
+    ],
+)
+def test_cross_attention_that_cannot_be_is_refused_by_name(decoder, arguments, message, config):
+    config.is_decoder = config.add_cross_attention = decoder
+    model = RoFormerModel(config)
+    ids = torch.randint(0, 60, (2, 5))
+    with pytest.raises(ValueError, match=message):
+        model(ids, encoder_hidden_states=torch.zeros(2, 9, 32), **arguments)
+
+
+def test_a_masked_lm_checkpoint_goes_on_as_a_causal_one(config, tmp_path):
+    masked = enlarge(RoFormerForMaskedLM(copy.deepcopy(config)))
+    masked.save_pretrained(tmp_path)
+    causal, report = RoFormerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    weights = masked.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in causal.state_dict().items())

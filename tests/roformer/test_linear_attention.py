@@ -1,0 +1,487 @@
+"""Linear attention: the paper's equation in float64, and what a text's length does not change."""
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+import roformer
+from roformer import (
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    RoFormerForMaskedLM,
+    RoFormerModel,
+)
+from roformer.configuration_roformer import FEATURES
+from roformer.linear_attention import CHUNK, Features, LinearCache, linear_attention, orthogonal
+from roformer.rotary import inverse_frequencies, rotation_table
+from tiny import TINY_MODEL, enlarge
+
+B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
+
+
+def config_of(kind: str, **fields: object) -> RoFormerConfig:
+    options = {"linear_attention": kind, "random_features": 32} | fields
+    return RoFormerConfig(vocab_size=V, **TINY_MODEL, **options)
+
+
+def features_of(kind: str) -> Features:
+    torch.manual_seed(3)
+    features = Features(config_of(kind))
+    features.reset()
+    return features
+
+
+def model_of(kind: str, **fields: object) -> RoFormerModel:
+    return enlarge(RoFormerModel(config_of(kind, **fields)))
+
+
+@pytest.fixture
+def heads() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(3, B, L, H, D)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def hidden(model, *arguments, **options) -> torch.Tensor:
+    with torch.no_grad():
+        return model(*arguments, **options).last_hidden_state
+
+
+# ---- the equation
+
+
+def phi(x: torch.Tensor, features: Features) -> torch.Tensor:
+    """Features by their definition, float64."""
+    if features.kind == "elu":
+        return torch.where(x > 0, x + 1, x.exp())
+    if features.kind == "relu":
+        return x.clamp(min=0) + 1e-3
+    x = x / D**0.25
+    powers = torch.einsum("...d,md->...m", x, features.vectors.double())
+    return (powers - x.square().sum(-1, keepdim=True) / 2).exp()
+
+
+def oracle(heads, features, positions, causal, real):
+    """The sum over every pair of tokens, rotated by matrices, float64."""
+    q, k = (phi(x.double(), features) for x in heads[:2])
+    v = heads[2].double()
+    width = q.shape[-1]
+    seen = torch.ones(L, L, dtype=torch.bool)
+    seen = (seen.tril() if causal else seen) & real[:, None, None]
+    plain = torch.einsum("blhm,bshm->bhls", q, k)
+    turned = plain
+    if positions is not None:
+        theta = inverse_frequencies(width)
+        blocks = [[torch.stack((torch.stack((a.cos(), -a.sin())), torch.stack((a.sin(), a.cos()))))
+                   for a in p * theta] for p in positions]  # fmt: skip
+        matrices = torch.stack([torch.block_diag(*row) for row in blocks])  # [L, M, M]
+        q, k = (torch.einsum("lmn,blhn->blhm", matrices, x) for x in (q, k))
+        turned = torch.einsum("blhm,bshm->bhls", q, k)
+    mixed = torch.einsum("bhls,bshd->blhd", turned * seen, v)
+    return mixed / (plain * seen).sum(-1).transpose(1, 2)[..., None]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_it_is_the_papers_equation(kind, rotated, causal, heads, monkeypatch):
+    monkeypatch.setattr(
+        "roformer.linear_attention.BLOCK", 64
+    )  # three blocks, padding alone in one of a row
+    features = features_of(kind)
+    positions = torch.arange(L) if rotated else None
+    width = 32 if kind == "favor" else D
+    table = rotation_table(positions[None], inverse_frequencies(width)) if rotated else None
+    real = torch.ones(B, L, dtype=torch.bool)
+    real[1, 60:] = False
+    found, _ = linear_attention(*heads, features, table, real=real, causal=causal)
+    expected = oracle(heads, features, positions, causal, real)
+    error = (found.double() - expected)[real].abs().max() / expected[real].abs().max()
+    assert error < 1e-5
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_alone_says_nothing_of_the_scale_of_favors_keys(causal, heads, monkeypatch):
+    monkeypatch.setattr("roformer.linear_attention.BLOCK", 50)
+    features = features_of("favor")
+    heads[:2] *= 12.0  # features of e^-100 and less
+    real = torch.ones(B, L, dtype=torch.bool)
+    real[:, :50] = False
+    alone, _ = linear_attention(*heads[:, :, 50:], features, None, causal=causal)
+    if causal:
+        _, before = linear_attention(
+            *heads[:, :, :50], features, None, real=real[:, :50], causal=True
+        )
+        padded, _ = linear_attention(*heads[:, :, 50:], features, None, causal=True, before=before)
+    else:
+        padded = linear_attention(*heads, features, None, real=real)[0][:, 50:]
+    same(padded, alone)
+    assert padded.abs().amax() > 0.1
+
+
+def test_random_features_estimate_the_kernel_of_softmax(heads):
+    q, k = heads[0, 0, :40, 0] / 2, heads[1, 0, :40, 0] / 2
+    exact = (q @ k.T / D**0.5).exp()
+    errors = []
+    for number in (64, 4096):
+        features = Features(config_of("favor", random_features=number))
+        features.reset()
+        a, b = (phi(x.double(), features) for x in (q, k))
+        errors.append(((a @ b.T / number - exact) / exact).abs().mean().item())
+    assert errors[1] < 0.1
+    assert errors[1] < errors[0] / 4  # one over the root of the number
+
+
+def test_random_vectors_are_orthogonal_in_blocks_and_as_long_as_normal_ones():
+    found = orthogonal(2000, D, 0)
+    block = found[:D] @ found[:D].T
+    assert (block - block.diag().diag()).abs().max() < 1e-4
+    assert found.norm(dim=1).square().mean() == pytest.approx(D, rel=0.05)
+    assert found.mean().abs() < 0.02
+    assert torch.equal(found, orthogonal(2000, D, 0))
+    assert not torch.equal(found, orthogonal(2000, D, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_vectors_are_the_same_whatever_the_default_dtype_is(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        made = orthogonal(40, D, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made, orthogonal(40, D, 0))
+
+
+def test_features_stay_finite_and_positive_far_from_zero(heads):
+    for kind in FEATURES:
+        features = features_of(kind)
+        for size in (1e-3, 1.0, 30.0):
+            q, k, v = heads * torch.tensor([size, size, 1.0]).view(3, 1, 1, 1, 1)
+            for dtype in (torch.float32, torch.bfloat16):
+                found, _ = linear_attention(q.to(dtype), k.to(dtype), v.to(dtype), features, None)
+                assert found.isfinite().all(), (kind, size, dtype)
+                low, high = v.amin(1, keepdim=True), v.amax(1, keepdim=True)
+                inside = (found.float() >= low - 0.1) & (found.float() <= high + 0.1)
+                assert inside.all(), "a weighted mean without rotation"
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_large_key_at_the_end_tells_those_before_it_nothing(kind):
+    torch.manual_seed(0)
+    heads = torch.randn(3, 1, 2 * CHUNK, H, D) * torch.tensor([4.0, 4.0, 1.0]).view(3, 1, 1, 1, 1)
+    heads[1, :, -1] *= 0.2  # FAVOR+: a short key is the largest feature, by many orders
+    features = features_of(kind)
+    whole, _ = linear_attention(*heads, features, None, causal=True)
+    parts, _ = linear_attention(*heads[:, :, :-1], features, None, causal=True)
+    same(whole[:, :-1], parts, 1e-4)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("fields", [{}, {"position_encoding": "none"}, {"is_decoder": True}])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_padding_and_packing_change_nothing(kind, fields):
+    model = model_of(kind, **fields)
+    torch.manual_seed(2)
+    ids = torch.randint(5, V, (2, 20))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 13:] = 0
+    alone = [hidden(model, ids[:1])[0], hidden(model, ids[1:, :13])[0]]
+    padded = hidden(model, ids, attention_mask=mask)
+    same(padded[0], alone[0])
+    same(padded[1, :13], alone[1])
+    left = hidden(model, ids[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
+    if fields.get("position_encoding") == "none" or not fields:
+        same(left[0, 7:], alone[1])  # whatever stands in front
+    row = torch.cat((ids[0], ids[1, :13]))[None]
+    positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
+    borders = torch.tensor([0, 20, 33], dtype=torch.int32)
+    same(hidden(model, row, position_ids=positions)[0], torch.cat(alone))
+    same(hidden(model, row, cu_seq_lens_q=borders)[0], torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_decoder_goes_on_from_sums_of_a_fixed_size(kind):
+    model = enlarge(RoFormerForCausalLM(config_of(kind)))
+    ids = torch.randint(5, V, (2, CHUNK + 30))
+    with torch.no_grad():
+        whole = model(ids).logits
+        found = model(ids[:, :10], use_cache=True)
+        sizes = set()
+        parts, cache = [found.logits], found.past_key_values
+        for start, end in ((10, 11), (11, 12), (12, 90), (90, CHUNK + 30)):
+            parts.append(model(ids[:, start:end], past_key_values=cache).logits)
+            sizes.add(sum(x.numel() for sums in cache.sums.values() for x in sums))
+    same(torch.cat(parts, dim=1), whole, 1e-4)
+    assert isinstance(cache, LinearCache)
+    assert cache.get_seq_length() == CHUNK + 30
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_it_generates_with_its_cache_what_it_would_without(kind, beams):
+    model = enlarge(RoFormerForCausalLM(config_of(kind)))
+    ids = torch.randint(5, V, (2, 12))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    found = [
+        model.generate(ids, num_beams=beams, use_cache=use, **options) for use in (True, False)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_decoder_sees_nothing_that_comes_later(kind):
+    model = model_of(kind, is_decoder=True)
+    ids = torch.randint(5, V, (1, 100))
+    other = ids.clone()
+    other[0, 70:] = 7
+    same(hidden(model, other)[:, :70], hidden(model, ids)[:, :70])
+    assert (hidden(model, other)[:, 70:] - hidden(model, ids)[:, 70:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_positions_matter_by_their_difference_alone(kind):
+    model = model_of(kind)
+    ids = torch.randint(5, V, (1, 20))
+    same(hidden(model, ids, position_ids=torch.arange(20)[None] + 50), hidden(model, ids), 1e-4)
+    order = torch.randperm(20)
+    assert (hidden(model, ids[:, order]) - hidden(model, ids)[:, order]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_twice_the_text_is_twice_the_arithmetic(kind, causal):
+    model = model_of(kind, is_decoder=causal, use_cache=False)
+
+    def flops(length: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            hidden(model, torch.randint(5, V, (1, length)))
+        return counter.get_total_flops()
+
+    assert flops(16 * CHUNK) == pytest.approx(2 * flops(8 * CHUNK), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_every_weight_gets_a_gradient_also_through_a_checkpoint(kind):
+    model = model_of(kind).train()
+    model.config.hidden_dropout_prob = 0.0
+    ids, grads = torch.randint(5, V, (2, 20)), []
+    for module in model.modules():
+        if hasattr(module, "p"):
+            module.p = 0.0
+    for checkpointed in (False, True):
+        if checkpointed:
+            # transformers renamed it after 5.17
+            renamed = getattr(model, "activation_checkpointing_enable", None)
+            (renamed or model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        model(ids).last_hidden_state.pow(3).sum().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        assert grad.abs().sum() > 0, name
+        same(grad, grads[1][name], 1e-3)
+
+
+def test_features_are_drawn_anew_on_schedule_and_the_same_after_loading(tmp_path):
+    torch.manual_seed(5)
+    model = RoFormerModel(config_of("favor", redraw_features=3)).train()
+    ids, seen = torch.randint(5, V, (1, 8)), []
+    features = model.encoder.layer[0].attention.self.features
+    for step in range(7):
+        if step == 4:
+            model.save_pretrained(tmp_path)
+            model = RoFormerModel.from_pretrained(tmp_path).train()
+            features = model.encoder.layer[0].attention.self.features
+        model(ids)
+        seen.append(features.vectors.clone())
+    changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert changed == [False, True, False, False, True, False]
+    torch.manual_seed(5)
+    whole = RoFormerModel(config_of("favor", redraw_features=3)).train()
+    for _ in range(7):
+        whole(ids)
+    assert torch.equal(whole.encoder.layer[0].attention.self.features.vectors, seen[-1])
+    model.eval()
+    for _ in range(4):
+        model(ids)
+    assert torch.equal(features.vectors, seen[-1])
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_saved_under_the_second_type_it_is_the_same(kind, tmp_path):
+    model, ids = model_of(kind), torch.randint(5, V, (1, 8))
+    model.save_pretrained(tmp_path)
+    assert '"model_type": "roformer_plus"' in (tmp_path / "config.json").read_text()
+    assert torch.equal(
+        hidden(RoFormerModel.from_pretrained(tmp_path).eval(), ids), hidden(model, ids)
+    )
+
+
+def test_all_heads_stand_on_it():
+    ids, mask = torch.randint(5, V, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    for name in roformer.__all__:
+        head = getattr(roformer, name)
+        if "RoFormerFor" in name:
+            given = ids[:, None].expand(2, 3, 9) if "MultipleChoice" in name else ids
+            masks = mask[:, None].expand(2, 3, 9) if "MultipleChoice" in name else mask
+            found = head(config_of("elu")).eval()(given, attention_mask=masks)
+            assert all(x.isfinite().all() for x in found.values() if torch.is_tensor(x)), name
+
+
+def test_it_learns_to_fill_masks():
+    torch.manual_seed(0)
+    model = RoFormerForMaskedLM(config_of("elu", hidden_dropout_prob=0.0))
+    ids = torch.arange(5, 45).repeat(4, 1)
+    masked = ids.clone()
+    masked[:, ::5] = 4
+    labels = ids.masked_fill(masked != 4, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(120):
+        loss = model(masked, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 < 3.5 < losses[0] < 1.2 * math.log(V)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_compiled_and_in_half_precision_it_is_near(kind):
+    ids = torch.randint(5, V, (2, 80))
+    whole = model_of(kind)
+    exact = hidden(whole, ids)
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.05)):
+        model = copy.deepcopy(whole).to(dtype)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = hidden(compiled, ids).float()
+        if dtype == torch.float32:  # in bfloat16 some values differ by several steps
+            same(found, hidden(model, ids), tolerance)
+        assert (found - exact).abs().mean() < tolerance
+        assert (found - hidden(model, ids).float()).abs().mean() < tolerance / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"linear_attention": "softmax"}, "linear_attention must be None or one of elu, relu"),
+        (
+            {"linear_attention": "elu", "position_encoding": "t5"},
+            "position_encoding must add nothing to scores with linear_attention elu.* got t5",
+        ),
+        (
+            {"linear_attention": "elu", "position_encoding": "transformer_xl"},
+            "position_encoding must add nothing to scores .* got transformer_xl",
+        ),
+        (
+            {"linear_attention": "elu", "rotary_value": True},
+            "rotary_value must be False with linear_attention elu",
+        ),
+        (
+            {"linear_attention": "elu", "is_decoder": True, "add_cross_attention": True},
+            "add_cross_attention must be False with linear_attention elu",
+        ),
+        ({"linear_attention": "favor", "rope_interleave": False}, "rope_interleave must be True"),
+        (
+            {
+                "linear_attention": "elu",
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            "rope_parameters.rope_type must have no factor with linear_attention elu, got 'yarn'",
+        ),
+        (
+            {
+                "linear_attention": "favor",
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            },
+            "rope_parameters.rope_type must be 'default' with linear_attention favor, got 'linear'",
+        ),
+        ({"linear_attention": "favor", "random_features": 7}, "random_features must be even"),
+        (
+            {"linear_attention": "favor", "redraw_features": -1},
+            "redraw_features must be an integer",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RoFormerConfig(vocab_size=V, **TINY_MODEL, **fields)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_an_exported_program_takes_any_length(kind):
+    model = model_of(kind)
+    batch, length = (torch.export.Dim(name, min=2, max=4096) for name in ("batch", "length"))
+    shapes = {"input_ids": {0: batch, 1: length}}
+    example = {"input_ids": torch.randint(5, V, (2, 10))}
+    program = torch.export.export(model, (), example, dynamic_shapes=shapes).module()
+    for shape in ((3, 17), (2, 80)):
+        ids = torch.randint(5, V, shape)
+        same(program(input_ids=ids)[0], hidden(model, ids), 1e-5)
+
+
+def test_a_cache_that_is_reset_knows_nothing():
+    model = model_of("elu", is_decoder=True)
+    cache, ids = LinearCache(), torch.randint(5, V, (1, 6))
+    first = model(ids, past_key_values=cache).last_hidden_state
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).last_hidden_state, first)
+
+
+def test_probabilities_are_refused_for_there_are_none():
+    with pytest.raises(ValueError, match="output_attentions must be False with linear_attention"):
+        model_of("elu")(torch.ones(1, 5).long(), output_attentions=True)
+
+
+def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
+    model = RoFormerModel(config_of("favor", redraw_features=1)).train()
+    ids = torch.randint(5, V, (1, 8))
+    (model(ids).last_hidden_state.sum() + model(ids).last_hidden_state.pow(2).sum()).backward()
+
+
+def test_hidden_states_of_packed_rows_are_refused():
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(ValueError, match="output_hidden_states must be False for packed rows"):
+        model_of("elu")(torch.ones(1, 5).long(), position_ids=positions, output_hidden_states=True)
+
+
+def test_calls_that_need_scores_or_keys_are_refused():
+    model = model_of("elu", is_decoder=True)
+    ids = torch.randint(5, V, (1, 6))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B, S\] with linear_attention"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6))
+    # also an empty one: the caller would hand it in again, as empty as before
+    with pytest.raises(ValueError, match="must be a LinearCache .* got a DynamicCache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="past_key_values must be a cache of keys to be cropped"):
+        LinearCache().crop(1)
+    with pytest.raises(ValueError, match="set_rope_interleave must not be called"):
+        model_of("favor").set_rope_interleave(False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_autocast_leaves_features_and_sums_in_float32(kind, causal, heads):
+    features = features_of(kind)
+    expected, _ = linear_attention(*heads, features, None, causal=causal)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = linear_attention(*heads, features, None, causal=causal)
+    same(found, expected)

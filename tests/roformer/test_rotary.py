@@ -1,0 +1,177 @@
+"""The rotation against the paper's matrices in float64, and the properties it is named for."""
+
+import math
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from roformer.rotary import (
+    frequencies,
+    half_split_order,
+    inverse_frequencies,
+    rotate,
+    rotation_table,
+)
+from tiny import ROPES, rope_config
+
+
+def matrix_form(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
+    """Equations 14 and 15 written down: a block-diagonal float64 matrix for every position."""
+    width = x.shape[-1]
+    result = torch.empty_like(x, dtype=torch.float64)
+    for row, m in enumerate(positions.tolist()):
+        R = torch.zeros(width, width, dtype=torch.float64)  # noqa: N806
+        for i in range(width // 2):
+            angle = m * base ** (-2 * i / width)
+            c, s = math.cos(angle), math.sin(angle)
+            R[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.tensor([[c, -s], [s, c]])
+        result[:, row] = x[:, row].double() @ R.T
+    return result
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor, interleave: bool = True) -> torch.Tensor:
+    table = rotation_table(positions, inverse_frequencies(x.shape[-1]))
+    return rotate(x, table, interleave)
+
+
+class Rotation(torch.nn.Module):
+    def forward(self, x, table):
+        return rotate(x, table)
+
+
+@pytest.mark.parametrize("start", [0, 1000, 100_000])
+def test_rotation_is_the_papers_matrix_product(start):
+    x = torch.randn(2, 9, 3, 16)
+    positions = torch.arange(start, start + 9)
+    exact = matrix_form(x, positions)
+    torch.testing.assert_close(turned(x, positions).double(), exact, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_the_gradient_and_its_gradient_are_exact_for_any_order_in_memory(order):
+    torch.manual_seed(0)
+    table = rotation_table(torch.arange(5), inverse_frequencies(6)) * 1.5  # as yarn scales it
+    shape = [(2, 5, 3, 6)[axis] for axis in order]
+    x = torch.randn(shape).permute([order.index(axis) for axis in range(4)]).requires_grad_()
+    results = []
+    for function in (rotate, by_pairs):
+        y = function(x, table)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.pow(2).sum(), x)
+        results.append((y, slope, curve))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def by_pairs(x, table):
+    """Each pair times its matrix."""
+    cos, sin = table[:, None].unbind(-1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("width", [16, 12])
+def test_the_element_wise_form_of_compilers_is_the_complex_one(width):
+    x = torch.randn(2, 9, 3, 16)
+    table = rotation_table(torch.arange(9), inverse_frequencies(width))
+    exported = torch.export.export(Rotation(), (x, table)).module()
+    torch.testing.assert_close(exported(x, table), rotate(x, table), atol=1e-6, rtol=0)
+
+
+def test_known_numbers_of_transformers_own_table():
+    q = torch.arange(2 * 12 * 16 * 64).reshape(2, 12, 16, 64).float() / 100
+    row = turned(q.transpose(1, 2), torch.arange(16))[0, 1, 0, :8]
+    expected = [-0.2012, 0.8897, 0.0263, 0.9401, 0.2074, 0.9463, 0.3481, 0.9343]
+    torch.testing.assert_close(row, torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+def test_norms_are_preserved():
+    x = torch.randn(1, 50, 2, 32)
+    norms = turned(x, torch.arange(50) * 37).norm(dim=-1)
+    torch.testing.assert_close(norms, x.norm(dim=-1))
+
+
+def test_scores_depend_only_on_distance():
+    q, k = torch.randn(2, 1, 1, 1, 64)
+    scores = [
+        (turned(q, torch.tensor([m])) * turned(k, torch.tensor([m - 5]))).sum()
+        for m in (5, 77, 500, 2000, 1_000_000)
+    ]
+    torch.testing.assert_close(torch.stack(scores), scores[0].expand(5), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_input_is_rotated_in_float32(dtype):
+    x = torch.randn(1, 512, 1, 64).to(dtype)
+    exact = turned(x.float(), torch.arange(512))
+    result = turned(x, torch.arange(512))
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, exact.to(dtype), rtol=0, atol=0)
+
+
+def test_autocast_leaves_the_rotation_in_float32():
+    x = torch.randn(1, 512, 1, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = turned(x, torch.arange(512))
+    torch.testing.assert_close(inside, turned(x, torch.arange(512)), rtol=0, atol=0)
+
+
+def test_gradient_is_the_rotation_backwards():
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    upstream = torch.randn(1, 6, 2, 8)
+    turned(x, torch.arange(6)).backward(upstream)
+    torch.testing.assert_close(x.grad, turned(upstream, -torch.arange(6)))
+
+
+def test_only_the_first_coordinates_turn_in_a_partial_rotation():
+    x = torch.randn(2, 9, 3, 16)
+    result = rotate(x, rotation_table(torch.arange(9), inverse_frequencies(4)))
+    torch.testing.assert_close(result[..., 4:], x[..., 4:], atol=0, rtol=0)
+    torch.testing.assert_close(result[..., :4], turned(x[..., :4], torch.arange(9)))
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_half_split_layout_is_the_same_rotation_of_permuted_coordinates(rotated):
+    x = torch.randn(2, 9, 3, 16)
+    table = rotation_table(torch.arange(9), inverse_frequencies(rotated))
+    order = half_split_order(16, rotated)
+    assert sorted(order.tolist()) == list(range(16))
+    split = rotate(x[..., order], table, interleave=False)
+    torch.testing.assert_close(split, rotate(x, table)[..., order], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rope", list(ROPES))
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_rope_types_have_transformers_frequencies(rope, share):
+    if rope == "longrope" and share < 1:
+        halves = {name: ROPES[rope][name][:4] for name in ("short_factor", "long_factor")}
+        config = rope_config(rope, partial_rotary_factor=share, **halves)
+    else:
+        config = rope_config(rope, partial_rotary_factor=share)
+    lengths = torch.tensor([[16] * 3, [17] * 3]) if config.depends_on_length else None
+    theta, scaling = frequencies(config, lengths, torch.device("cpu"))
+    for row, length in enumerate((16, 17)):
+        expected, factor = ROPE_INIT_FUNCTIONS[rope](config, "cpu", seq_len=length)
+        assert len(expected) == 8 * share
+        ours = theta if lengths is None else theta[row, 1]
+        torch.testing.assert_close(ours.float(), expected)
+        assert scaling == factor
+    table = rotation_table(torch.arange(3)[None], theta[:1] if theta.ndim > 1 else theta, scaling)
+    torch.testing.assert_close(
+        table.norm(dim=-1), torch.full(table.shape[:-1], float(scaling)), atol=1e-5, rtol=0
+    )
+    assert (scaling > 1) == (rope in ("yarn", "longrope"))
+
+
+def test_default_frequencies_follow_theta_and_share():
+    config = rope_config("default", rope_theta=500.0, partial_rotary_factor=0.5)
+    theta, scaling = frequencies(config, None, torch.device("cpu"))
+    expected = [500 ** (-2 * i / 8) for i in range(4)]
+    torch.testing.assert_close(theta, torch.tensor(expected, dtype=torch.float64))
+    assert scaling == 1.0
+
+
+def test_odd_width_is_refused_by_name():
+    with pytest.raises(ValueError, match="head width must be even.*got 7"):
+        inverse_frequencies(7)

@@ -1,0 +1,219 @@
+"""Runs as processes: started as the README starts them, watched, and gone when their test ends."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tiny import ROOT, TINY_MODEL, log_rows
+from train.pretrain import main
+from train.settings import PretrainSettings, parse
+
+SCRIPT = "train/pretrain.py"
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+CPU = {"ACCELERATE_USE_CPU": "1"}
+
+AS_LAUNCHED = CPU | {"ACCELERATE_MIXED_PRECISION": "bf16"}  # what cpu.yaml makes of a process
+
+KNOWN_PEAK = "--run.peak_tflops=1"  # nothing to measure at each start
+
+NO_DROPOUT = json.dumps(
+    TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+)
+
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+
+PATIENCE = 120.0
+"""Seconds that a busy machine gets for anything that is waited for without a deadline to keep."""
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+TWO_RANKS = [
+    KNOWN_PEAK, "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
+    "--run.save_every=1000", "--run.validate_every=1000",
+]  # fmt: skip
+
+ENDLESS = ["--optim.steps=100000", "--run.save_every=100000", KNOWN_PEAK]
+
+
+@contextmanager
+def starting(tmp_path: Path) -> Iterator[Start]:
+    """Starts a command in a group of its own; orphans come to this process, to be waited for."""
+    started: list[subprocess.Popen[bytes]] = []
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def begin(
+        *arguments: str | Path,
+        limits: Callable[[], None] | None = None,
+        program: str = sys.executable,
+        group: int = 0,
+        pipe: int | None = None,
+        **environment: str,
+    ) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
+                signal.signal(number, signal.SIG_DFL)
+            if limits is not None:
+                limits()
+
+        # as many threads as here: sums round alike
+        settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
+        with (tmp_path / "output").open("ab") as output:
+            process = subprocess.Popen(
+                [program, *map(str, arguments)],
+                cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=pipe or output,
+                stderr=pipe or output, preexec_fn=prepare, process_group=group,
+            )  # fmt: skip
+        started.append(process)
+        return process
+
+    prctl(SUBREAPER, 1)
+    try:
+        yield begin
+    finally:
+        for pid in family(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        for process in started:
+            process.wait()
+        while orphan(tmp_path):
+            time.sleep(0.01)
+        prctl(SUBREAPER, 0)
+
+
+def family(folder: Path) -> list[int]:
+    """All processes whose command names the folder, which is this test's alone."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if runs(pid, folder)]
+
+
+def runs(pid: int, folder: Path) -> bool:
+    try:
+        return (
+            pid != os.getpid() and str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    except OSError:
+        return False
+
+
+def orphan(folder: Path) -> list[int]:
+    """Processes of the test that still run, after those that ended were waited for."""
+    left = family(folder)
+    for pid in left:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return left
+
+
+def ranks(folder: Path) -> dict[int, int]:
+    """rank -> process of the training processes of the test."""
+    found: dict[int, int] = {}
+    for pid in family(folder):
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        local = [v for v in variables if v.startswith(b"LOCAL_RANK=")]
+        if SCRIPT.encode() in arguments[:3] and local:
+            found[int(local[0].split(b"=")[1])] = pid
+    return found
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.003)
+
+
+def said(tmp_path: Path) -> str:
+    return (tmp_path / "output").read_text(errors="replace")
+
+
+def complete_rows(run: Path) -> list[dict]:
+    """Rows of a log that is being written."""
+    log = run / "log.jsonl"
+    text = log.read_text() if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reached(run: Path) -> int:
+    return max((row["step"] for row in complete_rows(run)), default=0)
+
+
+def changed(run: Path) -> int:
+    log = run / "log.jsonl"
+    return log.stat().st_mtime_ns if log.exists() else 0
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def newest_step(run: Path) -> int:
+    """Step of the newest checkpoint that has its final name."""
+    steps = (run / "checkpoints").glob("step-*[0-9]")
+    return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
+
+
+def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: int) -> int:
+    """Wait until a launch has logged so many steps of its own; the last step in the log.
+
+    Args:
+        victim: The launch, which must be alive all the while.
+        run: Its folder.
+        before: `changed(run)` from before the launch.
+        steps: How many.
+    """
+    begun = newest_step(run)
+
+    def far_enough() -> bool:
+        assert victim.poll() is None, "it ended by itself"
+        return changed(run) != before and reached(run) >= begun + steps
+
+    wait_for(far_enough)
+    return reached(run)
+
+
+def here(flags: list[str], *more: str) -> PretrainSettings:
+    settings = parse(PretrainSettings, [*flags, KNOWN_PEAK, *more])
+    main(settings)
+    return settings
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every line of the two logs, but for times, and the final weights, to the bit."""
+    for key in ("loss", "accuracy", "gradient_norm", "tokens", "validation_loss"):
+        assert log_rows(one, key) == log_rows(other, key)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (one, other)]
+    assert weights[0] == weights[1]
+
+
+def start_ranks(start: Start, flags: list[str]) -> list[subprocess.Popen[bytes]]:
+    """Two ranks in one process group, as `srun` starts them: their exit codes can be seen."""
+    port = free_port()
+    started: list[subprocess.Popen[bytes]] = []
+    for rank in range(2):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in names.items()} | where | CPU
+        group = started[0].pid if started else 0
+        started.append(start(SCRIPT, *flags, group=group, **variables))
+    return started
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,173 @@
+"""Results with every kind of run: `PYTHONPATH=. python tests/support/tiny_results.py FOLDER`."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.report.tables import build_tables
+from finetune.results import KEY, prediction_file, write_predictions
+from finetune.tasks import TASKS, Task
+
+BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
+RECIPE = {
+    "learning_rate": 2e-4,
+    "epochs": 3,
+    "batch_size": 32,
+    "length": 128,
+    "schedule": "linear",
+    "warmup_share": 0.1,
+    "weight_decay": 0.01,
+    "clip_norm": 1.0,
+}
+MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
+SKILL = {"cola": 0.18, "sst2": 0.83, "mrpc": 0.79, "stsb": 0.21, "qqp": 0.75, "mnli": 0.64,
+         "qnli": 0.62, "rte": 0.53, "wnli": 0.54}  # fmt: skip
+
+
+def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
+    """A run whose headline metric is `score`, every other metric 0.02 less, MNLI-mm 0.01 less."""
+    row = TASKS[task]
+    key = {
+        "model": model, "tokenizer": None, "random_weights": False, "mnli": None, "task": task,
+        "glue_dir": "data/glue", "seed": 0, **RECIPE,
+    }  # fmt: skip
+    key |= {name: value for name, value in changes.items() if name in key}
+    names = ("model", "task", "seed", "learning_rate", "random_weights", "mnli")
+    flags = [text for name in names for text in (f"--{name}", str(key[name]))]
+    result = {
+        **key,
+        "status": "done",
+        "collapsed": False,
+        "model_type": "bert" if model == BERT else "roformer",
+        "label": task,
+        "official": row.official,
+        "rows": {split: count or 100 for split, count in row.splits.items()},
+        "headline_metric": row.headline,
+        "metrics": {
+            split: {m: score - 0.01 * n - 0.02 * (m != row.headline) for m in row.metrics}
+            for n, split in enumerate(row.validations)
+        },
+        "majority_metrics": {s: {m: MAJORITY[m] for m in row.metrics} for s in row.validations},
+        "loss": 0.5,
+        "seconds": 42.0,
+        "precision": "bf16",
+        "device": "cpu",
+        "processes": 1,
+        "threads": 1,
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "settings": key | {"test": True},
+        "command": shlex.join(["accelerate", "launch", "finetune/glue.py", *flags]),
+        **changes,
+    }
+    scores = [values[row.headline] for values in result["metrics"].values()]
+    return {"headline": float(np.mean(scores)), "majority": 0.5, **result}
+
+
+def diverged(model: str, task: str, **changes: Any) -> dict[str, Any]:
+    """A run that ended in infinite gradients."""
+    empty = {"status": "diverged", "error": "gradient not finite (41)", "metrics": None}
+    result = {**line(model, task, 0.5, **changes), **empty, "headline": None}
+    del result["collapsed"], result["loss"]
+    return result
+
+
+def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
+    """A run of which nothing is known but its settings and what went wrong."""
+    whole = line(model, task, 0.5, **changes)
+    key = {name: whole[name] for name in KEY}
+    made = {"settings": whole["settings"], "command": whole["command"]}
+    return {**key, **made, "status": "failed", "error": "worker died: SIGKILL"}
+
+
+def write(folder: Path, lines: list[dict[str, Any]]) -> str:
+    """A results file with these lines."""
+    file = folder / "results.jsonl"
+    file.write_text("".join(json.dumps(values) + "\n" for values in lines))
+    return str(file)
+
+
+def grid() -> list[dict[str, Any]]:
+    """Two models and their controls on everything, four rates on two tasks, starts from MNLI."""
+    draw = np.random.default_rng(0)
+    lines = []
+
+    def add(
+        model: str, task: str, gain: float = 0.0, spread: float = 0.012, **changes: Any
+    ) -> None:
+        gain += 0.015 * (model == ROFORMER) - 0.12 * changes.get("random_weights", False)
+        score = min(0.99, SKILL.get(task, 0.6) + gain + draw.normal(0, spread))
+        lines.append(line(model, task, round(float(score), 4), **changes))
+
+    reduced = {"official": False, "glue_dir": "data/glue_reduced"}
+    for seed in range(5):
+        for model in (BERT, ROFORMER):
+            for control in (False, True):
+                for task in SKILL:
+                    add(model, task, seed=seed, random_weights=control)
+                for task, label in (
+                    ("mnli", "mnli (9k)"),
+                    ("qnli", "qnli (9k)"),
+                    ("qqp", "qqp (9k)"),
+                ):
+                    changes = {"length": 64, "label": label, **reduced}
+                    add(model, task, -0.05, seed=seed, random_weights=control, **changes)
+                add(model, "demo-order", seed=seed, random_weights=control)
+            for task in ("rte", "mrpc", "stsb"):
+                add(model, task, 0.03, seed=seed, mnli=f"mnli/{Path(model).parent.name}-{seed}")
+            for task in ("mrpc", "rte"):
+                for rate in (2e-5, 3e-5, 4e-5, 5e-5):
+                    changes = {"length": 512, "learning_rate": rate}
+                    add(model, task, 400 * (rate - 3e-5), seed=seed, **changes)
+    wnli = next(x for x in lines if x["task"] == "wnli" and x["model"] == BERT)
+    wnli["collapsed"] = True
+    replace(lines, diverged(BERT, "rte", seed=3, length=512, learning_rate=5e-5))
+    replace(lines, failed(ROFORMER, "cola", seed=4))
+    return lines
+
+
+def replace(lines: list[dict[str, Any]], other: dict[str, Any]) -> None:
+    """Put a run in the place of the one with its key."""
+    names = ("model", "task", "seed", "learning_rate", "length", "random_weights", "mnli")
+    same = [i for i, x in enumerate(lines) if all(x[name] == other[name] for name in names)]
+    (place,) = same
+    lines[place] = other
+
+
+def predictions(results: str, result: dict[str, Any], rows: int = 60) -> None:
+    """Predictions of a run, right for about as many rows as its score says."""
+    task: Task = TASKS[result["task"]]
+    draw = np.random.default_rng(result["seed"])
+    for split in task.validations:
+        labels = draw.integers(0, task.outputs, rows) if task.labels else draw.uniform(0, 5, rows)
+        logits = draw.normal(0, 1, (rows, task.outputs)).astype(np.float32)
+        if task.labels:
+            logits[np.arange(rows), labels] += 1.0
+        write_predictions(prediction_file(results, result, split), labels, logits)
+
+
+if __name__ == "__main__":
+    made = grid()
+    file = write(Path(sys.argv[1]), made)
+    for result in made:
+        if result["status"] == "done" and result["task"] in ("mrpc", "mnli", "cola"):
+            predictions(file, result)
+
+
+def table(lines, group: str = "official", pair=None):
+    (found,) = (x for x in build_tables(lines, pair) if x.group == group)
+    return found
+
+
+def texts(grid) -> dict[str, dict[str, str]]:
+    """Row's name -> column -> text."""
+    rows = {row[0].text: [entry.text for entry in row[1:]] for row in grid.rows}
+    assert len(rows) == len(grid.rows)
+    return {name: dict(zip(grid.heads[1:], cells)) for name, cells in rows.items()}
+
+
+def seeds(model: str, task: str, values, **changes) -> list[dict]:
+    return [line(model, task, value, seed=seed, **changes) for seed, value in enumerate(values)]

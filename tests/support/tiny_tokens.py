@@ -1,0 +1,16 @@
+"""Token ids on disk without a text, and the special tokens that go with them."""
+
+import numpy as np
+
+from train.data.masking import SpecialTokens
+from train.data.token_store import TokenStore
+
+SPECIAL = SpecialTokens(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
+
+
+def store(lengths, tmp_path) -> TokenStore:
+    """One shard whose tokens are 5, 6, 7, ...: each occurs once."""
+    ends = np.cumsum(lengths)
+    ids = np.dtype(np.uint32)
+    np.arange(5, 5 + ends[-1], dtype=ids).tofile(tmp_path / "tokens.bin")
+    return TokenStore(ends, (tmp_path,), np.zeros(1, np.int64), ids, (len(ends),), tmp_path)

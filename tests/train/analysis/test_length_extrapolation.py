@@ -1,0 +1,129 @@
+"""Loss against length: one text at every length, three ways to turn, an end to BERT's table."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import BertConfig, BertForMaskedLM
+
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer.rotary import frequencies, inverse_frequencies
+from tiny import TINY_MODEL
+from train.analysis.length_extrapolation import LengthsSettings, main, same_text, ways
+from train.data.batching import Sequences
+from train.data.corpus import tokenise
+from train.settings import HeldOutSettings, InputError
+
+
+@pytest.fixture
+def long_text(tmp_path):
+    """Documents of 10, 200, 130 and 1,000 tokens, counted without special ones."""
+    words = [10, 200, 130, 1000]
+    rows = (json.dumps({"text": " ".join(["the"] * n)}) + "\n" for n in words)
+    (tmp_path / "long.jsonl").write_text("".join(rows))
+    file, cache = str(tmp_path / "long.jsonl"), str(tmp_path / "tokens")
+    return HeldOutSettings(validation=file, cache=cache)
+
+
+@pytest.mark.parametrize("length", [16, 32, 64, 128])
+def test_every_length_reads_the_start_of_the_long_documents(length, long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), length)
+    start, tokens = sequences.spans(same_text(sequences, 128, documents=2))
+    assert set(tokens) == {length - 2}
+    first, second = 10, 10 + 200  # where the documents of 200 and 130 tokens begin
+    inside = [(x >= d) & (x + length - 2 <= d + 126) for x in [start] for d in (first, second)]
+    assert (inside[0] ^ inside[1]).all()
+    assert len(start) == 2 * (126 // (length - 2))
+
+
+def test_a_text_too_short_for_the_longest_is_refused(long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 128)
+    with pytest.raises(InputError, match="corpus.validation must hold a document of 4094 tokens"):
+        same_text(sequences, 4096, documents=2)
+
+
+def test_rescaled_theta_divides_the_slowest_angle_and_leaves_the_fastest():
+    config = RoFormerConfig(hidden_size=256, num_attention_heads=4)
+    plain = inverse_frequencies(64)
+    found = {
+        way: frequencies(RoFormerConfig(hidden_size=256, num_attention_heads=4, **changes), None,
+                         plain.device)[0]
+        for way, changes in ways(config, 8).items()
+    }  # fmt: skip
+    assert list(found) == ["as it is", "positions / s", "theta rescaled"]
+    np.testing.assert_allclose(found["positions / s"], plain / 8, rtol=1e-6)
+    assert found["theta rescaled"][0] == plain[0] == 1
+    np.testing.assert_allclose(found["theta rescaled"][-1], plain[-1] / 8, rtol=1e-6)
+
+
+def test_only_a_rotation_has_ways_and_only_beyond_training():
+    assert list(ways(BertConfig(), 4)) == ["as it is"]
+    assert list(ways(RoFormerConfig(position_encoding="alibi"), 4)) == ["as it is"]
+    assert list(ways(RoFormerConfig(), 1)) == list(ways(RoFormerConfig(), 0.5)) == ["as it is"]
+    one_pair = RoFormerConfig(rope_parameters={"partial_rotary_factor": 2 / 64})
+    assert list(ways(one_pair, 4)) == ["as it is", "positions / s"]  # theta moves none of it
+    features = RoFormerConfig(linear_attention="favor")  # which have the default type alone
+    assert list(ways(features, 4)) == ["as it is", "theta rescaled"]
+
+
+def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, capsys):
+    sizes = TINY_MODEL | {"vocab_size": len(tokenizer), "initializer_range": 0.3}
+    for seed in (0, 1):
+        for name, model in (
+            ("roformer", RoFormerForMaskedLM(RoFormerConfig(**sizes))),
+            ("bert", BertForMaskedLM(BertConfig(**sizes))),
+        ):
+            folder = tmp_path / "runs" / f"{name}-{seed}" / "model"
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    folders = [str(tmp_path / "runs" / x / "model")
+               for x in ("roformer-0", "bert-0", "roformer-1", "bert-1")]  # fmt: skip
+    output = tmp_path / "out" / "lengths.png"
+    main(
+        LengthsSettings(folders, long_text, [32, 128], trained=32, documents=3, output=str(output))
+    )
+    assert output.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(output.with_suffix(".json").read_text())
+    losses = {
+        (x["model"], x["seed"], x["way"], x["length"]): x.get("validation_loss") for x in rows
+    }
+    for seed in (0, 1):
+        beyond = [losses["roformer", seed, way, 128] for way in ways(RoFormerConfig(), 4)]
+        assert len(set(beyond)) == 3
+        assert None not in beyond
+        assert losses["bert", seed, "as it is", 32] is not None
+        assert losses["bert", seed, "as it is", 128] is None
+    for folder in ("x/bert-0", "y/bert-0"):
+        twice = LengthsSettings([folders[1], f"{folder}/model"], long_text, output=str(output))
+        with pytest.raises(InputError, match="models must have names of their own, got bert twice"):
+            main(twice)
+    wrong = LengthsSettings(folders[:1], long_text, attention="no_such", output=str(output))
+    with pytest.raises(InputError, match="model must be usable"):  # no matter of length
+        main(wrong)
+    refused = next(row["refused"] for row in rows if "refused" in row)
+    assert refused.startswith("length must be at most the 64 positions of the bert table, got 128")
+    said = capsys.readouterr().out
+    assert "| bert, as it is |" in said
+    assert said.count("refused") == 1
+    assert "| roformer, theta rescaled |" in said
+
+
+def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones_text(
+    long_text, tokenizer, tmp_path
+):
+    sizes = TINY_MODEL | {"vocab_size": len(tokenizer)}
+    folder = tmp_path / "rope-0" / "model"
+    RoFormerForMaskedLM(RoFormerConfig(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    asked = LengthsSettings(
+        [str(folder)], long_text, [16, 32, 128], 32, output=str(tmp_path / "l.png")
+    )
+    rows = main(asked)
+    assert [row["length"] for row in rows] == [16, 32, 128, 128, 128]  # beyond 32 in three ways
+    counts = {row["length"]: row["sequences"] for row in rows}
+    assert counts == {16: 3 * 9, 32: 3 * 4, 128: 3}
+
+
+def test_a_document_that_just_fills_the_longest_is_read(long_text, tokenizer):
+    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 132)
+    assert len(same_text(sequences, 132, documents=9)) == 3  # of 200, 130 and 1,000 tokens

@@ -1,0 +1,109 @@
+"""Long-term decay: the paper's bound by its own sum, and scores by the rotation itself."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer.rotary import inverse_frequencies, rotate, rotation_table
+from tiny import TINY_MODEL
+from train.analysis.long_term_decay import CutTextSettings, DecaySettings, bound, main, scores
+from train.settings import InputError
+
+
+def partial_sums(distance: int, width: int, theta: float) -> list[complex]:
+    turns = [np.exp(1j * distance * theta ** (-2 * i / width)) for i in range(width // 2)]
+    return [sum(turns[:j]) for j in range(1, width // 2 + 1)]
+
+
+@pytest.mark.parametrize(("width", "theta"), [(8, 100.0), (64, 10000.0)])
+def test_the_bound_is_the_mean_of_the_partial_sums(width, theta):
+    found = bound(np.arange(40.0), width, theta)
+    assert found[0] == pytest.approx((width / 2 + 1) / 2)  # all turns are 1: the mean of 1 .. d/2
+    for distance in (1, 7, 39):
+        sums = np.abs(partial_sums(distance, width, theta))
+        assert found[distance] == pytest.approx(sums.mean())
+
+
+def test_no_score_is_above_the_papers_equation():
+    width, draw = 16, np.random.default_rng(0)
+    query, key = draw.normal(size=(2, 50, width))
+    pairs = query.view(complex) * key.view(complex).conj()  # h_i
+    steps = np.abs(np.diff(pairs, axis=1, append=0)).max(axis=1)
+    for distance in (0, 3, 50, 400):
+        sums = np.array(partial_sums(distance, width, 10000.0))
+        turned = (pairs * np.diff(sums, prepend=0)).sum(axis=1).real
+        assert (np.abs(turned) <= steps * np.abs(sums).sum() + 1e-9).all()
+
+
+def test_scores_are_those_of_rotated_queries_and_keys():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 30, 16)
+    theta = inverse_frequencies(16)
+    found = scores(query, key, np.arange(20.0), theta)
+    for distance in (0, 1, 19):
+        table = rotation_table(torch.tensor([distance]), theta)
+        turned = rotate(query[:, None, None], table)[:, 0, 0]
+        cosines = torch.nn.functional.cosine_similarity(turned, key)
+        assert found["mean"][distance] == pytest.approx(cosines.mean().item(), abs=1e-6)
+        assert found["size"][distance] == pytest.approx(cosines.abs().mean().item(), abs=1e-6)
+
+
+@pytest.fixture
+def corpus(corpus_folder, tmp_path):
+    held_out, cache = str(corpus_folder / "validation.jsonl"), str(tmp_path / "tokens")
+    return CutTextSettings(validation=held_out, cache=cache, length=32)
+
+
+def saved(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_stands_beside_its_random_beginning(corpus, tokenizer, tmp_path, capsys):
+    config = RoFormerConfig(**TINY_MODEL, vocab_size=len(tokenizer), initializer_range=0.5)
+    folder = saved(RoFormerForMaskedLM(config), tokenizer, tmp_path / "a" / "model")
+    output = tmp_path / "decay.png"
+    main(DecaySettings([folder], corpus, distances=50, output=str(output)))
+    assert output.read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads(output.with_suffix(".json").read_text())
+    assert list(numbers["scores"]) == ["random, apart", "random, equal", "a, trained",
+                                       "a, untrained"]  # fmt: skip
+    for row in numbers["scores"].values():
+        assert len(row["mean"]) == len(numbers["distances"]) == 51
+        assert np.abs(row["mean"]).max() <= 1
+        assert (np.abs(row["mean"]) <= np.array(row["size"]) + 1e-9).all()
+    assert numbers["scores"]["random, equal"]["mean"][0] == pytest.approx(1)
+    assert numbers["scores"]["a, trained"] != numbers["scores"]["a, untrained"]
+    assert "score, a, trained: " in capsys.readouterr().out
+
+
+def test_what_does_not_rotate_is_refused(corpus, tokenizer, tmp_path):
+    sizes = TINY_MODEL | {"vocab_size": len(tokenizer)}
+    for name, model in (
+        ("bert", BertForMaskedLM(BertConfig(**sizes))),
+        ("none", RoFormerForMaskedLM(RoFormerConfig(**sizes, position_encoding="none"))),
+        ("elu", RoFormerForMaskedLM(RoFormerConfig(**sizes, linear_attention="elu"))),
+        ("half", RoFormerForMaskedLM(RoFormerConfig(**sizes, rope_interleave=False))),
+    ):
+        folder = saved(model, tokenizer, tmp_path / name)
+        with pytest.raises(InputError, match="models must be RoFormers with softmax"):
+            main(DecaySettings([folder], corpus, output=str(tmp_path / "x.png")))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"distances": 1}, "distances must be at least 2, got 1"),
+        ({"widths": [7]}, "widths must be even and at least 2, got 7"),
+        ({"thetas": [1.0]}, "thetas must be above 1, got 1.0"),
+        ({"output": "x.txt"}, "output must end in .png or .svg, got x.txt"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(wrong, message):
+    with pytest.raises(InputError, match=message):
+        DecaySettings(**wrong)

@@ -1,0 +1,66 @@
+"""Cost against length: slopes are fitted where length decides, every point in its own process."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from train.bench import attention_scaling
+from train.bench.attention_scaling import LEAST, GrowthSettings, main, slope
+from train.settings import InputError
+
+
+def rows_of(power: float, start: int = LEAST) -> list[dict]:
+    rows = [{"length": start * 2**n, "seconds": 1e-9 * (start * 2**n) ** power} for n in range(4)]
+    return [{"length": 64, "seconds": 5.0}, *rows]  # overhead alone, and so left out
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_slope_is_the_power(power):
+    assert slope(rows_of(power), "seconds") == pytest.approx(power)
+
+
+def test_one_long_text_has_no_slope():
+    assert slope(rows_of(1.0)[:2], "seconds") is None
+
+
+def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
+    # here and not in processes, each of which takes seconds to start
+    monkeypatch.setattr(
+        attention_scaling, "ProcessPoolExecutor", lambda *ignored: ThreadPoolExecutor(1)
+    )
+    output = tmp_path / "attention_scaling.png"
+    kinds = ["softmax", "favor"]
+    main(GrowthSettings([512, 1024], kinds, causal=True, rounds=1, output=str(output)))
+    assert output.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(output.with_suffix(".json").read_text())
+    assert [(row["kind"], row["length"]) for row in found["rows"]] == [
+        (kind, length) for length in (512, 1024) for kind in kinds
+    ]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert (found["causal"], found["slopes"]["favor"]["seconds"]) == (True, None)
+    assert "favor, 1024: " in capsys.readouterr().out
+
+
+def test_what_is_measured_has_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_scaling, "_peak", None)  # here, where nothing is to be measured
+    settings = GrowthSettings(
+        [512], ["favor"], rounds=1, output=str(tmp_path / "attention_scaling.png")
+    )
+    (row,) = main(settings)
+    assert row["seconds"] > 0
+    assert row["megabytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lengths": [0]}, "lengths must be at least 1, got 0"),
+        ({"kinds": ["cosine"]}, "kinds must be of softmax, elu, relu, favor, got .'cosine'."),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"output": "x.txt"}, "output must end in .png or .svg, got x.txt"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(wrong, message):
+    with pytest.raises(InputError, match=message):
+        GrowthSettings(**wrong)

@@ -1,0 +1,298 @@
+"""Sequences and steps: everything once, little padding, the same for any number of processes."""
+
+import dataclasses
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import TINY_MODEL, log_rows
+from tiny_tokens import SPECIAL, store
+from train.data import batching, stateless_rng
+from train.data.batching import (
+    IGNORED,
+    Sequences,
+    Steps,
+    examples,
+    mask_capacity,
+    ordered,
+)
+from train.pretrain import main as pretrain
+from train.settings import InputError, PretrainSettings, parse
+
+
+@pytest.fixture
+def sequences(tmp_path) -> Sequences:
+    """Document lengths as skewed as Wikipedia's; 0 and exact multiples among them."""
+    lengths = np.random.default_rng(0).lognormal(4, 1.2, 3000).astype(int)
+    lengths[:4] = [0, 62, 124, 63]
+    return Sequences(store(lengths, tmp_path), 64)
+
+
+def steps_of(sequences, batch=32, micro=32, processes=1, rank=0, **layout) -> Steps:
+    return Steps(sequences, SPECIAL, batch, micro, 0.15, 0, processes, rank, **layout)
+
+
+def originals(batch) -> torch.Tensor:
+    """Ids of a batch, masks undone."""
+    ids = batch["input_ids"].flatten().clone()
+    real = batch["targets"] != IGNORED
+    ids[batch["places"][real]] = batch["targets"][real]
+    return ids.view_as(batch["input_ids"])
+
+
+def rows_of(batch) -> list[tuple[int, ...]]:
+    """The sequences of a batch in either layout, masks undone."""
+    ids = originals(batch)
+    if "attention_mask" in batch:
+        kept = batch["attention_mask"].bool()
+        return [tuple(row[mask].tolist()) for row, mask in zip(ids, kept)]
+    return [tuple(row.tolist()) for row in ids[0].split(batch["cu_seq_lens_q"].diff().tolist())]
+
+
+def test_pieces_tile_the_corpus_and_stay_inside_documents(sequences):
+    start, size = sequences.spans(np.arange(len(sequences)))
+    np.testing.assert_array_equal(start[1:], (start + size)[:-1])
+    assert start[0] == 0
+    assert start[-1] + size[-1] == sequences.store.ends[-1]
+    assert size.min() >= 1
+    assert size.max() == 62
+    document = np.searchsorted(sequences.store.ends, start, side="right")
+    assert (start + size <= sequences.store.ends[document]).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
+    number = len(sequences)
+    for epoch in (0, 1):
+        place = np.arange(epoch * number, (epoch + 1) * number)
+        index, visit = ordered(sequences, place, 0)
+        assert (visit == epoch).all()
+        batches = [
+            examples(sequences, index[i : i + 50], visit[i : i + 50], SPECIAL, 0.15, 0, packed)
+            for i in range(0, number, 50)
+        ]
+        seen = torch.cat([originals(batch).flatten() for batch in batches])
+        counts = torch.bincount(seen[seen >= 5])[5:]
+        assert len(counts) == sequences.store.ends[-1]
+        assert (counts == 1).all()
+
+
+def test_an_epoch_is_reordered_and_a_seed_decides(sequences):
+    place = np.arange(500)
+    first, _ = ordered(sequences, place, 0)
+    assert (first == ordered(sequences, place, 0)[0]).all()
+    assert (first != ordered(sequences, place, 1)[0]).mean() > 0.9
+    assert (first != ordered(sequences, place + len(sequences), 0)[0]).mean() > 0.9
+
+
+def test_a_packed_step_holds_the_sequences_and_masks_of_the_padded_one(sequences):
+    for padded, packed in zip(
+        steps_of(sequences, 32, 8)[4], steps_of(sequences, 32, 8, packed=True)[4]
+    ):
+        assert rows_of(packed) == rows_of(padded)
+        assert packed["targets"].tolist() == padded["targets"].tolist()
+        real = padded["input_ids"][padded["attention_mask"].bool()]
+        assert packed["input_ids"][0].tolist() == real.tolist()
+        lengths = packed["cu_seq_lens_q"].diff()
+        assert packed["cu_seq_lens_q"].dtype == torch.int32
+        assert packed["max_length_q"] == lengths.max()
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        assert packed["position_ids"].tolist() == [positions.tolist()]
+
+
+def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain_flags, tmp_path):
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = f"--model.config={json.dumps(TINY_MODEL | still)}"
+    for kernel in ("sdpa", "unpadded"):
+        flags = [*pretrain_flags, config, f"--run.name={kernel}", f"--model.attention={kernel}"]
+        pretrain(parse(PretrainSettings, flags))
+    for key in ("loss", "validation_loss", "tokens"):
+        padded, packed = (
+            list(log_rows(tmp_path / "runs" / name, key).values()) for name in ("sdpa", "unpadded")
+        )
+        np.testing.assert_allclose(packed, padded, rtol=1e-5)
+
+
+def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences):
+    for capacity in (500, 40):  # more than is predicted, and less
+        for free, fixed in zip(steps_of(sequences)[2], steps_of(sequences, capacity=capacity)[2]):
+            number = len(free["targets"])
+            assert torch.equal(fixed["input_ids"], free["input_ids"])
+            assert torch.equal(fixed["places"][:number], free["places"])
+            assert torch.equal(fixed["targets"][:number], free["targets"])
+            assert (fixed["targets"][number:] == IGNORED).all()
+            assert len(fixed["targets"]) == len(fixed["places"])
+            assert 0 <= len(fixed["targets"]) - number < capacity
+            assert len(fixed["targets"]) % capacity == 0
+
+
+def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
+    drawn = np.random.default_rng(0).binomial(4096, 0.15, 100_000)
+    assert drawn.max() < mask_capacity(4096, 0.15) < 1.25 * 4096 * 0.15
+
+
+def taken(sequences, epoch) -> np.ndarray:
+    """How often an epoch takes each sequence."""
+    number = sequences.per_epoch
+    index, _ = ordered(sequences, np.arange(epoch * number, (epoch + 1) * number), 0)
+    return np.bincount(index, minlength=len(sequences))
+
+
+def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
+    parts = (40, 31, 100)
+    lengths = np.random.default_rng(0).integers(0, 300, sum(parts))
+    tokens = dataclasses.replace(store(lengths, tmp_path), parts=parts)
+    sequences = Sequences(tokens, 64, [2.0, 1.0, 0.5])
+    first, second = (np.split(taken(sequences, e), sequences.sizes.cumsum()[:-1]) for e in (0, 1))
+    assert sequences.sizes.tolist() == [
+        -(part // 62).sum() for part in np.split(-lengths, np.cumsum(parts)[:-1])
+    ]
+    for epoch in (first, second):
+        assert set(epoch[0]) == {2}
+        assert set(epoch[1]) == {1}
+        assert set(epoch[2]) == {0, 1}
+        assert abs(epoch[2].mean() - 0.5) < 0.01
+    assert (first[2] + second[2] == 1).mean() > 0.99  # an odd one comes again
+    documents = np.add.reduceat(first[2], np.arange(0, len(first[2]), 20))
+    assert (documents > 0).all()  # the half is spread over the part
+    index, visit = ordered(sequences, np.arange(3 * sequences.per_epoch), 0)
+    assert len(set(zip(index.tolist(), visit.tolist()))) == len(index)  # so each is masked anew
+
+
+def test_lengths_are_sorted_inside_windows_of_the_permutation(sequences, monkeypatch):
+    assert batching.WINDOW >= 256  # fewer would show the model one length for long
+    monkeypatch.setattr(batching, "WINDOW", 256)
+    number = len(sequences)
+    assert number > 3 * 256
+    for first in range(0, number, 256):
+        places = np.arange(first, min(first + 256, number))
+        index, _ = ordered(sequences, places + number, 5)  # of the second epoch
+        assert sorted(index) == sorted(stateless_rng.permuted(places, number, 5, 1))
+        assert not np.array_equal(index, stateless_rng.permuted(places, number, 5, 1))
+
+
+def test_weights_of_one_change_nothing(sequences):
+    weighed = Sequences(sequences.store, 64, [1.0])
+    place = np.arange(100, 400)
+    for one, other in zip(ordered(weighed, place, 0), ordered(sequences, place, 0)):
+        assert (one == other).all()
+    assert weighed.mean_length == sequences.mean_length
+
+
+def test_the_mean_length_is_that_of_an_epoch(tmp_path):
+    tokens = dataclasses.replace(store([10] * 50 + [30] * 50, tmp_path), parts=(50, 50))
+    assert Sequences(tokens, 64).mean_length == pytest.approx(2 + 20)
+    assert Sequences(tokens, 64, [3.0, 1.0]).mean_length == pytest.approx(2 + 15)
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
+def test_almost_nothing_is_padding(sequences, batch, micro):
+    steps = steps_of(sequences, batch, micro)
+    batches = [b for step in range(3840 // batch) for b in steps[step]]
+    real = sum(b["attention_mask"].sum().item() for b in batches)
+    assert real / sum(b["attention_mask"].numel() for b in batches) > 0.97
+
+
+def test_a_step_sees_short_and_long_sequences(sequences):
+    steps = steps_of(sequences, 64, 8)
+    lengths = [np.concatenate([b["attention_mask"].sum(1) for b in steps[i]]) for i in range(9)]
+    assert np.mean([np.ptp(step) for step in lengths]) > 25
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 4), (2, 8), (2, 16), (4, 8)])
+def test_a_step_holds_the_same_examples_however_it_is_shared_out(sequences, processes, micro):
+    def rows(batches):
+        return sorted(row for batch in batches for row in rows_of(batch))
+
+    shared = [b for r in range(processes) for b in steps_of(sequences, 32, micro, processes, r)[5]]
+    assert rows(shared) == rows(steps_of(sequences)[5])
+
+
+class Billion(Sequences):
+    """As many sequences as a corpus of 100 billion tokens has, of lengths made up on the spot."""
+
+    def __init__(self) -> None:
+        self.sizes = self.draws = np.array([10**9])
+
+    def spans(self, index):
+        return index * 126, (1 + stateless_rng.bits(7, index) % 126).astype(np.int64)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8, 64, 1024])
+def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(processes):
+    sequences = Billion()
+    for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
+        place = np.arange(step * 2048, (step + 1) * 2048)
+        expected, visits = ordered(sequences, place, 0, 512)
+        found = []
+        for rank in range(processes):
+            shares = Steps(sequences, SPECIAL, 2048, 2, 0.15, 0, processes, rank).shares(step)
+            assert sum(len(index) for index, _ in shares) == 2048 // processes
+            found += [pair for share in shares for pair in zip(*share)]
+        assert sorted(found) == sorted(zip(expected, visits))
+
+
+def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
+    steps = Steps(Billion(), SPECIAL, 2048, 2, 0.15, 0, 1024, 1023)
+    tracemalloc.start()
+    steps.shares(123_456)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6
+
+
+def test_the_order_of_a_billion_repeats_nothing():
+    # two million places: a function that were no permutation would collide about 2,000 times
+    windows = np.random.default_rng(0).choice(10**9 // 2048, 1000, replace=False)
+    place = (windows[:, None] * 2048 + np.arange(2048)).flatten()
+    found = stateless_rng.permuted(place, 10**9, 0, 0)
+    assert len(np.unique(found)) == len(place)
+    assert found.min() >= 0
+    assert found.max() < 10**9
+    window = np.arange(77 * 2048, 78 * 2048)
+    index, _ = ordered(Billion(), window, 0)
+    assert sorted(index) == sorted(stateless_rng.permuted(window, 10**9, 0, 0))
+
+
+def test_a_document_costs_a_process_half_a_byte(tmp_path):
+    sequences = Sequences(store(np.full(100_000, 3), tmp_path), 64)
+    held = sum(x.nbytes for x in vars(sequences).values() if isinstance(x, np.ndarray))
+    assert held < 0.6 * 100_000
+
+
+def test_rows_are_framed_and_masked_where_it_says(sequences):
+    (batch,) = steps_of(sequences)[0]
+    assert (batch["input_ids"][:, 0] == 2).all()
+    last = batch["attention_mask"].sum(1) - 1
+    assert (batch["input_ids"][torch.arange(32), last] == 3).all()
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
+    share = len(batch["places"]) / batch["attention_mask"].sum()
+    assert 0.1 < share < 0.2
+
+
+def test_batches_that_cannot_be_shared_out_are_refused(sequences):
+    with pytest.raises(
+        InputError, match=r"optim.batch_size must be a multiple .*\(12 x 2 = 24\), got 32"
+    ):
+        steps_of(sequences, 32, 12, 2)
+
+
+def test_a_sequence_is_masked_anew_at_every_visit(sequences):
+    rows = np.arange(50)
+    first, second = (
+        examples(sequences, rows, np.full(50, visit), SPECIAL, 0.15, 0)["places"].tolist()
+        for visit in (0, 1)
+    )
+    assert len(set(first) & set(second)) < 0.3 * len(first)
+
+
+def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
+    def sizes(epoch, seed):
+        place = epoch * sequences.per_epoch + np.arange(1024)
+        return sequences.spans(ordered(sequences, place, seed)[0])[1]
+
+    for other in (sizes(1, 0), sizes(0, 1)):
+        assert abs(np.corrcoef(sizes(0, 0), other)[0, 1]) < 0.3

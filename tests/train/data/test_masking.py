@@ -1,0 +1,158 @@
+"""The corruption against BERT's shares and against transformers' own collator."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import stats
+from transformers import DataCollatorForLanguageModeling
+
+from tiny_glue import tiny_tokenizer
+from train.data import vocabulary
+from train.data.masking import SpecialTokens, corrupt
+from train.settings import InputError
+
+SPECIAL = SpecialTokens(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
+WORDS = dataclasses.replace(SPECIAL, continuing=np.arange(60) >= 40)  # the last third goes on
+
+
+def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, special=SPECIAL):
+    ids = np.random.default_rng(0).integers(5, 60, (rows, 100))
+    ids[:, 0], ids[:, -1] = 2, 0
+    index = np.arange(rows)
+    return ids, *corrupt(ids, index, np.zeros_like(index), special, rate, seed)
+
+
+def within(count: int, number: int, share: float) -> bool:
+    return abs(count - number * share) < 3 * np.sqrt(number * share * (1 - share))
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_shares_are_berts_on_100_000_tokens(rate):
+    ids, corrupted, chosen = sample(rate)
+    inner, number = chosen[:, 1:-1], chosen.sum()
+    assert within(number, inner.size, rate)
+    assert within((corrupted[chosen] == SPECIAL.mask).sum(), number, 0.8)
+    # a random token is the original one time in V
+    assert within((corrupted[chosen] == ids[chosen]).sum(), number, 0.1 + 0.1 / 60)
+
+
+def words(ids: np.ndarray) -> np.ndarray:
+    """The number of the word of each token, read off row by row."""
+    numbers, number = np.zeros_like(ids), 0
+    for row in range(len(ids)):
+        for column, token in enumerate(ids[row]):
+            fresh = column == 0 or token < 40 or ids[row, column - 1] < 5
+            number += fresh
+            numbers[row, column] = number
+    return numbers
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_words_are_chosen_whole_and_as_often_as_tokens_were(rate):
+    ids, corrupted, chosen = sample(rate, special=WORDS)
+    number = words(ids)
+    tokens, hits = np.bincount(number.flatten()), np.bincount(number.flatten(), chosen.flatten())
+    maskable = np.bincount(number.flatten(), (ids >= 5).flatten()) > 0
+    assert set(np.unique(hits[maskable] / tokens[maskable])) == {0.0, 1.0}
+    assert within((hits > 0).sum(), maskable.sum(), rate)
+    # neighbours share their choice, not their fate
+    assert within((corrupted[chosen] == SPECIAL.mask).sum(), chosen.sum(), 0.8)
+    assert within((corrupted[chosen] == ids[chosen]).sum(), chosen.sum(), 0.1 + 0.1 / 60)
+    later = chosen & WORDS.continuing[ids]
+    first = np.roll(corrupted, 1, axis=1) == SPECIAL.mask
+    assert within((corrupted[later & first] == SPECIAL.mask).sum(), (later & first).sum(), 0.8)
+
+
+def test_special_tokens_are_never_chosen_with_their_words():
+    ids, corrupted, chosen = sample(0.9, special=WORDS)
+    ids[:, 50] = 3
+    index = np.arange(len(ids))
+    corrupted, chosen = corrupt(ids, index, index * 0, WORDS, 0.9, 0)
+    assert not chosen[ids < 5].any()
+    np.testing.assert_array_equal(corrupted[ids < 5], ids[ids < 5])
+
+
+def test_a_sequence_that_begins_inside_a_word_begins_a_word():
+    ids = np.tile([2, 50, 50, 3, 0], (2000, 1))
+    index = np.arange(2000)
+    _, chosen = corrupt(ids, index, index * 0, WORDS, 0.5, 0)
+    assert (chosen[:, 1] == chosen[:, 2]).all()
+    assert within(chosen[:, 1].sum(), 2000, 0.5)
+
+
+def test_words_go_on_where_the_vocabulary_says(tmp_path):
+    pieces = [*vocabulary.SPECIAL, "walk", "##ing", "##s"]
+    vocabulary.save(pieces, tmp_path / "pieces")
+    tokenizer = vocabulary.load(str(tmp_path / "pieces"))
+    special = SpecialTokens.of(tokenizer, whole_word=True)
+    assert special.continuing.tolist() == [False] * 6 + [True] * 2
+    assert SpecialTokens.of(tokenizer).continuing is None
+    other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
+    with pytest.raises(InputError, match="corpus.whole_word must be false unless .* with BPE"):
+        SpecialTokens.of(other, whole_word=True)
+
+
+def test_special_tokens_and_padding_are_never_chosen():
+    _, corrupted, chosen = sample(0.9)
+    assert not chosen[:, [0, -1]].any()
+    assert (corrupted[:, 0] == 2).all()
+    assert (corrupted[:, -1] == 0).all()
+
+
+def test_what_is_not_chosen_stays():
+    ids, corrupted, chosen = sample()
+    np.testing.assert_array_equal(corrupted[~chosen], ids[~chosen])
+
+
+def test_masks_belong_to_the_sequence_not_to_its_batch():
+    ids, whole, _ = sample()
+    rows = np.array([7, 3, 900])
+    alone, _ = corrupt(ids[rows, :50], rows, np.zeros(3, int), SPECIAL, 0.15, 0)
+    np.testing.assert_array_equal(alone, whole[rows, :50])
+
+
+def test_epochs_and_seeds_give_other_masks():
+    ids, whole, _ = sample()
+    index = np.arange(len(ids))
+    later, _ = corrupt(ids, index, np.ones_like(index), SPECIAL, 0.15, 0)
+    assert (later != whole).mean() > 0.1
+    assert (sample(seed=1)[1] != whole).mean() > 0.1
+
+
+@pytest.fixture(scope="module")
+def collated(tokenizer):
+    """80,000 tokens, our choice and corruption of them, and that of transformers' collator."""
+    special = SpecialTokens.of(tokenizer)
+    ids = np.random.default_rng(0).integers(5, len(tokenizer), (2000, 40))
+    index = np.arange(2000)
+    ours = corrupt(ids, index, np.zeros_like(index), special, 0.15, 0)
+    torch.manual_seed(0)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    batch = collator([{"input_ids": row} for row in ids.tolist()])
+    return ids, ours, (batch["input_ids"].numpy(), (batch["labels"] != -100).numpy())
+
+
+def test_masked_counts_are_distributed_as_transformers_collator_makes_them(collated):
+    _, *both = collated
+    most = 14
+    counts = [np.bincount(c.sum(1).clip(max=most), minlength=most + 1) for _, c in both]
+    kept = np.minimum(*counts) > 5
+    assert stats.chi2_contingency(np.stack(counts)[:, kept]).pvalue > 0.001
+
+
+def test_masked_tokens_become_what_transformers_collator_makes_of_them(collated, tokenizer):
+    ids, *both = collated
+    # what each chosen token became: itself, or one of the vocabulary's ids, [MASK] among them
+    became = [np.where(corrupted == ids, -1, corrupted)[chosen] for corrupted, chosen in both]
+    counts = [np.bincount(values + 1, minlength=len(tokenizer) + 1) for values in became]
+    assert stats.chi2_contingency(np.stack(counts)).pvalue > 0.001
+
+
+def test_a_vocabulary_without_a_mask_is_refused_by_name():
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = None
+    with pytest.raises(InputError, match="must have .*MASK.*, got none for .'mask_token_id'"):
+        SpecialTokens.of(tokenizer)

@@ -1,0 +1,112 @@
+"""The learned vocabulary: the same bytes every time, a real BERT tokenizer, picklable."""
+
+import copy
+import dataclasses
+
+import pytest
+from transformers import AutoTokenizer
+
+from tiny import command
+from train.data import vocabulary
+from train.settings import CorpusSettings, InputError
+
+
+def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
+    for name in ("a", "b"):
+        done = command(
+            "-m", "train.data.vocabulary", f"--corpus.train={corpus_folder / 'train.jsonl'}",
+            f"--corpus.tokenizer={tmp_path / name}", "--corpus.vocabulary_size=120",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    for file in ("vocab.txt", "tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    pieces = (tmp_path / "a" / "vocab.txt").read_text().splitlines()
+    assert tuple(pieces[:5]) == vocabulary.SPECIAL
+    assert len(set(pieces)) == len(pieces) <= 120
+    assert any(piece.startswith("##") for piece in pieces)
+
+
+def test_the_saved_tokenizer_is_a_bert_one_for_any_auto_class(tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    pair = tokenizer("The CAT sees", "a dog")
+    assert tokenizer.decode(pair["input_ids"]) == "[CLS] the cat sees [SEP] a dog [SEP]"
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
+    clone = copy.deepcopy(tokenizer)  # by the pickle protocol, as data workers receive it
+    assert clone("the moon")["input_ids"] == tokenizer("the moon")["input_ids"]
+
+
+def test_a_vocab_txt_serves_as_tokenizer(tokenizer_folder, tokenizer):
+    from_file = vocabulary.load(str(tokenizer_folder / "vocab.txt"))
+    assert from_file.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_bare_vocab_txt_is_read_in_its_own_case_in_a_folder_too(tmp_path):
+    for name, pieces in (
+        ("cased", ["Hello", "World", "h", "##o"]),
+        ("uncased", ["hello", "world"]),
+    ):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "vocab.txt"
+        file.write_text("\n".join([*vocabulary.SPECIAL, "[unused1]", *pieces]) + "\n")
+        for given in (file, file.parent):
+            found = vocabulary.load(str(given)).tokenize("Hello World")
+            assert found == (["Hello", "World"] if name == "cased" else ["hello", "world"])
+    (tmp_path / "cased" / "vocab.txt").rename(tmp_path / "cased" / "words")
+    with pytest.raises(InputError, match="got '.*cased'; save it there with save_pretrained"):
+        vocabulary.load(str(tmp_path / "cased"))
+
+
+def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
+    before = (tokenizer_folder / "vocab.txt").stat().st_mtime_ns
+    settings = CorpusSettings(
+        train="/nowhere/x", tokenizer=str(tokenizer_folder), vocabulary_size=100
+    )
+    vocabulary.learn_if_missing(settings)
+    assert (tokenizer_folder / "vocab.txt").stat().st_mtime_ns == before
+
+
+def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"corpus.tokenizer must be a folder, .* to learn one"):
+        vocabulary.load(str(tmp_path / "none"))
+    with pytest.raises(InputError, match="model must be a folder, .*; check the path$"):
+        vocabulary.load(str(tmp_path / "none"), key="model")
+
+
+def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
+    settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
+    with pytest.raises(
+        InputError, match=r"corpus.vocabulary_size must be at least the \d+ pieces in"
+    ):
+        vocabulary.learn_if_missing(settings)
+
+
+def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypatch):
+    """The folder would be taken for the hub's tokenizer, there and in every later command."""
+    (tmp_path / "text.txt").write_text("the cat sees the moon\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("bert-base-uncased", "junnyu/roformer_chinese_base"):
+        settings = CorpusSettings(train="text.txt", tokenizer=name, vocabulary_size=100)
+        with pytest.raises(InputError, match=rf"corpus.tokenizer must .* '{name}'; write ./{name}"):
+            vocabulary.learn_if_missing(settings)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
+    (tmp_path / "there").mkdir()
+    for name in ("./words", "there/words", "runs/words", "some/new/words"):
+        vocabulary.learn_if_missing(dataclasses.replace(settings, tokenizer=name))
+        assert (tmp_path / name / "tokenizer_config.json").is_file()
+
+
+def test_a_size_is_kept_even_with_many_characters():
+    texts = ["".join(chr(0x100 + i) for i in range(300)) + " the cat the cat" for _ in range(3)]
+    pieces = vocabulary.learn(lambda: iter(texts), 120)
+    assert len(pieces) <= 120
+    assert {"t", "##e"} <= set(pieces)
+
+
+def test_nothing_is_learned_from_nothing(tmp_path):
+    (tmp_path / "blank.txt").write_text("\n")
+    settings = CorpusSettings(
+        train=str(tmp_path / "blank.txt"), tokenizer=str(tmp_path / "v"), vocabulary_size=100
+    )
+    with pytest.raises(InputError, match="corpus.train must hold text to learn from, got none"):
+        vocabulary.learn_if_missing(settings)
+    assert not (tmp_path / "v").exists()

@@ -1,0 +1,45 @@
+"""A folder is there whole or not at all, whatever fails on the way."""
+
+from pathlib import Path
+
+import pytest
+
+from train.loop.atomic_dir import model_name, whole_folder
+
+
+def fill(target: Path, text: str, replace: bool) -> None:
+    with whole_folder(target, replace) as unfinished:
+        (unfinished / "file").write_text(text)
+
+
+@pytest.mark.parametrize(("replace", "kept"), [(False, "old"), (True, "new")])
+def test_what_is_there_stays_or_is_replaced(replace, kept, tmp_path):
+    for text in ("old", "new"):
+        fill(tmp_path / "made", text, replace)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (tmp_path / "made" / "file").read_text() == kept
+
+
+def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, monkeypatch):
+    target = tmp_path / "made"
+    fill(target, "old", replace=True)
+    rename = Path.rename
+
+    def failing(path, to):
+        if (path / "file").read_text() == "new":
+            raise PermissionError(13, "Permission denied")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(PermissionError):
+        fill(target, "new", replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (target / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("runs/mine/model", "mine"), ("/a/mine/", "mine"), ("user/mine", "mine"), ("model", "model")],
+)
+def test_a_model_has_the_telling_part_of_its_path_for_a_name(place, name):
+    assert model_name(place) == name

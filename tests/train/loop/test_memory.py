@@ -1,0 +1,214 @@
+"""What fits and what a run would take: counted on paper, timed here, nothing written."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from roformer import RoFormerConfig, RoFormerForMaskedLM
+from tiny import TINY_MODEL, log_rows
+from tiny_tokens import SPECIAL
+from tiny_tokens import store as token_store
+from train.data.batching import Sequences, examples
+from train.loop.flops import measured_peak, step_flops
+from train.loop.memory import fit_micro_batch, longest_batch
+from train.loop.objective import LanguageModel
+from train.pretrain import DEFAULT_CONFIG, main
+from train.settings import InputError, PretrainSettings, parse
+
+
+def objective(**fields: object) -> LanguageModel:
+    config = RoFormerConfig(**(TINY_MODEL | {"vocab_size": 60} | fields))
+    return LanguageModel(RoFormerForMaskedLM(config))
+
+
+def test_operations_are_the_references_figures():
+    base = RoFormerConfig(vocab_size=30522)
+    for length, billions in ((128, 0.545), (512, 0.588), (2048, 0.758), (8192, 1.437)):
+        flops = step_flops(base, length, length**2, 0.15 * length) / length
+        assert flops / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+def test_operations_of_a_layer_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = objective()
+    model.model.set_attn_implementation("eager")
+    batch = longest_batch(3, 24, 60, 0.15, packed=False)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)[0].backward()
+    predicted = len(batch["targets"])
+    ours = step_flops(model.model.config, 72, 3 * 24**2, predicted)
+    # the first layer's input needs no gradient with respect to the words
+    assert counter.get_total_flops() == pytest.approx(ours, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["elu", "favor"])
+def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = objective(linear_attention=kind, random_features=64)
+    batch = longest_batch(2, 200, 60, 0.15, packed=False)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)[0].backward()
+    ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["targets"]))
+    assert counter.get_total_flops() == pytest.approx(ours, rel=0.1)
+
+
+def test_the_peak_is_a_rate_of_this_machine():
+    assert 1e8 < measured_peak(torch.device("cpu"), torch.float32) < 1e14
+
+
+def dry_run(flags, capsys):
+    main(parse(PretrainSettings, [*flags, "--run.dry=true"]))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, capsys):
+    counted = dry_run(pretrain_flags, capsys)["parameters"]
+    main(parse(PretrainSettings, pretrain_flags))
+    about = json.loads((tmp_path / "runs" / "tiny" / "environment.json").read_text())
+    assert counted == about["parameters"]
+    capsys.readouterr()
+    init = [f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}", "--model.config={}"]
+    assert dry_run([*pretrain_flags, *init, "--run.name=more"], capsys)["parameters"] == counted
+
+
+def test_a_dry_run_of_the_demo_counts_the_vocabulary_it_would_learn(tmp_path, capsys):
+    flags = [f"--config={DEFAULT_CONFIG}", f"--run.folder={tmp_path}", "--run.tracker=null"]
+    settings = parse(PretrainSettings, [*flags, f"--corpus.tokenizer={tmp_path / 'no'}"])
+    size = settings.corpus.vocabulary_size
+    model = RoFormerForMaskedLM(RoFormerConfig(**settings.model.config, vocab_size=size))
+    flags.append(f"--corpus.tokenizer={tmp_path / 'no'}")
+    assert dry_run(flags, capsys)["parameters"] == model.num_parameters()
+
+
+def test_a_dry_run_without_a_tokenizer_is_refused_as_the_run_would_be(pretrain_flags, capsys):
+    with pytest.raises(InputError, match="corpus.tokenizer must be a folder, .* got '/nowhere'"):
+        dry_run([*pretrain_flags, "--corpus.tokenizer=/nowhere"], capsys)
+
+
+def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags, tmp_path, capsys):
+    more = ["--corpus.tokenizer=/nowhere", "--corpus.vocabulary_size=3000"]
+    report = dry_run([*pretrain_flags, *more], capsys)
+    assert report["steps"] == [12]
+    budget = dry_run([*pretrain_flags, *more, "--optim.steps=null", "--optim.tokens=5000"], capsys)
+    assert budget["steps_at_least"] == [10]  # of 512 tokens, if all sequences are full
+    assert report["tokens_per_step"] == [16 * 32]
+    assert report["parameters"] > 1e5
+    assert report["hours"] >= 0
+    assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeypatch, capsys):
+    model = objective()
+    if packed:
+        model.model.set_attn_implementation("unpadded")
+    whole = model.forward
+
+    def small(input_ids, **batch):
+        if input_ids.numel() > 5 * 24:
+            raise torch.OutOfMemoryError("no room")
+        return whole(input_ids, **batch)
+
+    monkeypatch.setattr(model, "forward", small)
+    assert fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True)) == 4
+    assert "optim.micro_batch is 4" in capsys.readouterr().out
+    assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setattr(
+        model, "forward", lambda **batch: small(**(batch | {"input_ids": torch.zeros(999)}))
+    )
+    with pytest.raises(InputError, match="corpus.length must fit into memory, got 24"):
+        fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True))
+
+
+def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(pretrain_flags, monkeypatch, capsys):
+    whole = LanguageModel.forward
+
+    def small(self, input_ids, **batch):
+        if len(input_ids) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return whole(self, input_ids=input_ids, **batch)
+
+    monkeypatch.setattr(LanguageModel, "forward", small)
+    main(parse(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
+    warned, _, report = capsys.readouterr().out.partition("{")
+    assert "out of memory; optim.micro_batch is 2" in warned
+    assert json.loads("{" + report)["micro_batch"] == [2]
+
+
+def test_what_is_tried_divides_what_was_wanted(monkeypatch):
+    """Or the micro-batches of a step would not come out, and not alike in all processes."""
+    model, tried = objective(), []
+
+    def small(input_ids, **batch):
+        tried.append(len(input_ids))
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model, "forward", small)
+    with pytest.raises(InputError, match="must fit into memory"):
+        fit_micro_batch(model, model, 24, 28, 0.15, Accelerator(cpu=True))
+    assert tried == [28, 14, 7, 2, 1]
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
+def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
+    sequences = Sequences(token_store(np.arange(5, 300), tmp_path), 24)
+    tried = longest_batch(8, 24, 60, rate, packed=False)
+    assert tried["places"].max() < tried["input_ids"].numel() == 8 * 24
+    for first in range(0, 160, 8):
+        rows = np.arange(first, first + 8)
+        batch = examples(sequences, rows, rows * 0, SPECIAL, rate, 0)
+        assert len(batch["targets"]) <= len(tried["targets"]) <= 8 * 24 + 8
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.15, 16), (0.3, 8), (None, 4)])
+def test_a_micro_batch_is_as_small_as_its_predicted_tokens_need(rate, size, monkeypatch):
+    model = objective()
+    whole = model.forward
+
+    def small(places, **batch):
+        if len(places) > 5 * 24:
+            raise torch.OutOfMemoryError("no room")
+        return whole(places=places, **batch)
+
+    monkeypatch.setattr(model, "forward", small)
+    assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == size
+
+
+def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
+    main(parse(PretrainSettings, [*pretrain_flags, "--run.peak_tflops=1", "--run.log_every=6"]))
+    folder = tmp_path / "runs" / "tiny"
+    rows = {key: log_rows(folder, key)[12] for key in ("mfu", "data_wait", "memory_gb")}
+    assert 0 < rows["mfu"] < 1
+    assert 0 <= rows["data_wait"] < 1
+    assert 0.1 < rows["memory_gb"] < 30
+    speed, pause = (log_rows(folder, k)[12] for k in ("tokens_per_second", "seconds_per_step"))
+    tokens = log_rows(folder, "tokens")
+    assert speed * pause * 6 == pytest.approx(tokens[12] - tokens[6], rel=0.05)
+
+
+def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, "--optim.steps=null", "--optim.hours=0.0008", "--run.save_every=1000"]
+    main(parse(PretrainSettings, [*flags, "--run.validate_every=100000"]))
+    folder = tmp_path / "runs" / "tiny"
+    rates, seconds = (log_rows(folder, key) for key in ("learning_rate", "seconds"))
+    last = max(rates)
+    assert seconds[last] == pytest.approx(0.0008 * 3600, rel=0.5)
+    assert rates[last] < 0.2 * max(rates.values())
+    half = min(rates, key=lambda step: abs(seconds[step] - seconds[last] / 2))
+    assert rates[half] == pytest.approx(max(rates.values()) / 2, rel=0.4)
+    assert (folder / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--model.gradient_checkpointing=true", "--run.workers=2"])
+def test_options_of_speed_and_memory_change_no_loss(option, pretrain_flags, tmp_path):
+    for name, more in (("plain", []), ("other", [option])):
+        main(parse(PretrainSettings, [*pretrain_flags, f"--run.name={name}", *more]))
+    plain, other = (log_rows(tmp_path / "runs" / name) for name in ("plain", "other"))
+    assert plain == pytest.approx(other, rel=1e-6)

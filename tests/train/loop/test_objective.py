@@ -1,0 +1,189 @@
+"""The sparse loss against transformers' full one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+import roformer
+from roformer.configuration_roformer import ENCODINGS
+from tiny import TINY_MODEL, enlarge
+from tiny_tokens import SPECIAL, store
+from train.data.batching import IGNORED, Sequences, examples
+from train.loop.evaluate import evaluate
+from train.loop.objective import LanguageModel, cross_entropy
+from train.settings import InputError
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)),
+        transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=60, **TINY_MODEL)),
+    ],
+    ids=["roformer", "bert"],
+)
+def test_sparse_loss_and_gradient_equal_the_dense_ones(model):
+    torch.manual_seed(0)
+    model.eval()
+    ids = torch.randint(5, 60, (4, 20))
+    mask = torch.ones_like(ids)
+    mask[1, 11:] = 0
+    labels = ids.masked_fill((torch.rand(4, 20) > 0.2) | (mask == 0), -100)
+    dense = model(input_ids=ids, attention_mask=mask, labels=labels)
+    expected = torch.autograd.grad(dense.loss, model.parameters())
+    places = (labels.flatten() != -100).nonzero().flatten()
+    targets = labels.flatten()[places]
+    loss, right = LanguageModel(model)(ids, places, targets, attention_mask=mask)
+    torch.testing.assert_close(loss / len(targets), dense.loss)
+    assert right == (dense.logits.flatten(0, 1)[places].argmax(-1) == targets).sum()
+    found = torch.autograd.grad(loss / len(targets), model.parameters())
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
+    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
+    nothing = torch.zeros(0, dtype=torch.long)
+    loss, _ = LanguageModel(model)(torch.randint(5, 60, (1, 4)), nothing, nothing)
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
+    config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config)).eval()
+    ids, places = torch.randint(5, 60, (2, 10)), torch.tensor([3, 17])
+    targets = torch.tensor([7, 9])
+    found = []
+    for room in (0, 6):
+        filled = [F.pad(places, (0, room)), F.pad(targets, (0, room), value=IGNORED)]
+        loss, right = model(ids, *filled)
+        found.append((loss, right, torch.autograd.grad(loss, model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 30, 40)
+    sequences = Sequences(store(lengths, tmp_path), 24)
+    special = dataclasses.replace(SPECIAL, vocabulary=2000)
+    found = []
+    for kernel in ("sdpa", "unpadded"):
+        config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
+        config._attn_implementation = kernel
+        model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+        rows = np.arange(12)
+        batch = examples(sequences, rows, rows * 0, special, 0.3, 0, packed=model.packed)
+        assert ("attention_mask" in batch) == (kernel == "sdpa")
+        loss, right = model(**batch)
+        found.append((loss.detach(), right, torch.autograd.grad(loss, model.parameters())))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_added_to_scores_is_never_added_between_sequences(encoding):
+    fields = {"vocab_size": 50, "position_encoding": encoding}
+    config = roformer.RoFormerConfig(**TINY_MODEL, **fields)
+    config._attn_implementation = "unpadded"
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    assert model.packed != (encoding in ("t5", "alibi", "transformer_xl"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_by_parts_is_torchs_own(dtype, monkeypatch):
+    """Against float64 on the same scores: sum, guesses and gradient, in parts that do not fit."""
+    monkeypatch.setattr("train.loop.objective.ELEMENTS_AT_A_TIME", 3 * 97)
+    torch.manual_seed(0)
+    scores = (5 * torch.randn(32, 97)).to(dtype)
+    targets = torch.randint(0, 97, (32,))
+    targets[::2] = scores[::2].argmax(dim=-1)
+    targets[::5] = IGNORED
+    scores[2] = 1.0  # all equal: the first is the guess
+    scores[4, :3], targets[4] = 50.0, 1  # the best, but not the first
+    mine, exact = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    loss, right = cross_entropy(mine, targets)
+    expected = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORED)
+    for value in (loss, expected):
+        (value / 7).backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert right == (scores.argmax(dim=-1) == targets).sum()
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]  # rounded twice
+    torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
+    with torch.no_grad():
+        assert torch.equal(cross_entropy(mine, targets)[0], loss)
+
+
+@pytest.mark.parametrize("target", [-1, 5])
+def test_a_target_that_is_no_token_is_refused(target):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cross_entropy(torch.zeros(1, 5), torch.tensor([target]))
+
+
+def test_scores_far_from_zero_lose_nothing():
+    torch.manual_seed(0)
+    scores, targets = torch.randn(8, 50) + 2.0**20, torch.randint(0, 50, (8,))
+    exact = F.cross_entropy(scores.double(), targets, reduction="sum")
+    torch.testing.assert_close(cross_entropy(scores, targets)[0].double(), exact, rtol=1e-6, atol=0)
+
+
+def test_transforms_go_through_the_loss():
+    scores, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    slope = torch.func.grad(lambda x: cross_entropy(x, targets)[0])(scores)
+    expected = torch.func.grad(lambda x: F.cross_entropy(x, targets, reduction="sum"))(scores)
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_score_that_is_not_finite_is_not_hidden():
+    for value in (torch.nan, torch.inf):
+        scores = torch.zeros(3, 5)
+        scores[1, 2] = value
+        assert not cross_entropy(scores, torch.tensor([0, 1, 2]))[0].isfinite()
+
+
+def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
+    sequences = Sequences(store(np.full(30, 20), tmp_path), 24)
+    config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
+    model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
+    special = dataclasses.replace(SPECIAL, vocabulary=2000)
+    words = dataclasses.replace(special, continuing=np.arange(2000) % 3 > 0)
+    scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (special, words)]
+    assert scores[0] == scores[1]
+
+
+def test_a_kernel_that_a_model_does_not_know_is_refused():
+    config = transformers.BertConfig(vocab_size=60, **TINY_MODEL)
+    bert = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="unpadded")
+    with pytest.raises(InputError, match="model.attention must be .* got 'unpadded' for 'bert'"):
+        LanguageModel(bert)
+
+
+def test_a_model_with_its_head_elsewhere_is_refused():
+    config = transformers.RobertaConfig(vocab_size=60, **TINY_MODEL)
+    with pytest.raises(InputError, match="language-model head under `cls`.*'roberta'"):
+        LanguageModel(transformers.RobertaForMaskedLM(config))
+
+
+def test_where_the_loss_is_torchs_own_it_is_that_of_float32(monkeypatch):
+    """As on a GPU: scores in half precision are summed in float32."""
+    monkeypatch.setattr("train.loop.objective.is_plain", lambda x: False)
+    torch.manual_seed(0)
+    scores, targets = (5 * torch.randn(64, 97)).bfloat16(), torch.randint(0, 97, (64,))
+    loss, right = cross_entropy(scores, targets)
+    exact = F.cross_entropy(scores.double(), targets, reduction="sum")
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    assert right == (scores.argmax(dim=-1) == targets).sum()
+
+
+def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
+    sequences = Sequences(store(np.full(300, 20), tmp_path), 24)
+    config = roformer.RoFormerConfig(vocab_size=7000, **TINY_MODEL)
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    special = dataclasses.replace(SPECIAL, vocabulary=7000)
+    found = evaluate(model, sequences, special, Accelerator())["validation_tokens"]
+    assert found / 6000 == pytest.approx(0.15, abs=0.02)

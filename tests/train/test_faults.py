@@ -1,0 +1,528 @@
+"""What clusters do to a run: real processes, real signals, real files.
+
+What ends a run early has its own file, test_interruptions.py.
+"""
+
+import itertools
+import json
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import save_file
+
+from real_runs import (
+    AS_LAUNCHED,
+    CPU,
+    ENDLESS,
+    KNOWN_PEAK,
+    LAUNCH,
+    NO_DROPOUT,
+    PATIENCE,
+    SCRIPT,
+    TORCHRUN,
+    assert_same_run,
+    changed,
+    complete_rows,
+    here,
+    newest_step,
+    reached,
+    said,
+    saved,
+    start_ranks,
+    train_until,
+    wait_for,
+)
+from tiny import TINY_MODEL, log_rows, sentences
+from tiny_tokens import SPECIAL
+from tiny_tokens import store as token_store
+from train.data import vocabulary
+from train.data.batching import Sequences, Steps
+from train.data.corpus import tokenise
+from train.data.masking import SpecialTokens
+from train.data.stages import Stages
+from train.loop import checkpoint
+from train.pretrain import blame, main
+from train.settings import InputError, PretrainSettings, parse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_killed_twenty_times_ends_as_one_that_never_was(
+    workers, pretrain_flags, tmp_path, start
+):
+    flags = [
+        *pretrain_flags, KNOWN_PEAK, "--optim.steps=300", "--optim.micro_batch=8",
+        "--run.save_every=3", "--run.log_every=2", "--run.validate_every=50",
+        f"--run.workers={workers}",
+    ]  # fmt: skip
+    run, draw, resumed = tmp_path / "runs" / "tiny", random.Random(workers), set()
+    for kill in range(20):
+        before = changed(run)
+        command = LAUNCH if kill == 0 else ()  # which only takes longer to start
+        victim = start(*command, SCRIPT, *flags, **AS_LAUNCHED)
+        train_until(victim, run, before, draw.randint(1, 9) if kill else 4)
+        time.sleep(0.03 * draw.random())  # between two lines, inside a step or a save
+        os.killpg(victim.pid, signal.SIGKILL)
+        assert victim.wait() == -signal.SIGKILL
+        resumed.add(newest_step(run))
+    assert len(resumed) > 10
+    assert start(SCRIPT, *flags, **AS_LAUNCHED).wait(PATIENCE) == 0
+    whole = start(SCRIPT, *flags, "--run.name=whole", **AS_LAUNCHED)
+    assert whole.wait(PATIENCE) == 0
+    assert said(tmp_path).count("going on after step") == 20
+    assert_same_run(tmp_path / "runs" / "whole", run)
+
+
+def test_of_two_launches_one_waits_until_the_other_has_saved(pretrain_flags, tmp_path, start):
+    run, flags = tmp_path / "runs" / "tiny", [*pretrain_flags, *ENDLESS]
+    both = {process.pid: process for process in (start(SCRIPT, *flags, **CPU) for _ in range(2))}
+    wait_for(lambda: "waiting up to 60 s: " in said(tmp_path))
+    wait_for(lambda: reached(run) > 1)
+    line = re.compile(rf"{run} in use by process (\d+) on {platform.node()}\n")
+    (holder,) = line.findall(said(tmp_path))
+    first = both.pop(int(holder))
+    main(parse(PretrainSettings, [*flags, "--run.dry=true"]))  # needs no lock
+    first.terminate()
+    assert first.wait(30) == 128 + signal.SIGTERM
+    (step,) = re.findall(r"SIGTERM: saved after step (\d+);", said(tmp_path))
+    wait_for(lambda: reached(run) > int(step))
+    assert f"going on after step {step}\n" in said(tmp_path)
+    steps = [row["step"] for row in complete_rows(run) if "loss" in row]
+    assert steps == [*range(1, len(steps) + 1)]  # nothing lost, nothing twice
+    assert len(line.findall(said(tmp_path))) == 1
+
+
+@pytest.mark.slow
+def test_a_second_launch_of_two_ranks_gives_up_in_one_line(pretrain_flags, tmp_path, start):
+    run, flags = tmp_path / "runs" / "tiny", [*pretrain_flags, *ENDLESS]
+    first = start(SCRIPT, *flags, **CPU)
+    train_until(first, run, 0, 2)
+    second = start_ranks(start, [*flags, "--optim.micro_batch=8"])
+    wait_for(lambda: "waiting up to 60 s: " in said(tmp_path))
+    assert [rank.wait(PATIENCE) for rank in second] == [2, 2]
+    (error,) = re.findall("error: .*", said(tmp_path))  # after the bar of the first
+    holder = f"process {first.pid} on {platform.node()}"
+    assert error == (
+        f"error: run.folder must be free, got {run} in use by {holder}; "
+        "end it, or choose another run.name"
+    )
+    assert "Traceback" not in said(tmp_path)
+    first.terminate()
+    assert first.wait(30) == 128 + signal.SIGTERM
+    assert newest_step(run) == reached(run)
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Path]:
+    """A BERT that has no number for the last place of a full sequence; texts with few and many."""
+    sizes = {**json.loads(NO_DROPOUT), "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    with torch.no_grad():
+        model.bert.embeddings.position_embeddings.weight[31] = torch.nan
+    model.save_pretrained(tmp_path / "init")
+    tokenizer.save_pretrained(tmp_path / "init")
+    for name, often in (("rarely", 60), ("always", 1)):
+        texts = [" ".join(sentences(3 if i % often else 6, i)) for i in range(300)]
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return {name: tmp_path / f"{name}.jsonl" for name in ("rarely", "always")}
+
+
+def full_sequences(settings: PretrainSettings, tokenizer: object) -> dict[int, dict[int, list]]:
+    """Step from 1 -> rank of two that meets a sequence of 32 tokens -> all sequences it meets."""
+    store = tokenise(settings.corpus, "train", tokenizer)
+    sequences, special = Sequences(store, settings.corpus.length), SpecialTokens.of(tokenizer)
+    found: dict[int, dict[int, list]] = {}
+    for rank, step in itertools.product(range(2), range(16)):
+        steps = Steps(sequences, special, 16, 8, 0.15, settings.run.seed, 2, rank)
+        if max(batch["input_ids"].shape[1] for batch in steps[step]) == 32:
+            (share,) = steps.shares(step)
+            found.setdefault(step + 1, {})[rank] = share[0].tolist()
+    return found
+
+
+def words(share: list[int], number: int, rank: int) -> str:
+    more = ", ..." if number < len(share) else ""
+    return f"sequences {', '.join(map(str, share[:number]))}{more} of process {rank}"
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_the_run(
+    poisoned, pretrain_flags, tokenizer, tmp_path, start
+):
+    stages = [{"steps": 16}, {"steps": 9, "train": str(poisoned["always"])}]
+    flags = [
+        *pretrain_flags, KNOWN_PEAK, "--model.type=bert", f"--model.init={tmp_path / 'init'}",
+        "--model.config={}", f"--corpus.train={poisoned['rarely']}", "--optim.steps=null",
+        f"--stages={json.dumps(stages)}", "--optim.micro_batch=8", "--run.save_every=1",
+        "--run.keep=99", "--run.validate_every=1000",
+    ]  # fmt: skip
+    bad = full_sequences(parse(PretrainSettings, flags), tokenizer)
+    assert 0 < len(bad) < 8  # what follows is about some steps of the first stage
+    assert {1} in map(set, bad.values())  # the longest are the last rank's
+    with pytest.raises(InputError, match="3 steps in a row, the last 19"):
+        here(flags, "--run.name=one")
+    torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
+    assert torchrun.wait(PATIENCE) != 0
+    run, losses = tmp_path / "runs" / "tiny", log_rows(tmp_path / "runs" / "tiny")
+    norms = log_rows(run, "gradient_norm")  # which is left out where it is not finite
+    infinite = [step for step in log_rows(run, "tokens") if step not in norms]
+    assert infinite == [*sorted(bad), 17, 18, 19]
+    # as in one process, where there is no other rank whose weights could have moved
+    one = log_rows(tmp_path / "runs" / "one")
+    np.testing.assert_allclose(list(losses.values()), list(one.values()), rtol=1e-6)
+    # nobody should have to go on from a step whose gradient was not finite
+    assert saved(run) == [f"step-{step:08}" for step in range(1, 17) if step not in bad]
+    warned = re.findall(
+        r"step (\d+) changed no weight.* loss is not finite in (.*)", said(tmp_path)
+    )
+    assert [int(step) for step, _ in warned] == infinite
+    for step, named in warned[: len(bad)]:
+        guilty = bad[int(step)].items()
+        assert named == " and ".join(words(share, 8 // len(guilty), rank) for rank, share in guilty)
+    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    assert error.endswith(f"goes on from {run}/checkpoints/step-00000016")
+
+
+def test_a_gradient_that_overflows_is_told_from_a_loss_that_does(
+    pretrain_flags, tokenizer, tmp_path, capsys
+):
+    # words that are all alike: LayerNorm divides their gradient by the root of its epsilon
+    sizes = {**json.loads(NO_DROPOUT), "layer_norm_eps": 1e-44, "tie_word_embeddings": False}
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    )
+    for table in model.bert.embeddings.children():
+        if isinstance(table, torch.nn.Embedding):
+            torch.nn.init.zeros_(table.weight)
+    model.save_pretrained(tmp_path / "init")
+    tokenizer.save_pretrained(tmp_path / "init")
+    init = ["--model.type=bert", f"--model.init={tmp_path / 'init'}", "--model.config={}"]
+    with pytest.raises(InputError, match="3 steps in a row, the last 3, .* begins again"):
+        here(pretrain_flags, *init)
+    assert all(map(np.isfinite, log_rows(tmp_path / "runs" / "tiny").values()))
+    assert "its loss is finite everywhere, with sequences " in capsys.readouterr().err
+
+
+def test_a_warning_names_at_most_eight_sequences_of_those_to_blame(tmp_path):
+    sequences = Sequences(token_store(np.arange(5, 205), tmp_path), 64)
+    steps = [Steps(sequences, SPECIAL, 64, 8, 0.15, 0, 4, rank) for rank in range(4)]
+    whole = Stages([(2, Steps(sequences, SPECIAL, 8, 8, 0.15, 7)), (9, steps[3])])
+
+    def some(rank: int, micro_batch: int, number: int) -> str:
+        return words(steps[rank].shares(3)[micro_batch][0].tolist(), number, rank)
+
+    lost = torch.zeros(4, 2, dtype=torch.long)
+    finite = " and ".join(some(rank, 0, 2) for rank in range(4))
+    assert blame(whole, 5, lost) == f"its loss is finite everywhere, with {finite}"
+    lost[2, 1] = 1
+    assert blame(whole, 5, lost) == f"its loss is not finite in {some(2, 1, 8)}"
+    lost[0, 1] = 1
+    both = f"{some(0, 1, 4)} and {some(2, 1, 4)}"
+    assert blame(whole, 5, lost) == f"its loss is not finite in {both}"
+    lost[:] = 1
+    told = blame(whole, 5, lost)
+    assert len(re.findall(r"\d+(?=,)", told)) == 8
+    assert told.endswith(" of process 1 and others")
+
+
+def test_a_loss_that_jumps_is_a_warning_and_the_run_goes_on(pretrain_flags, tmp_path, capsys):
+    here(pretrain_flags, "--optim.learning_rate=3", "--optim.schedule=constant")
+    losses = log_rows(tmp_path / "runs" / "tiny")
+    jumps = [step for step in range(2, 13) if losses[step] > losses[step - 1] + 1]
+    warned = re.findall(r"warning: the loss rose from .* at (\d+)", capsys.readouterr().err)
+    assert list(map(int, warned)) == jumps
+    assert jumps
+    assert sorted(losses) == list(range(1, 13))
+
+
+def full_disks() -> list[str]:
+    """Ways to run out of room that this machine permits: every one has the first."""
+    mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    try:
+        may = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        may = False
+    return ["a limit", *["a full tmpfs"] * may]
+
+
+@pytest.mark.parametrize("disk", full_disks())
+def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(
+    disk, pretrain_flags, tmp_path, start
+):
+    run = tmp_path / "runs" / "tiny"
+    here(pretrain_flags, "--run.max_hours=1e-9")  # which is over after a step
+    assert saved(run) == ["step-00000001"]
+    files = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")}
+    room = sum(map(len, files.values()))
+    if disk == "a limit":
+        size = (run / "checkpoints" / "step-00000001" / "optimizer.safetensors").stat().st_size
+        limit = (size * 3 // 4, resource.RLIM_INFINITY)
+        limited = start(
+            SCRIPT, *pretrain_flags, KNOWN_PEAK, **CPU,
+            limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        )  # fmt: skip
+    else:  # seen by the run alone, and copied back before it goes
+        inside, copy = tmp_path / "runs", tmp_path / "copy"
+        shutil.copytree(inside, copy)
+        script = (
+            f"mount -t tmpfs -o size={room * 3 // 2} none {inside} && cp -r {copy}/. {inside} && "
+            f'{{ "$@"; code=$?; rm -r {copy}; cp -r {inside} {copy}; exit $code; }}'
+        )
+        flags = [*pretrain_flags, KNOWN_PEAK]
+        limited = start(
+            "-rm",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            sys.executable,
+            SCRIPT,
+            *flags,
+            program="unshare",
+            **CPU,
+        )
+    assert limited.wait(PATIENCE) == 2
+    if disk != "a limit":
+        shutil.rmtree(tmp_path / "runs")
+        (tmp_path / "copy").rename(tmp_path / "runs")
+    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")} == files
+    for step in (4, 8):
+        assert f"warning: no checkpoint after step {step}, the one before stays" in said(tmp_path)
+    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    assert "run.folder must have room for a checkpoint, got" in error
+    assert "Traceback" not in said(tmp_path)
+    here(pretrain_flags)
+    here(pretrain_flags, "--run.name=whole")
+    assert_same_run(tmp_path / "runs" / "whole", run)
+
+
+@pytest.mark.slow
+def test_one_process_then_two_then_one_train_as_one_alone(pretrain_flags, tmp_path, start):
+    flags = [
+        *pretrain_flags, f"--model.config={NO_DROPOUT}", "--optim.batch_size=128",
+        "--optim.micro_batch=8", "--optim.steps=40", "--run.validate_every=20", KNOWN_PEAK,
+    ]  # fmt: skip
+    run = tmp_path / "runs" / "tiny"
+    first = start(SCRIPT, *flags, **CPU)
+    for processes, launch in ((1, first), (2, None)):
+        before = changed(run) if launch is None else 0
+        launch = launch or start(*TORCHRUN, SCRIPT, *flags, **CPU)
+        train_until(launch, run, before, 4)
+        launch.terminate()
+        assert launch.wait(60) == (143 if processes == 1 else 1)
+    here(flags)
+    here(flags, "--run.name=whole")
+    for key in ("loss", "validation_loss", "tokens"):
+        both = [log_rows(tmp_path / "runs" / name, key) for name in ("whole", "tiny")]
+        assert list(both[0]) == list(both[1])
+        np.testing.assert_allclose(list(both[1].values()), list(both[0].values()), rtol=1e-6)
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write_half(path: Path, write: Callable[[], object], moment: Callable[[], None]) -> None:
+    """Let a moment pass when half of a file is there, and one when all of it is."""
+    write()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    moment()
+    path.write_bytes(whole)
+    moment()
+
+
+def save_and_die(folder: Path, last: int) -> int:
+    """A child of this process saves and retains, and kills itself at that moment; its status."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    moments = itertools.count(1)
+    write_text, fsync = Path.write_text, os.fsync
+
+    def moment(event: str = "", arguments: tuple = ()) -> None:
+        touches = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+        if (not event or event in touches) and next(moments) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush(descriptor: int) -> None:
+        moment()
+        fsync(descriptor)
+
+    def write_tensors(tensors: dict, path: Path) -> None:
+        write_half(path, lambda: save_file(tensors, path), moment)
+
+    def write_words(path: Path, text: str) -> None:
+        write_half(path, lambda: write_text(path, text), moment)
+
+    try:
+        held = checkpoint.content(*small())
+        os.fsync, Path.write_text, checkpoint.save_file = flush, write_words, write_tensors
+        sys.addaudithook(moment)
+        checkpoint.save(folder, 3, held, {})
+        checkpoint.retain(folder, 2)
+    finally:
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_path):
+    begun = tmp_path / "begun"
+    for step in (1, 2):
+        checkpoint.save(begun, step, checkpoint.content(*small()), {})
+    killed = []
+    for last in itertools.count(1):
+        run = tmp_path / f"killed-{last}"
+        shutil.copytree(begun, run)
+        status = save_and_die(run, last)
+        path = checkpoint.newest(run)
+        killed.append(path.name)
+        assert checkpoint.load(path, *small())["step"] == int(path.name[-1])
+        checkpoint.save(run, 4, checkpoint.content(*small()), {})
+        checkpoint.retain(run, 2)
+        assert saved(run) == [path.name, "step-00000004"]
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert killed == sorted(killed)  # the new one is there from one moment on
+    assert set(killed) == {"step-00000002", "step-00000003"}
+    assert len(killed) > 25
+
+
+def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsys):
+    checkpoint.save(tmp_path, 3, checkpoint.content(*small()), {})
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    foreign = tmp_path / "checkpoints" / "step-99-of-mine1"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("do not lose me")
+    assert checkpoint.newest(tmp_path).name == "step-00000003"
+    lines = capsys.readouterr().out.splitlines()
+    assert [name in line for name, line in zip((foreign.name, "step-00000009"), lines)] == [
+        True
+    ] * 2
+    assert list(tmp_path.rglob("notes.txt"))
+
+
+def test_the_same_step_damaged_twice_is_set_aside_twice(tmp_path):
+    checkpoint.save(tmp_path, 3, checkpoint.content(*small()), {})
+    for _ in range(2):
+        path = checkpoint.save(tmp_path, 6, checkpoint.content(*small()), {})
+        (path / "state.json").write_text("{}")
+        assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
+    pretrain_flags, other_text, tmp_path, tokenizer, capsys
+):
+    drift = "--run.allow_drift=true"
+    here(pretrain_flags, "--run.max_hours=1e-9")
+    with pytest.raises(InputError, match="optim.learning_rate must stay 0.001"):
+        here(pretrain_flags, "--optim.learning_rate=0.5")
+    pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
+    other = f"--corpus.tokenizer={tmp_path / 'swapped'}"
+    with pytest.raises(InputError, match="corpus.tokenizer.* must give the tokens"):
+        here(pretrain_flags, other)
+    with pytest.raises(InputError, match="corpus.train.* must give the tokens"):
+        here(pretrain_flags, f"--corpus.train={other_text}")
+    here(pretrain_flags, "--run.max_hours=1e-9", "--optim.micro_batch=4")  # decides nothing
+    here(pretrain_flags, "--run.max_hours=1e-9", "--optim.learning_rate=0.5", drift)
+    run = tmp_path / "runs" / "tiny"
+    rates = log_rows(run, "learning_rate")
+    assert sorted(rates) == [1, 2, 3]
+    assert rates[3] > 0.4
+    # what it says of itself is what it does, now and from now on
+    first = "run.allow_drift changed after step 2: optim.learning_rate from 0.001 to 0.5"
+    assert capsys.readouterr().out.count(f"warning: {first}\n") == 1
+    text = (run / "settings.yaml").read_text()
+    assert text.splitlines()[0] == f"# {first}"
+    assert yaml.safe_load(text)["optim"]["learning_rate"] == 0.5
+    with pytest.raises(InputError, match="optim.learning_rate must stay 0.5 .* got 0.001"):
+        here(pretrain_flags)
+    other_size = f"--model.config={json.dumps(TINY_MODEL | {'intermediate_size': 32})}"
+    with pytest.raises(InputError, match="must hold this model, got another's"):
+        here(pretrain_flags, other_size, drift)
+    assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
+    fast = "--optim.learning_rate=0.5"
+    here(pretrain_flags, other, f"--corpus.train={tmp_path / 'other.jsonl'}", fast, drift)
+    assert reached(run) == 12
+    notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
+    assert notes[0] == f"# {first}"
+    assert notes[1].startswith("# run.allow_drift changed after step 3: the tokens of corpus.")
+    assert len(notes) == 2
+
+
+@pytest.mark.slow
+def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(
+    pretrain_flags, tmp_path, start
+):
+    flags = [
+        *pretrain_flags, KNOWN_PEAK, f"--model.config={NO_DROPOUT}", "--model.attention=eager",
+        "--corpus.length=512", "--optim.steps=3", "--optim.batch_size=64",
+    ]  # fmt: skip
+    largest = [0]
+    process = start(SCRIPT, *flags, "--run.name=whole", "--optim.micro_batch=8", **CPU)
+
+    def watched() -> bool:
+        text = Path(f"/proc/{process.pid}/status").read_text()
+        largest.extend(int(size) << 10 for size in re.findall(r"VmPeak:\s+(\d+)", text))
+        return process.poll() is not None
+
+    wait_for(watched)
+    assert process.returncode == 0
+    room = (max(largest) + (150 << 20), resource.RLIM_INFINITY)
+    limited = start(
+        SCRIPT, *flags, "--optim.micro_batch=64", **CPU,
+        limits=lambda: resource.setrlimit(resource.RLIMIT_AS, room),
+    )  # fmt: skip
+    assert limited.wait(PATIENCE) == 0, said(tmp_path)
+    assert "warning: out of memory; optim.micro_batch is 32 in this launch" in said(tmp_path)
+    losses = [list(log_rows(tmp_path / "runs" / name).values()) for name in ("whole", "tiny")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
+    pretrain_flags, tmp_path, start
+):
+    run = tmp_path / "runs" / "tiny"
+    here(pretrain_flags)
+    model, others = run / "model", run / ".model.backup"
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    (run / ".model.unfinished-killed").mkdir()
+    others.mkdir()
+    limit = (len(before[model / "model.safetensors"]) * 3 // 4, resource.RLIM_INFINITY)
+    limited = start(
+        SCRIPT, *pretrain_flags, KNOWN_PEAK, **CPU,
+        limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
+    assert limited.wait(PATIENCE) == 2
+    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: run.folder must have room for the model, got ")
+    assert error.endswith("; make some, the same command goes on")
+    assert "Traceback" not in said(tmp_path)
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+    assert list(run.glob(".model.*")) == [others]
+    (model / "config.json").write_text("{}")
+    here(pretrain_flags)  # nothing is left to train: the model is written again
+    assert {path: path.read_bytes() for path in model.iterdir()} == before

@@ -1,0 +1,164 @@
+"""Settings: every shipped YAML parses, every mistake is one line that names the key."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.settings import GridSettings
+from tiny import ROOT
+from train.analysis.length_extrapolation import LengthsSettings
+from train.analysis.long_term_decay import DecaySettings
+from train.loop.evaluate import ValidateSettings
+from train.settings import CorpusSettings, InputError, PretrainSettings, parse
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
+BASE = ["--optim.steps=10"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_every_config_opens_with_command_cost_and_expectation(path):
+    lines = path.read_text().splitlines()
+    heads = [line for line in lines if line.startswith(("# Run: ", "# Cost: ", "# Expect: "))]
+    assert [h.split(":")[0] for h in heads] == ["# Run", "# Cost", "# Expect"]
+    assert lines[0].startswith("# Run: ")
+    assert "TBD" not in path.read_text()
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("path", PRETRAIN, ids=name)
+def test_every_pretraining_config_parses(path):
+    assert parse(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
+
+
+def test_a_config_without_padding_has_what_its_kernel_needs():
+    found = [parse(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
+    unpadded = [model for model in found if model.attention == "unpadded"]
+    assert unpadded  # the option has a config that uses it
+    for model in unpadded:
+        assert model.type == "roformer"
+        assert model.config["attention_probs_dropout_prob"] == 0.0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=name)
+def test_every_model_config_joins_every_pretraining_config(path):
+    for other in PRETRAIN:
+        settings = parse(PretrainSettings, ["--config", str(other), "--config", str(path)])
+        assert settings.model.config == yaml.safe_load(path.read_text())["model"]["config"]
+        assert settings.optim == parse(PretrainSettings, ["--config", str(other)]).optim
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name)
+def test_every_glue_config_parses(path):
+    flags = ["--config", str(path), "--models", "[m]", "--tasks", "[rte]"]
+    assert parse(GridSettings, flags).models == ["m"]
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_the_two_families_differ_in_their_type_alone(size):
+    both = [
+        yaml.safe_load((ROOT / "configs" / "model" / f"{kind}-{size}.yaml").read_text())["model"]
+        for kind in ("roformer", "bert")
+    ]
+    assert [model.pop("type") for model in both] == ["roformer", "bert"]
+    assert both[0] == both[1]
+
+
+def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
+    (tmp_path / "a.yaml").write_text("optim: {steps: 1, learning_rate: 1e-3, batch_size: 64}")
+    (tmp_path / "b.yaml").write_text("optim: {learning_rate: 2e-3, batch_size: 96}")
+    files = [f"--config={tmp_path / 'a.yaml'}", f"--config={tmp_path / 'b.yaml'}"]
+    optim = parse(PretrainSettings, [*files, "--optim.batch_size=128"]).optim
+    assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
+        (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
+        (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast.*; see --help$"),
+        (["--optim.tokens=5M"], "optim.tokens.*Given value: 5M.*; see --help$"),
+        (
+            ["--model.config.rope_parameters.rope_theta=500"],
+            "model.config.rope_parameters must be given as a whole, got its key rope_theta alone",
+        ),
+        (["--optim.learning_rate=-1"], "optim.learning_rate must be positive and finite, got -1.0"),
+        (
+            ["--optim.tokens=5"],
+            "optim needs one of optim.steps, .*, got optim.steps, optim.tokens; set one",
+        ),
+        (["--optim.warmup_steps=-1"], "optim.warmup_steps must not be negative, got -1"),
+        (["--optim.schedule=lin"], "optim.schedule must be one of linear, .* got 'lin'"),
+        (["--optim.betas=[1.5, 0.9]"], "optim.betas must be at least 0 and below 1"),
+        (["--corpus.length=4"], "corpus.length must be at least 8, got 4"),
+        (["--corpus.mask_rate=1.5"], "corpus.mask_rate must lie between 0 and 1, got 1.5"),
+        (["--run.name=a/b"], "run.name must be a plain folder name, got 'a/b'"),
+        (["--run.save_every=0"], "run.save_every must be at least 1, got 0"),
+        (["--config=/nowhere.yaml"], "File does not exist: '/nowhere.yaml'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(flags, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(PretrainSettings, BASE + flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "read"),
+    [
+        (ValidateSettings, ["--model=m"], set()),
+        (LengthsSettings, ["--models=[m]"], set()),
+        (DecaySettings, [], {"length"}),
+    ],
+)
+def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(
+    settings, flags, read
+):
+    used = ["--corpus.validation=x", "--corpus.cache=y", "--corpus.text_column=z"]
+    assert parse(settings, [*flags, *used]).corpus.validation == "x"
+    names = {field.name for field in fields(CorpusSettings)} - {"validation", "cache"}
+    for name in names - {"text_column"} - read:
+        with pytest.raises(InputError, match=f"--corpus.{name}=200"):
+            parse(settings, [*flags, f"--corpus.{name}=200"])
+    for name in read:
+        assert getattr(parse(settings, [*flags, f"--corpus.{name}=200"]).corpus, name) == 200
+
+
+def test_a_misspelt_yaml_key_is_refused(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("optim: {steps: 1}\ncorpus: {lenght: 64}\n")
+    with pytest.raises(InputError, match="lenght"):
+        parse(PretrainSettings, ["--config", str(file)])
+
+
+def test_yaml_runs_no_code(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"optim: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")
+    with pytest.raises(InputError):
+        parse(PretrainSettings, ["--config", str(file)])
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_key_that_a_yaml_says_twice_is_refused(tmp_path):
+    file = tmp_path / "twice.yaml"
+    file.write_text("optim: {steps: 4, learning_rate: 1e-5}\nrun: {seed: 1}\noptim:\n  steps: 5\n")
+    for flags in ([f"--config={file}"], ["--config", str(file)]):
+        with pytest.raises(InputError, match=r"twice\.yaml must say a key once, got optim; join"):
+            parse(PretrainSettings, flags)
+    for text in ("optim:\n  steps: 4\n  steps: 5\n", "stages: [{steps: 4, steps: 5}]\n"):
+        file.write_text(text)
+        with pytest.raises(InputError, match="must say a key once, got steps"):
+            parse(PretrainSettings, [f"--config={file}"])
+
+
+@pytest.mark.parametrize("flag", ["--run.seed=18446744073709551616", "--corpus.weights=[.inf]"])
+def test_numbers_that_are_none_are_refused(flag):
+    with pytest.raises(InputError, match=flag[2:].split("=")[0]):
+        parse(PretrainSettings, [flag])
