@@ -1,4 +1,4 @@
-"""Figures of a table: a dot for every seed, the mean over seeds and its 95 % bootstrap interval.
+"""Figures of a table: a dot for every seed, the mean over seeds and its 95 % t interval.
 
 Drawn without a screen, byte for byte the same every time. In the SVG, text and axes take the colour
 of the page around them.
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from finetune.report.cells import Cell, Row, number
 from finetune.report.page import Picture
-from finetune.report.statistics import bootstrap
+from finetune.report.statistics import t_interval
 from finetune.report.tables import BEST, Table, sweeps, without_rates
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -46,7 +46,7 @@ def draw(table: Table, folder: Path) -> list[Picture]:
         The same as SVG.
     """
     pictures = []
-    seeds = "A dot for each seed, the mean, and its 95 % bootstrap interval over seeds"
+    seeds = "A dot for each seed, the mean, and its 95 % t interval over seeds"
     for what, caption, make in (
         ("scores", f"{seeds}; the dashed line is the majority baseline.", draw_scores),
         ("differences", f"Differences. {seeds}; the line at 0 is no difference.", draw_differences),
@@ -100,7 +100,7 @@ def mark(
     """
     sample = np.array(list(values))
     mean = sample.mean()
-    low, high = bootstrap(sample) if len(sample) > 1 else (mean, mean)
+    low, high = t_interval(sample) if len(sample) > 1 else (mean, mean)
     reach = [[max(0.0, mean - low)], [max(0.0, high - mean)]] if low < high else None
     look = {"fmt": "o", "markersize": 6, "capsize": 3, "elinewidth": 1.6, **look}
     places = np.full(len(sample), place)

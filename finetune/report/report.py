@@ -43,13 +43,10 @@ NOTES = (
     "Nothing is selected by the split that is reported, except in rows 'best of ... rates': there "
     "the rate of each task is the one with the best mean over seeds on that very split, which is "
     "what the paper did; such a score is too good. Only rates with the most scored seeds compete.",
-    "A difference is taken seed by seed between runs of the same recipe. The bootstrap interval is "
-    "the 95 % percentile interval of the mean when seeds are resampled. It is too short for few "
-    "seeds: of normally distributed differences it holds the truth in 48 % of cases with 2 seeds, "
-    "67 % with 3, 84 % with 5, 90 % with 10; Student's t interval and the paired t-test keep their "
-    "level. p (Holm) is corrected over the tasks of one comparison. The effect size is Hedges' "
-    "g_z: mean over standard deviation of the differences, corrected for few seeds; report.json "
-    "has Cohen's d_z too.",
+    "A difference is taken seed by seed between runs of the same recipe. Intervals are those of "
+    "Student's t, p-values those of the paired t-test. p (Holm) is corrected over the tasks of one "
+    "comparison. The effect size is Hedges' g_z: mean over standard deviation of the differences, "
+    "corrected for few seeds; report.json has Cohen's d_z too.",
     "All of this is about the seeds of fine-tuning, with the two checkpoints and the validation "
     "examples as they are. Another pretraining run or other examples may change more than a seed. "
     "Only a difference 'over ... pretraining seeds' takes those for its seeds.",
@@ -208,8 +205,8 @@ def pair_grid(table: Table) -> list[Grid]:
     return [Grid("Differences, seed by seed", heads, rows, remarks)]
 
 
-PAIR_HEADS = ("difference", "task", "seeds", "mean", "median", "95 % bootstrap interval",
-              "95 % t interval", "p (paired t)", "p (Holm)", "effect size g_z")  # fmt: skip
+PAIR_HEADS = ("difference", "task", "seeds", "mean", "median", "95 % t interval", "p (paired t)",
+              "p (Holm)", "effect size g_z")  # fmt: skip
 
 
 def comparison_words(comparison: Comparison) -> list[str]:
@@ -219,7 +216,6 @@ def comparison_words(comparison: Comparison) -> list[str]:
         f"{pairs} of {comparison.tried}" if pairs < comparison.tried else f"{pairs}",
         f"{comparison.mean:+.2f}",
         f"{comparison.median:+.2f}" if pairs > 1 else "",
-        interval(comparison.bootstrap),
         interval(comparison.t_interval),
         p_text(comparison.p),
         p_text(comparison.p_holm),
@@ -251,7 +247,7 @@ def p_text(p: float | None) -> str:
 
 
 def control_grid(table: Table) -> list[Grid]:
-    """Pretrained - random weights: the mean difference, its bootstrap interval and p-value."""
+    """Pretrained - random weights: the mean difference, its t interval and p-value."""
     if not table.controls:
         return []
     several = len(table.labels) > 1
@@ -265,7 +261,7 @@ def control_grid(table: Table) -> list[Grid]:
         keys = [*table.labels, *["average"] * several]
         entries = [control_entry(*found[key]) if key in found else Entry(DASH) for key in keys]
         rows.append([Entry(difference.title), *entries])
-    remarks = ["Mean difference, [95 % bootstrap interval], p of the paired t-test."]
+    remarks = ["Mean difference, [95 % t interval], p of the paired t-test."]
     remarks += untested(table.controls)
     return [Grid("Pretrained against random weights, seed by seed", heads, rows, remarks)]
 
@@ -273,8 +269,8 @@ def control_grid(table: Table) -> list[Grid]:
 def control_entry(comparison: Comparison, place: str) -> Entry:
     """A difference in one cell."""
     words = [f"{comparison.mean:+.1f}"]
-    if comparison.bootstrap and comparison.p is not None:
-        low, high = comparison.bootstrap
+    if comparison.t_interval and comparison.p is not None:
+        low, high = comparison.t_interval
         words += [f"[{low:+.1f}, {high:+.1f}]", f"p {p_text(comparison.p)}"]
     return Entry(" ".join(words), place)
 
@@ -461,9 +457,8 @@ def difference_records(table: Table) -> Iterable[dict[str, Any]]:
             average = table.average_name(difference.tasks)
             for label, comparison, _ in difference.parts():
                 values = {**asdict(comparison), "seeds": comparison.differences}
-                for field in ("bootstrap", "t_interval"):
-                    low, high = values.pop(field) or (None, None)
-                    values |= {f"{field}_low": low, f"{field}_high": high}
+                low, high = values.pop("t_interval") or (None, None)
+                values |= {"t_interval_low": low, "t_interval_high": high}
                 del values["differences"]
                 name = average if label == "average" else "headline"
                 yield {**head, "task": label, "metric": name, **values}

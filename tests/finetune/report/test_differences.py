@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from finetune.report.report import MINUS, control_grid, pair_grid, untested
-from finetune.report.statistics import bootstrap
+from finetune.report.statistics import t_interval
 from finetune.report.verdict import verdicts
 from tiny_results import BERT, ROFORMER, line, seeds, table, texts
 
@@ -197,7 +197,7 @@ def test_a_model_is_compared_with_its_random_control():
     lines += seeds(ROFORMER, "rte", (0.7, 0.8))
     (grid,) = control_grid(table(lines))
     test = stats.ttest_rel((70, 80), (50, 50))
-    low, high = bootstrap([20, 30])
+    low, high = t_interval([20, 30])
     text = f"+25.0 [{low:+.1f}, {high:+.1f}] p {test.pvalue:.3f}"
     assert texts(grid) == {f"small-bert (bert) {MINUS} random weights": {"RTE, accuracy": text}}
     pair = table(lines).pairs[0]

@@ -1,11 +1,9 @@
-from itertools import product
-
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.special import gammaln
 
-from finetune.report.statistics import bootstrap, compare, corrected, holm
+from finetune.report.statistics import compare, corrected, holm, t_interval
 
 
 def scores(seed: int, count: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -37,21 +35,10 @@ def test_a_comparison_is_what_scipy_and_numpy_say(seed, count):
         assert found.hedges_gz == pytest.approx(found.cohen_dz * factor, rel=0.02)
 
 
-@pytest.mark.parametrize("count", [2, 4, 6])
-def test_the_bootstrap_of_few_values_is_every_resample(count):
-    values = np.random.default_rng(count).normal(size=count)
-    means = np.array(list(product(values, repeat=count))).mean(axis=1)
-    assert bootstrap(values) == pytest.approx(tuple(np.percentile(means, (2.5, 97.5))), abs=1e-12)
-
-
-@pytest.mark.parametrize("count", [5, 12])
-def test_the_bootstrap_agrees_with_scipy(count):
-    values = np.random.default_rng(count).normal(1, 2, count)
-    theirs = stats.bootstrap((values,), np.mean, n_resamples=50_000, method="percentile")
-    low, high = bootstrap(values)
-    assert low == pytest.approx(theirs.confidence_interval.low, abs=0.06)
-    assert high == pytest.approx(theirs.confidence_interval.high, abs=0.06)
-    assert bootstrap(values) == (low, high)
+def test_the_interval_covers_the_truth_as_often_as_it_says_even_at_two_seeds():
+    draws = np.random.default_rng(0).normal(size=(4000, 2))
+    intervals = [t_interval(values) for values in draws]
+    assert np.mean([low < 0 < high for low, high in intervals]) == pytest.approx(0.95, abs=0.01)
 
 
 def test_exchanging_the_sides_mirrors_everything():
@@ -60,7 +47,7 @@ def test_exchanging_the_sides_mirrors_everything():
     assert back.mean == -there.mean
     assert back.hedges_gz == -there.hedges_gz
     assert back.p == there.p
-    assert back.bootstrap == pytest.approx((-there.bootstrap[1], -there.bootstrap[0]))
+    assert back.t_interval == pytest.approx((-there.t_interval[1], -there.t_interval[0]))
 
 
 def test_only_seeds_of_both_sides_are_paired():
@@ -77,7 +64,7 @@ def test_the_seeds_and_not_their_order_pair_the_scores():
 def test_a_single_pair_has_a_mean_and_says_why_no_more():
     found = compare({3: 80.0}, {3: 78.0}, 2)
     assert (found.mean, found.median, found.std, found.p) == (2.0, 2.0, None, None)
-    assert found.bootstrap is None
+    assert found.t_interval is None
     assert found.why == "there is one pair"
 
 
