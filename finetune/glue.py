@@ -38,7 +38,7 @@ from finetune.data import (
     require_fit,
 )
 from finetune.metrics import GlueMetric
-from finetune.publish.model_card import require_free, save_model
+from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
     KEY,
     Claims,
@@ -91,7 +91,7 @@ def main(
     started, task = time.perf_counter(), TASKS[settings.task]
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
-        require_free(settings.save)
+        check_save_folder(settings.save)
         sharded, remedy = accelerator.distributed_type.value, "take a configuration without it"
         require(sharded != "FSDP", "save", "must be null with sharded weights", sharded, remedy)
     config, tokenizer = load_description(settings, task)

@@ -103,7 +103,7 @@ def save_model(folder: str, model: Any, tokenizer: Any, line: dict[str, Any]) ->
         InputError: The folder holds something else, or cannot be written.
     """
     assert line["status"] == "done", "a run without scores has no card"
-    require_free(folder)
+    check_save_folder(folder)
     target = Path(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # what the last batch set is not the tokenizer's own
@@ -119,7 +119,7 @@ def save_model(folder: str, model: Any, tokenizer: Any, line: dict[str, Any]) ->
         raise InputError(f"save must name a folder that can be written, got {error}") from error
 
 
-def require_free(folder: str) -> None:
+def check_save_folder(folder: str) -> None:
     """Refuse to save where anything but an earlier save is, or nothing can be.
 
     Raises:

@@ -20,9 +20,9 @@ from finetune.publish import model_card
 from finetune.publish.model_card import (
     FILES,
     PushSettings,
+    check_save_folder,
     plan_push,
     push,
-    require_free,
     save_model,
 )
 from finetune.tasks import TASKS
@@ -281,10 +281,10 @@ def test_a_save_that_fails_leaves_the_first_as_it_was(tmp_path):
 
 
 def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
-    require_free(str(tmp_path / "absent"))
+    check_save_folder(str(tmp_path / "absent"))
     (tmp_path / "empty").mkdir()
-    require_free(str(tmp_path / "empty"))
-    require_free(str(saved(tmp_path)))
+    check_save_folder(str(tmp_path / "empty"))
+    check_save_folder(str(saved(tmp_path)))
     tiny_model(tmp_path / "pretrained", "bert")  # known names, but no card of ours
     (tmp_path / "pretrained/README.md").write_text("# A model of somebody else")
     (tmp_path / "file").write_text("mine")
@@ -295,7 +295,7 @@ def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
             save_model(str(tmp_path / name), a_model(), tiny_tokenizer(), a_line())
         assert (tmp_path / name / found).exists()
     with pytest.raises(InputError, match="save must name a folder, got the file"):
-        require_free(str(tmp_path / "file"))
+        check_save_folder(str(tmp_path / "file"))
 
 
 STRANGERS = (
