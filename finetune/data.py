@@ -27,7 +27,7 @@ from pyarrow import csv, json, parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from finetune.results import digest
+from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.data import vocabulary
 from train.data.stateless_rng import permuted
@@ -97,7 +97,7 @@ def load_examples(
     Raises:
         InputError: The data are missing or not what the task says.
     """
-    columns = read_columns(task, split, glue_dir)
+    columns = read_split_columns(task, split, glue_dir)
     labels = columns.pop("label")
     tokens = tokenised(list(columns.values()), tokenizer, length, cache)
     lengths = tokens.pop("lengths").astype(np.int64)
@@ -105,7 +105,7 @@ def load_examples(
     return Examples(tokens, lengths, labels, {name: padding.get(name, 0) for name in tokens})
 
 
-def read_columns(task: Task, split: str, glue_dir: str | None) -> dict[str, Any]:
+def read_split_columns(task: Task, split: str, glue_dir: str | None) -> dict[str, Any]:
     """The text columns of a split, lists of N strings, and `label`, an array [N], all checked.
 
     Raises:
@@ -251,8 +251,8 @@ def data_of(task: Task, glue_dir: str | None) -> str | None:
     """What a task's labelled splits hold, in 16 characters; None for the hub's."""
     if glue_dir is None:
         return None
-    files = (find_file(task, split, glue_dir) for split in ("train", *task.validations))
-    return digest([file for file in files if file is not None])
+    files = (find_file(task, split, glue_dir) for split in ("train", *task.validation_splits))
+    return hash_files([file for file in files if file is not None])
 
 
 def _from_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:

@@ -40,12 +40,12 @@ from finetune.data import (
 from finetune.metrics import GlueMetric
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
-    KEY,
-    Claims,
+    RUN_KEY,
+    RunLocks,
     append_result,
-    discard_predictions,
+    delete_stale_predictions,
+    hash_weights,
     prediction_file,
-    weights_of,
     write_predictions,
 )
 from finetune.settings import GlueSettings
@@ -71,7 +71,7 @@ class DivergedError(ArithmeticError):
 def main(
     settings: GlueSettings,
     accelerator: Accelerator | None = None,
-    claims: Claims | None = None,
+    locks: RunLocks | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Fine-tune, score, keep the predictions, append the line.
@@ -79,7 +79,7 @@ def main(
     Args:
         settings: The run.
         accelerator: One that exists, when a process makes several runs; None starts one.
-        claims: The results file, when a process makes several runs.
+        locks: The results file, when a process makes several runs.
         watch: Told how far the run is; None shows a bar.
 
     Returns:
@@ -94,7 +94,7 @@ def main(
         check_save_folder(settings.save)
         sharded, remedy = accelerator.distributed_type.value, "take a configuration without it"
         require(sharded != "FSDP", "save", "must be null with sharded weights", sharded, remedy)
-    config, tokenizer = load_description(settings, task)
+    config, tokenizer = load_config_and_tokenizer(settings, task)
     data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
     require_run(model, longest(data), task)
@@ -105,10 +105,12 @@ def main(
         result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
         logits = {}
     else:
-        scores = {split: score(task, logits[split], data[split]) for split in task.validations}
+        scores = {
+            split: score(task, logits[split], data[split]) for split in task.validation_splits
+        }
         result |= {
             "status": "done",
-            "collapsed": all(is_collapsed(task, logits[split]) for split in task.validations),
+            "collapsed": all(is_collapsed(task, logits[split]) for split in task.validation_splits),
             "metrics": scores,
             "headline": headline(task, scores),
             "loss": losses[-1],
@@ -119,11 +121,11 @@ def main(
         "seconds": round(time.perf_counter() - started, 2),
     }
     if accelerator.is_main_process:
-        discard_predictions(settings.output, result, kept=logits)
+        delete_stale_predictions(settings.output, result, kept=logits)
         for split, values in logits.items():
             file = prediction_file(settings.output, result, split)
             write_predictions(file, data[split].labels, values)
-        append_result(claims or Claims(settings.output), result)
+        append_result(locks or RunLocks(settings.output), result)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -200,7 +202,7 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
         InputError: The data are missing or not what the task says.
     """
     tests = unlabelled(settings) if settings.test else {}
-    places = {s: (task, s) for s in ("train", *task.validations)} | tests
+    places = {s: (task, s) for s in ("train", *task.validation_splits)} | tests
     return {
         name: load_examples(*place, settings.glue_dir, tokenizer, settings.length, settings.cache)
         for name, place in places.items()
@@ -218,7 +220,7 @@ def unlabelled(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
     return {k: v for k, v in places.items() if folder is None or find_file(*v, folder) is not None}
 
 
-def load_description(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
+def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
     """Configuration, with the task's head, and tokenizer, checked to fit each other and the length.
 
     Raises:
@@ -298,13 +300,13 @@ def require_run(model: PreTrainedModel, examples: Examples, task: Task) -> None:
     order = np.argsort(examples.lengths, kind="stable")
     batch = examples.batch(order[[-1, 0]])
     batch.pop("labels")
-    rule = f"must take the tokenizer's {', '.join(batch)} and give {task.outputs} logits a row"
+    rule = f"must take the tokenizer's {', '.join(batch)} and give {task.num_labels} logits a row"
     remedy = "check that model and tokenizer belong together, or shorten length"
     try:
         found = str(tuple(model.eval()(**batch).logits.shape))
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         found = next(iter(str(error).splitlines()), type(error).__name__)
-    require(found == str((2, task.outputs)), "model", rule, found, remedy)
+    require(found == str((2, task.num_labels)), "model", rule, found, remedy)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -327,7 +329,7 @@ def predict(
         DivergedError: A logit is not finite.
     """
     model.eval()
-    table = torch.zeros(len(examples), TASKS[settings.task].outputs, device=accelerator.device)
+    table = torch.zeros(len(examples), TASKS[settings.task].num_labels, device=accelerator.device)
     order = np.argsort(examples.lengths, kind="stable")
     for start in range(0, len(order), settings.batch_size):
         rows = order[start : start + settings.batch_size]
@@ -374,13 +376,13 @@ def describe(
     task, values = TASKS[settings.task], dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     processes = accelerator.num_processes
-    rows = {split: len(data[split]) for split in ("train", *task.validations)}
-    guess = {split: majority(task, data["train"], data[split]) for split in task.validations}
+    rows = {split: len(data[split]) for split in ("train", *task.validation_splits)}
+    guess = {split: majority(task, data["train"], data[split]) for split in task.validation_splits}
     return {
-        **{name: values[name] for name in KEY},
+        **{name: values[name] for name in RUN_KEY},
         **inputs_of(settings),
         "model_type": config.model_type,
-        "label": task.label(rows),
+        "label": task.result_label(rows),
         "official": task.is_official(rows),
         "rows": rows,
         "headline_metric": task.headline,
@@ -401,8 +403,8 @@ def describe(
 
 
 def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
-    """Hashes of what a run reads, by the names of `INPUTS`; None where there is nothing to hash."""
-    weights = weights_of(settings.mnli or settings.model, settings.random_weights)
+    """Hashes of what a run reads, as `INPUT_HASHES` names them; None where nothing is local."""
+    weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
     return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
 
 

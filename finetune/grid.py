@@ -24,12 +24,12 @@ import torch
 from finetune import glue
 from finetune.progress_table import Board
 from finetune.results import (
-    Claims,
+    RunLocks,
     append_result,
-    are_other,
+    hash_differs,
     prediction_file,
     read_results,
-    result_key,
+    run_key,
     run_name,
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
@@ -64,9 +64,9 @@ def main(settings: GridSettings) -> None:
     check(missing)
     failures = 0
     if missing:
-        claims = Claims(settings.output)
+        locks = RunLocks(settings.output)
         with Board(runs, missing, settings.workers) as board:
-            failures = hand_out(missing, settings.workers, claims, board)
+            failures = hand_out(missing, settings.workers, locks, board)
     else:
         print(f"0 runs to make, {len(runs)} done already")
     if failures:
@@ -97,7 +97,7 @@ def all_runs(settings: GridSettings) -> list[GlueSettings]:
             elif task in FROM_MNLI:
                 runs.append(replace(run, mnli=mnli_folder(run)))
         runs.append(run)
-    unique = {result_key(asdict(run)): run for run in runs}
+    unique = {run_key(asdict(run)): run for run in runs}
     return sorted(unique.values(), key=lambda run: run.mnli is not None)
 
 
@@ -111,12 +111,12 @@ def finished(output: str) -> dict[tuple, dict[str, Any]]:
     """The lines that need not be made again, by their key; a torn one is none."""
     if not Path(output).is_file():
         return {}
-    return {result_key(x): x for x in read_results(output) if x["status"] != "failed"}
+    return {run_key(x): x for x in read_results(output) if x["status"] != "failed"}
 
 
 def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
     """Whether a run has its line, and what others need of it is there."""
-    line = done.get(result_key(asdict(run)))
+    line = done.get(run_key(asdict(run)))
     if line is None or other_inputs(run, done):
         return False
     if line["status"] == "diverged":
@@ -128,7 +128,7 @@ def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
 
 def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | None:
     """What is no longer what a run's line is of: its model's weights, or its data; None is none."""
-    line = done.get(result_key(asdict(run)))
+    line = done.get(run_key(asdict(run)))
     if line is None:
         return None
     names = {
@@ -136,7 +136,7 @@ def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | 
         "data": f"{run.task} of {run.glue_dir}",
     }
     found = glue.inputs_of(run).items()
-    return next((names[name] for name, value in found if are_other(value, line, name)), None)
+    return next((names[name] for name, value in found if hash_differs(value, line, name)), None)
 
 
 def require_precision(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> None:
@@ -146,7 +146,7 @@ def require_precision(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> N
         InputError: A run's line is of another than this launch's.
     """
     here = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    there = done.get(result_key(asdict(run)), {}).get("precision", here)
+    there = done.get(run_key(asdict(run)), {}).get("precision", here)
     rule = f"must have the mixed precision {there} of the runs in {run.output}"
     remedy = "launch as before, or choose another output"
     require(there == here, "launch", rule, here, remedy)
@@ -161,12 +161,12 @@ def check(runs: list[GlueSettings]) -> None:
     first = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
     for run in first.values():
         task = TASKS[run.task]
-        config, tokenizer = glue.load_description(run, task)
+        config, tokenizer = glue.load_config_and_tokenizer(run, task)
         data = glue.load_data(run, task, tokenizer)
         glue.require_run(glue.load_model(run, config), glue.longest(data), task)
 
 
-def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board) -> int:
+def hand_out(runs: list[GlueSettings], count: int, locks: RunLocks, board: Board) -> int:
     """Give every run to a worker; one that dies fails its run alone and is replaced.
 
     Returns:
@@ -178,7 +178,7 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
         while pending or any(worker.run for worker in workers):
             making = [worker.run for worker in workers if worker.run]
             for worker in (worker for worker in workers if not worker.run):
-                run = next_run(pending, making, claims)
+                run = next_run(pending, making, locks)
                 if run is not None:
                     worker.start(run)
                     making.append(run)
@@ -190,11 +190,11 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
                     workers[worker.number] = Worker(worker.number, count)
                     lines = finished(run.output)  # it may have written its line before
                     if is_done(run, lines):
-                        what, value = "done", lines[result_key(asdict(run))]
+                        what, value = "done", lines[run_key(asdict(run))]
                 if what in ("dead", "failed"):
                     failures += 1
                     value = failed_line(run, value)
-                    append_result(claims, value)
+                    append_result(locks, value)
                 board.show(worker.number, run, what, value)
     except KeyboardInterrupt:
         raise InputError(
@@ -207,25 +207,25 @@ def hand_out(runs: list[GlueSettings], count: int, claims: Claims, board: Board)
 
 
 def next_run(
-    pending: deque[GlueSettings], making: list[GlueSettings], claims: Claims
+    pending: deque[GlueSettings], making: list[GlueSettings], locks: RunLocks
 ) -> GlueSettings | None:
     """Take the first run that can begin: one that starts from MNLI waits for that run."""
     others = {run.save for run in (*pending, *making) if run.save}
     for run in pending:
-        if run.mnli is None or not (run.mnli in others or is_made_elsewhere(run, claims)):
+        if run.mnli is None or not (run.mnli in others or is_made_elsewhere(run, locks)):
             pending.remove(run)
             return run
     return None
 
 
-def is_made_elsewhere(run: GlueSettings, claims: Claims) -> bool:
+def is_made_elsewhere(run: GlueSettings, locks: RunLocks) -> bool:
     """Whether another grid is at the run of MNLI that this one starts from."""
     source = asdict(replace(run, task="mnli", mnli=None))
     if Path(str(run.mnli)).exists():
         return False
-    if not claims.take(source):
+    if not locks.acquire(source):
         return True
-    claims.free(source)
+    locks.release(source)
     return False
 
 
@@ -297,7 +297,7 @@ def work(number: int, threads: int, connection: Connection) -> None:
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())
-    claims: Claims | None = None
+    locks: RunLocks | None = None
     said = 0.0
 
     def watch(*progress: float) -> None:
@@ -308,8 +308,8 @@ def work(number: int, threads: int, connection: Connection) -> None:
 
     while True:
         run = connection.recv()
-        claims = claims or Claims(run.output)
-        if not claims.take(asdict(run)):
+        locks = locks or RunLocks(run.output)
+        if not locks.acquire(asdict(run)):
             connection.send(("elsewhere", None))
             continue
         accelerator = start_accelerator()  # of its own: in fp16 it holds the scale of the losses
@@ -317,12 +317,12 @@ def work(number: int, threads: int, connection: Connection) -> None:
             if is_done(run, finished(run.output)):  # by another grid, meanwhile
                 connection.send(("elsewhere", None))
             else:
-                connection.send(("done", glue.main(run, accelerator, claims, watch)))
+                connection.send(("done", glue.main(run, accelerator, locks, watch)))
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             connection.send(("failed", f"{type(error).__name__}: {reason}"))
         finally:
-            claims.free(asdict(run))
+            locks.release(asdict(run))
             accelerator.free_memory()
 
 

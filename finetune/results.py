@@ -28,43 +28,45 @@ from pyarrow import parquet
 from train.loop.atomic_dir import model_name, no_room
 from train.settings import InputError, reason
 
-RECIPE = (
+RECIPE_FIELDS = (
     "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
     "clip_norm",
 )  # fmt: skip
 """What a protocol fixes for all its models, tasks and seeds."""
 
-KEY = ("model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE)
+RUN_KEY = (
+    "model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE_FIELDS,
+)  # fmt: skip
 """What tells runs apart; two runs with the same key are the same run."""
 
 
-INPUTS = ("weights", "data")
+INPUT_HASHES = ("weights", "data")
 """What the key names by place: a line holds a hash of what was there."""
 
 
-def result_key(values: Mapping[str, Any]) -> tuple:
+def run_key(values: Mapping[str, Any]) -> tuple:
     """The key of a run, from its line or from its settings."""
-    return tuple(values[name] for name in KEY)
+    return tuple(values[name] for name in RUN_KEY)
 
 
-def weights_of(model: str, random: bool = False) -> str | None:
+def hash_weights(model: str, random: bool = False) -> str | None:
     """Which weights a local folder holds, in 16 characters; None for a hub id, or without any.
 
     Random ones are drawn from its configuration, and so known by that.
     """
     kinds = ("config.json",) if random else ("*.safetensors", "*.bin")
     found = (sorted(Path(model).glob(kind)) for kind in kinds)
-    return digest(next(filter(None, found), []))
+    return hash_files(next(filter(None, found), []))
 
 
-def digest(files: Sequence[Path]) -> str | None:
+def hash_files(files: Sequence[Path]) -> str | None:
     """What is in some files, in 16 characters; None without any."""
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return _digest(tuple(states)) if files else None
+    return _hash_contents(tuple(states)) if files else None
 
 
 @functools.cache
-def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
+def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
     """Of files by name, size and time of change: read once in a process, for all its runs."""
     digest = hashlib.sha256()
     for name, *_ in files:
@@ -73,14 +75,14 @@ def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def are_other(found: str | None, line: Mapping[str, Any], name: str) -> bool:
-    """Whether a line is of another of `INPUTS`; one that does not say is of this."""
+def hash_differs(found: str | None, line: Mapping[str, Any], name: str) -> bool:
+    """Whether a line is of another of `INPUT_HASHES`; one that does not say is of this."""
     return found is not None and line.get(name, found) not in (None, found)
 
 
 def run_name(values: Mapping[str, Any]) -> str:
     """The name of a run's folder under predictions/: readable, and different for different keys."""
-    digest = hashlib.sha256(json.dumps(result_key(values)).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(run_key(values)).encode()).hexdigest()[:10]
     return f"{values['task']}-{model_name(values['model'])}-{digest}"
 
 
@@ -100,7 +102,7 @@ def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) 
     unfinished.replace(file)
 
 
-def discard_predictions(results: str, line: Mapping[str, Any], kept: Collection[str]) -> None:
+def delete_stale_predictions(results: str, line: Mapping[str, Any], kept: Collection[str]) -> None:
     """Delete what an earlier run of this name predicted, but for splits that are written again."""
     for file in prediction_file(results, line, "any").parent.glob("*.parquet"):
         if file.stem not in kept:
@@ -123,7 +125,7 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
     return table["label"].to_numpy(), logits
 
 
-class Claims:
+class RunLocks:
     """Which runs of a results file this process has taken: no other process makes them meanwhile.
 
     A claim is a lock on one byte of FILE.lock, named by the run; the kernel gives it back when the
@@ -139,7 +141,7 @@ class Claims:
         # one descriptor for as long as the process lives: closing any would free all its locks
         self.file = os.open(f"{results}.lock", os.O_RDWR | os.O_CREAT, 0o644)
 
-    def take(self, values: Mapping[str, Any]) -> bool:
+    def acquire(self, values: Mapping[str, Any]) -> bool:
         """Claim a run; false when another process has it."""
         try:
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, self._place(values))
@@ -147,12 +149,12 @@ class Claims:
             return False
         return True
 
-    def free(self, values: Mapping[str, Any]) -> None:
+    def release(self, values: Mapping[str, Any]) -> None:
         """Give a run back."""
         self._lock(fcntl.LOCK_UN, self._place(values))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def append_lock(self) -> Iterator[None]:
         """While nobody else appends."""
         self._lock(fcntl.LOCK_EX, 0)
         try:
@@ -175,16 +177,16 @@ class Claims:
         return 1 + int(hashlib.sha256(run_name(values).encode()).hexdigest()[:15], 16)
 
 
-def append_result(claims: Claims, result: Mapping[str, Any]) -> None:
+def append_result(locks: RunLocks, result: Mapping[str, Any]) -> None:
     """Add one line in a single write, on disk when this returns; a torn last line is cut off.
 
     Raises:
         InputError: There is no room for it; what was written of it is no line.
     """
     line = (json.dumps(result, allow_nan=False) + "\n").encode()
-    with no_room(Path(claims.results).parent, "output"), claims.alone():
-        repair(claims.results)
-        file = os.open(claims.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with no_room(Path(locks.results).parent, "output"), locks.append_lock():
+        truncate_partial_line(locks.results)
+        file = os.open(locks.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             if os.write(file, line) < len(line):  # the first part of it still had room
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -193,7 +195,7 @@ def append_result(claims: Claims, result: Mapping[str, Any]) -> None:
             os.close(file)
 
 
-def repair(results: str) -> None:
+def truncate_partial_line(results: str) -> None:
     """Cut off what a crash left of a line, which has no end; its run will be made again."""
     path = Path(results)
     if not path.exists():
@@ -225,10 +227,10 @@ def read_results(path: str) -> list[dict[str, Any]]:
         if line.strip():
             try:
                 result = json.loads(line)
-                key = result_key(result)
+                key = run_key(result)
                 before = results.get(key, result)
                 failed = result["status"] == "failed"
-                other = any(are_other(result.get(name), before, name) for name in INPUTS)
+                other = any(hash_differs(result.get(name), before, name) for name in INPUT_HASHES)
                 if not failed or before is result or other:
                     results[key] = result
             except (ValueError, KeyError, TypeError):

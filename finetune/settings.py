@@ -15,7 +15,7 @@ from train.loop.atomic_dir import require_writable
 from train.settings import SCHEDULES, require, require_seed
 
 
-def name_alike(settings: Any, *names: str) -> None:
+def normalize_paths(settings: Any, *names: str) -> None:
     """Write the places that settings name in one way: `runs/a/` is `runs/a`, as are its runs."""
     for name in names:
         value = getattr(settings, name)
@@ -86,7 +86,7 @@ class Recipe:
         )
         require_writable(Path(self.output).parent, "output")
         require_writable(Path(self.cache), "cache")
-        name_alike(self, "glue_dir")
+        normalize_paths(self, "glue_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class GlueSettings(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name_alike(self, "model", "tokenizer", "mnli")
+        normalize_paths(self, "model", "tokenizer", "mnli")
         known = [name for name, task in TASKS.items() if "train" in task.splits]
         remedy = (
             "ax has no training rows: fine-tune mnli" if self.task == "ax" else "take one of them"
@@ -161,7 +161,7 @@ class GridSettings(Recipe):
         super().__post_init__()
         for name in ("models", "tasks", "seeds"):
             require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
-        name_alike(self, "models")
+        normalize_paths(self, "models")
         require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
         there = not self.from_mnli or "mnli" in self.tasks
         require(there, "tasks", "must hold mnli for from_mnli", self.tasks, "add mnli")

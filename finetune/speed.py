@@ -157,7 +157,7 @@ def loops(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], int]:
         length=settings.length,
         epochs=1,
     )
-    config, tokenizer = glue.load_description(run, TASKS[task])
+    config, tokenizer = glue.load_config_and_tokenizer(run, TASKS[task])
     data = glue.load_data(run, TASKS[task], tokenizer)
     data["train"] = first_rows(data["train"], settings.train_rows)
     eager = replace(run, attention="eager")  # the faster kernel in bf16 on a CPU

@@ -38,12 +38,12 @@ class Task:
     official: bool = True
 
     @property
-    def validations(self) -> tuple[str, ...]:
+    def validation_splits(self) -> tuple[str, ...]:
         """The splits that are scored; MNLI has two, each under its own key."""
         return tuple(split for split in self.splits if split.startswith("validation"))
 
     @property
-    def outputs(self) -> int:
+    def num_labels(self) -> int:
         """Width of the classification head."""
         return 1 if self.labels is None else len(self.labels)
 
@@ -51,7 +51,7 @@ class Task:
         """Whether this is GLUE with the official number of rows in each of the splits given."""
         return self.official and all(self.splits[split] == count for split, count in rows.items())
 
-    def label(self, rows: Mapping[str, int]) -> str:
+    def result_label(self, rows: Mapping[str, int]) -> str:
         """The name a result is reported under: `mnli`, or `mnli (9k)` when rows are missing."""
         if not self.official or self.is_official(rows):
             return self.name

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from finetune.results import RECIPE, run_name
+from finetune.results import RECIPE_FIELDS, run_name
 from finetune.tasks import HUB_DATA, TASKS
 from train.loop.atomic_dir import require_writable, whole_folder
 from train.loop.launch import run_command
@@ -281,7 +281,7 @@ def _usage(line: dict[str, Any], model_type: str) -> list[str]:
 
 
 def _training(line: dict[str, Any]) -> list[str]:
-    facts = {"seed": line["seed"], **{name: line[name] for name in RECIPE}}
+    facts = {"seed": line["seed"], **{name: line[name] for name in RECIPE_FIELDS}}
     facts |= {name: line[name] for name in ("precision", "device", "processes", "seconds")}
     facts |= {"tokenizer": line["tokenizer"] or "the model's", "training loss": line["loss"]}
     facts |= line["versions"]

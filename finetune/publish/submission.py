@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from finetune.results import (
-    are_other,
+    hash_differs,
+    hash_weights,
     prediction_file,
     read_predictions,
     read_results,
     run_name,
-    weights_of,
 )
-from finetune.settings import Recipe, name_alike
+from finetune.settings import Recipe, normalize_paths
 from finetune.tasks import TASKS
 from train.loop.launch import run_command
 from train.settings import InputError, require
@@ -112,7 +112,7 @@ class SubmissionSettings:
     """Check this zip, wherever it was made, and write none."""
 
     def __post_init__(self) -> None:
-        name_alike(self, "model")
+        normalize_paths(self, "model")
         given = [name for name in ("model", "check") if getattr(self, name) is not None]
         found, remedy = " and ".join(given) or "neither", "model writes a zip, check reads one"
         require(len(given) == 1, "submission", "needs one of model and check", found, remedy)
@@ -181,7 +181,7 @@ def sources(settings: SubmissionSettings, lines: Sequence[Line]) -> Sources:
     # those of the folder now; where it is gone, of its last run
     direct = [line for line in lines if line["mnli"] is None]
     last = next((line["weights"] for line in reversed(direct) if line.get("weights")), None)
-    weights = weights_of(str(settings.model)) or last
+    weights = hash_weights(str(settings.model)) or last
     chosen = {
         task: choose(results, lines, task, weights) for task in {m.task: None for m in MEMBERS}
     }
@@ -210,7 +210,7 @@ def choose(results: str, lines: Sequence[Line], task: str, weights: str | None) 
         ("no run", lambda line: line["task"] == task),
         (
             "only runs of other weights of the model",
-            lambda line: line["mnli"] is not None or not are_other(weights, line, "weights"),
+            lambda line: line["mnli"] is not None or not hash_differs(weights, line, "weights"),
         ),
         ("no run that ended well", lambda line: line.get("status") == "done"),
         ("only runs on data with rows missing", lambda line: line["official"]),

@@ -27,7 +27,7 @@ class RowKey(NamedTuple):
         tokenizer: The same; "" is the model's own.
         mnli: "", or from where the runs started, and on whose data where that must be said.
         rates: "", or among how many rates one was chosen for each task, by the reported split.
-        recipe: Values of `RECIPE`, without a rate that was chosen and what goes by the task.
+        recipe: Values of `RECIPE_FIELDS`, without a rate that was chosen and what goes by the task.
     """
 
     control: bool
@@ -93,7 +93,7 @@ class Cell:
         return self._by_seed(self.task.metrics)
 
     def _by_seed(self, metrics: Sequence[str]) -> dict[int, float]:
-        table = [self.values(split, m) for split in self.task.validations for m in metrics]
+        table = [self.values(split, m) for split in self.task.validation_splits for m in metrics]
         return dict(zip(self.scored, np.mean(table, axis=0).tolist()))
 
     def tally(self) -> dict[str, int]:

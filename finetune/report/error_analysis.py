@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
-from finetune.data import read_columns
+from finetune.data import read_split_columns
 from finetune.metrics import accuracy, matthews
-from finetune.results import KEY, prediction_file, read_predictions, read_results, run_name
-from finetune.settings import name_alike
+from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
+from finetune.settings import normalize_paths
 from finetune.tasks import TASKS, Task
 from train.loop.launch import run_command
 from train.settings import InputError, require
@@ -71,7 +71,7 @@ class MistakesSettings:
     """Markdown file; null only prints."""
 
     def __post_init__(self) -> None:
-        name_alike(self, "model", "glue_dir")
+        normalize_paths(self, "model", "glue_dir")
         known = [name for name, task in TASKS.items() if "train" in task.splits]
         remedy = "ax is part of mnli" if self.task == "ax" else "take one of them"
         rule = f"must be one of {', '.join(known)}"
@@ -102,9 +102,9 @@ def main(settings: MistakesSettings) -> str:
     if line["collapsed"]:
         parts.append("**The run collapsed: it gives one answer for all rows of a split.**")
     glue_dir = settings.glue_dir or line["glue_dir"]
-    for split in task.validations:
+    for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, line, split))
-        columns = read_columns(task, split, glue_dir)
+        columns = read_split_columns(task, split, glue_dir)
         require_same_rows(labels, columns["label"], f"{task.name}/{split}")
         title, *shown = section(task, split, labels, logits, columns)
         scores = line["metrics"][split].items()
@@ -141,7 +141,7 @@ def find_run(settings: MistakesSettings) -> Line:
         runs = ", ".join(sorted({f"{line['model']} {line['task']}" for line in lines})) or "none"
         raise InputError(f"results must hold a run of {asked}, got {runs}; check the names")
     if len(fits) > 1:
-        differ = [name for name in KEY if len({str(line[name]) for line in fits}) > 1]
+        differ = [name for name in RUN_KEY if len({str(line[name]) for line in fits}) > 1]
         found = "; ".join(
             f"{run_name(line)} ({', '.join(f'{name} {line[name]}' for name in differ)})"
             for line in fits
@@ -335,7 +335,7 @@ def require_same_texts(table: dict[str, list[str]], file: str, glue_dir: str | N
         InputError: A text differs; the message names the line.
     """
     try:
-        columns = read_columns(AX, "test", glue_dir)
+        columns = read_split_columns(AX, "test", glue_dir)
     except InputError:
         return f"The order of rows was not checked: {glue_dir or 'the hub'} gave no {AX.name}."
     count, found = len(columns["label"]), f"{len(table['Label']):,}"

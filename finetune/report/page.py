@@ -277,7 +277,7 @@ def _matrices(table: Table, results: str) -> str:
 
 def _matrix(title: str, cell: Cell, results: str) -> str:
     parts, names = [], cell.task.labels or ()
-    for split in cell.task.validations:
+    for split in cell.task.validation_splits:
         counts, runs = confusion(cell, split, results)
         shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
         lines = []
@@ -301,7 +301,7 @@ def confusion(cell: Cell, split: str, results: str) -> tuple[NDArray[np.int64], 
     Returns:
         The counts, and the number of runs.
     """
-    classes, runs = cell.task.outputs, 0
+    classes, runs = cell.task.num_labels, 0
     counts = np.zeros((classes, classes), dtype=np.int64)
     for run in cell.scored.values():
         file = prediction_file(results, run, split)

@@ -23,7 +23,7 @@ from finetune.report.page import Entry, Grid, Section, page, run_scores
 from finetune.report.statistics import Comparison
 from finetune.report.tables import GROUPS, Table, build_tables, column_title, without_rates
 from finetune.report.verdict import verdicts
-from finetune.results import RECIPE, read_results
+from finetune.results import RECIPE_FIELDS, read_results
 from train.settings import InputError, require
 
 DASH = "–"  # noqa: RUF001 an empty cell, as tables have it
@@ -150,7 +150,7 @@ def score_entry(row: Row, cell: Cell | None) -> Entry:
     """Mean ± deviation over seeds (seeds), for each validation split."""
     if cell is None:
         return Entry(DASH)
-    splits = [cell.values(split, cell.task.headline) for split in cell.task.validations]
+    splits = [cell.values(split, cell.task.headline) for split in cell.task.validation_splits]
     if row.kind == "majority":
         return Entry("/".join(f"{x[0]:.1f}" for x in splits), f"run-{run_id(cell.runs[0])}")
     text = "/".join(spread(x) for x in splits) if cell.scored else DASH
@@ -419,7 +419,7 @@ def score_records(table: Table) -> Iterable[dict[str, Any]]:
         head: dict[str, Any] = {"group": table.group, "kind": row.kind, "row": row.name, **side}
         head["selected_by_reported_split"] = bool(row.key.rates)
         for label, cell in row.cells.items():
-            recipe = {name: cell.runs[0][name] for name in RECIPE}
+            recipe = {name: cell.runs[0][name] for name in RECIPE_FIELDS}
             whole = {**head, "task": label, **recipe, **cell.tally()}
             whole["run_ids"] = [run_id(run) for run in cell.runs]
             for split, metric, seeds in metrics_of(cell):
@@ -433,7 +433,7 @@ def score_records(table: Table) -> Iterable[dict[str, Any]]:
 
 def metrics_of(cell: Cell) -> Iterable[tuple[str, str, dict[int, float]]]:
     """Split, metric, seed -> score."""
-    for split in cell.task.validations:
+    for split in cell.task.validation_splits:
         for metric in cell.task.metrics:
             yield split, metric, dict(zip(cell.scored, cell.values(split, metric).tolist()))
     yield "all", "headline", cell.headlines

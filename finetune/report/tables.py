@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.report.cells import Cell, Line, Row, RowKey, number
 from finetune.report.differences import Difference, control_differences, pair_differences
-from finetune.results import KEY, RECIPE
+from finetune.results import RECIPE_FIELDS, RUN_KEY
 from finetune.tasks import TASKS
 from train.loop.atomic_dir import model_name
 from train.settings import require
@@ -90,7 +90,7 @@ def is_complete(line: Line) -> bool:
     complete = task is not None and status in promised and promised[status] <= line.keys()
     if task is not None and status == "done":
         tables = [line.get(field) or {} for field in ("metrics", "majority_metrics")]
-        splits = [table.get(split) or {} for table in tables for split in task.validations]
+        splits = [table.get(split) or {} for table in tables for split in task.validation_splits]
         scores = [split.get(metric) for split in splits for metric in task.metrics]
         complete &= bool(scores) and all(isinstance(score, float | int) for score in scores)
     if not complete:
@@ -187,14 +187,14 @@ def column_title(line: Line) -> str:
 
 
 def recipe_by_task(lines: Sequence[Line]) -> set[int]:
-    """Places of `RECIPE` where tasks differ and no task has two values.
+    """Places of `RECIPE_FIELDS` where tasks differ and no task has two values.
 
     A protocol may give a task more epochs than the others. What all runs of a column share does
     not tell rows apart.
     """
     values: dict[int, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))
     for line in lines:
-        for place, name in enumerate(RECIPE):
+        for place, name in enumerate(RECIPE_FIELDS):
             values[place][line["label"]].add(line[name])
     return {
         place
@@ -205,7 +205,7 @@ def recipe_by_task(lines: Sequence[Line]) -> set[int]:
 
 def own_recipes(lines: Sequence[Line], by_task: set[int]) -> dict[str, list[str]]:
     """Of each label, in words, its values `by_task` that are not the commonest."""
-    recipes = {line["label"]: [line[name] for name in RECIPE] for line in lines}
+    recipes = {line["label"]: [line[name] for name in RECIPE_FIELDS] for line in lines}
     words: dict[str, list[str]] = {label: [] for label in recipes}
     for place in sorted(by_task):
         usual = Counter(recipe[place] for recipe in recipes.values()).most_common(1)[0][0]
@@ -224,7 +224,7 @@ def model_rows(lines: Sequence[Line], names: dict[str, str], by_task: set[int]) 
     runs: dict[RowKey, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         side = line["random_weights"], line["model"], line["tokenizer"] or ""
-        recipe = (None if i in by_task else line[name] for i, name in enumerate(RECIPE))
+        recipe = (None if i in by_task else line[name] for i, name in enumerate(RECIPE_FIELDS))
         key = RowKey(*side, line["start"], "", tuple(recipe))
         runs[key][line["label"]].append(line)
     cells = {k: {label: Cell(tuple(x)) for label, x in row.items()} for k, row in runs.items()}
@@ -256,7 +256,7 @@ def mnli_names(lines: Sequence[Line]) -> dict[str | None, str]:
     made = {line["label"].replace("mnli", "MNLI") for line in lines if line["task"] == "mnli"}
     source = made.pop() if len(made) == 1 else "MNLI"
     started = [line for line in lines if line["mnli"] is not None]
-    others = [name for name in KEY if name != "mnli"]
+    others = [name for name in RUN_KEY if name != "mnli"]
     several = len({tuple(line[name] for name in others) for line in started}) < len(started)
     folders = {line["mnli"] for line in started}
     return {None: ""} | {x: f"started from {x if several else source}" for x in folders}
@@ -267,7 +267,7 @@ def data_names(lines: Sequence[Line]) -> dict[tuple[str, str | None], str]:
 
     Those are the folders of a label under which one run was made with several of them.
     """
-    others = [name for name in KEY if name != "glue_dir"]
+    others = [name for name in RUN_KEY if name != "glue_dir"]
     folders: dict[tuple, set[str | None]] = defaultdict(set)
     for line in lines:
         folders[line["label"], *(line[name] for name in others)].add(line["glue_dir"])

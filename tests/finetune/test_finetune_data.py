@@ -245,8 +245,8 @@ def test_real_glue_has_the_official_rows(real_data, task):
 def test_real_reduced_tasks_are_labelled_so(real_data, task):
     folder = real_data / "glue_reduced"
     row = TASKS[task]
-    rows = {s: len(load(folder, task, s)) for s in ("train", *row.validations)}
-    assert row.label(rows) == f"{task} (9k)"
+    rows = {s: len(load(folder, task, s)) for s in ("train", *row.validation_splits)}
+    assert row.result_label(rows) == f"{task} (9k)"
     assert not row.is_official(rows)
 
 

@@ -22,7 +22,7 @@ from transformers import pipeline
 
 from finetune import glue
 from finetune.data import Examples, epoch_batches
-from finetune.results import KEY, prediction_file, read_predictions, read_results
+from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 from tiny import ROOT
@@ -101,7 +101,7 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, write, tmp_path
     asked = settings(tmp_path, task, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
     line = glue.main(asked)
     ours = read_predictions(prediction_file(asked.output, line, "validation"))[1]
-    config, tokenizer = glue.load_description(asked, TASKS[task])
+    config, tokenizer = glue.load_config_and_tokenizer(asked, TASKS[task])
     data = glue.load_data(asked, TASKS[task], tokenizer)
     model = glue.load_model(asked, config)
     steps = asked.epochs * -(-len(data["train"]) // asked.batch_size)
@@ -158,7 +158,9 @@ def test_a_line_says_all_that_made_it(tmp_path):
     result = glue.main(asked)
     (line,) = read_results(asked.output)
     assert line == json.loads(json.dumps(result))
-    assert {name: line[name] for name in KEY} == {name: getattr(asked, name) for name in KEY}
+    assert {name: line[name] for name in RUN_KEY} == {
+        name: getattr(asked, name) for name in RUN_KEY
+    }
     assert line["label"] == "mnli (9)"
     assert not line["official"]
     assert line["model_type"] == "roformer"
@@ -240,7 +242,7 @@ def test_segments_are_asked_for_where_the_model_has_them(tmp_path):
     folder = tmp_path / "model" / "tokenizer_config.json"
     said = json.loads(folder.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
     folder.write_text(json.dumps(said))
-    _, tokenizer = glue.load_description(settings(tmp_path, "stsb"), TASKS["stsb"])
+    _, tokenizer = glue.load_config_and_tokenizer(settings(tmp_path, "stsb"), TASKS["stsb"])
     assert "token_type_ids" in tokenizer.model_input_names
 
 
@@ -418,7 +420,7 @@ def test_rte_begins_from_the_model_fine_tuned_on_mnli(tmp_path):
     glue.main(asked)
     tuned = load_file(tmp_path / "tuned" / "model.safetensors")
     run = settings(tmp_path, "rte", mnli=str(tmp_path / "tuned"))
-    config, _ = glue.load_description(run, TASKS["rte"])
+    config, _ = glue.load_config_and_tokenizer(run, TASKS["rte"])
     begun = glue.load_model(run, config).state_dict()
     same = {name for name in tuned if tuned[name].shape == begun[name].shape}
     assert set(tuned) - same == {"classifier.out_proj.weight", "classifier.out_proj.bias"}

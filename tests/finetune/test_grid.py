@@ -17,11 +17,11 @@ import pytest
 from finetune import grid, results
 from finetune.progress_table import Board
 from finetune.results import (
-    Claims,
+    RunLocks,
     append_result,
     prediction_file,
     read_results,
-    result_key,
+    run_key,
 )
 from finetune.settings import GlueSettings, GridSettings
 from real_runs import wait_for
@@ -189,7 +189,7 @@ def test_a_worker_killed_after_its_last_line_has_not_failed(tmp_path, monkeypatc
     grid.main(settings)
     monkeypatch.setattr(grid, "work", die)
     (run,) = grid.all_runs(settings)
-    assert grid.hand_out([run], 1, Claims(settings.output), Quiet()) == 0
+    assert grid.hand_out([run], 1, RunLocks(settings.output), Quiet()) == 0
     assert [line["status"] for line in read_results(settings.output)] == ["done"]
 
 
@@ -295,16 +295,16 @@ def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
 
 
 class Held:
-    """Claims of which another process has MNLI's, or not."""
+    """Locks of which another process has MNLI's, or not."""
 
     def __init__(self, elsewhere: bool) -> None:
         self.elsewhere = elsewhere
 
-    def take(self, values: dict) -> bool:
+    def acquire(self, values: dict) -> bool:
         assert (values["task"], values["mnli"]) == ("mnli", None)
         return not self.elsewhere
 
-    def free(self, values: dict) -> None:
+    def release(self, values: dict) -> None:
         assert not self.elsewhere
 
 
@@ -328,31 +328,31 @@ def test_a_run_that_begins_from_mnli_waits_for_it():
 def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
     run = GlueSettings(model="m", task="rte", glue_dir="d", output=str(tmp_path / "results.jsonl"))
     code = (
-        "import sys, time, json; from finetune.results import Claims; c = Claims(sys.argv[1]);"
-        "print(c.take(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
+        "import sys, time, json; from finetune.results import RunLocks; c = RunLocks(sys.argv[1]);"
+        "print(c.acquire(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, run.output, json.dumps(asdict(run))]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "True\n"
-    claims = Claims(run.output)
-    assert not claims.take(asdict(run))
-    assert claims.take({**asdict(run), "seed": 1})
+    locks = RunLocks(run.output)
+    assert not locks.acquire(asdict(run))
+    assert locks.acquire({**asdict(run), "seed": 1})
     other.kill()
     other.communicate()
-    wait_for(lambda: claims.take(asdict(run)), 10)
+    wait_for(lambda: locks.acquire(asdict(run)), 10)
 
 
 def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
     file = tmp_path / "results.jsonl"
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
     run["status"] = "done"
-    claims = Claims(str(file))
-    append_result(claims, run)
+    locks = RunLocks(str(file))
+    append_result(locks, run)
     with file.open("a") as stream:
         stream.write('{"model": "x", "ta')
     assert read_results(str(file)) == [run]
     assert capsys.readouterr().err.count("line 2 is torn") == 1
-    append_result(claims, {**run, "seed": 1})
+    append_result(locks, {**run, "seed": 1})
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
     assert capsys.readouterr().err.count("ended in a torn line") == 1
@@ -363,12 +363,12 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     file = tmp_path / "results.jsonl"
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
     run["status"] = "done"
-    append_result(Claims(str(file)), run)
+    append_result(RunLocks(str(file)), run)
     code = (
-        "import json, resource, sys; from finetune.results import Claims, append_result;"
-        "claims = Claims(sys.argv[1]); size = int(sys.argv[3]);"
+        "import json, resource, sys; from finetune.results import RunLocks, append_result;"
+        "locks = RunLocks(sys.argv[1]); size = int(sys.argv[3]);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
-        "append_result(claims, json.loads(sys.argv[2]) | {'seed': 1})"
+        "append_result(locks, json.loads(sys.argv[2]) | {'seed': 1})"
     )
     for more in (20, 0):  # a part of it fits, nothing does
         size = str(file.stat().st_size + more)
@@ -378,7 +378,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
         assert "InputError: output must have room, got " in last
         assert f" in {tmp_path}; make some" in last
         assert [line["seed"] for line in read_results(str(file))] == [0]
-    append_result(Claims(str(file)), {**run, "seed": 1})
+    append_result(RunLocks(str(file)), {**run, "seed": 1})
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
 
@@ -386,7 +386,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
 def test_reading_what_is_done_changes_no_file_to_which_another_grid_may_be_writing(tmp_path):
     file = tmp_path / "results.jsonl"
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
-    append_result(Claims(str(file)), {**run, "status": "done"})
+    append_result(RunLocks(str(file)), {**run, "status": "done"})
     with file.open("a") as stream:
         stream.write('{"model": "x", "ta')
     before = file.read_bytes()
@@ -398,7 +398,7 @@ def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
     file = tmp_path / "results.jsonl"
     for status in ("failed", "done", "failed"):
-        append_result(Claims(str(file)), {**run, "status": status})
+        append_result(RunLocks(str(file)), {**run, "status": status})
     assert [line["status"] for line in read_results(str(file))] == ["done"]
 
 
@@ -420,9 +420,9 @@ def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, caps
     said = f"not what their results are of: the weights of {models[0]}; made again"
     assert capsys.readouterr().out.splitlines().count(said) == 1
     (new,) = lines_of(settings)[len(first) :]
-    (old,) = (x for x in first if result_key(x) == result_key(new))
+    (old,) = (x for x in first if run_key(x) == run_key(new))
     assert old["weights"] != new["weights"]
-    assert [x for x in read_results(settings.output) if result_key(x) == result_key(new)] == [new]
+    assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]
     grid.main(settings)
     assert lines_of(settings) == [*first, new]
 
@@ -435,11 +435,11 @@ def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypa
 
     monkeypatch.setattr(results.fcntl, "lockf", no_locks)
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    claims = Claims(str(tmp_path / "results.jsonl"))
-    assert claims.take(run)
-    append_result(claims, {**run, "status": "done"})
-    claims.free(run)
-    assert len(read_results(claims.results)) == 1
+    locks = RunLocks(str(tmp_path / "results.jsonl"))
+    assert locks.acquire(run)
+    append_result(locks, {**run, "status": "done"})
+    locks.release(run)
+    assert len(read_results(locks.results)) == 1
     assert capsys.readouterr().out.count("warning: no lock on") == 1
 
 
@@ -468,7 +468,7 @@ def test_new_data_in_an_old_folder_are_run_again_and_another_precision_is_refuse
 def test_a_line_that_does_not_say_its_weights_counts(tmp_path):
     tiny_model(tmp_path / "model", "roformer")
     (run,) = grid.all_runs(ask(tmp_path))
-    key = result_key(asdict(run))
+    key = run_key(asdict(run))
     for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
         line = {**asdict(run), "status": "diverged"} | weights
         assert grid.is_done(run, {key: line}) == done
@@ -481,7 +481,7 @@ def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tm
         ("done", "a", "done"), ("failed", "a", "done"), ("failed", "b", "failed"),
         ("done", "b", "done"), ("failed", None, "done"),
     ):  # fmt: skip
-        append_result(Claims(file), {**run, "status": status, "weights": weights})
+        append_result(RunLocks(file), {**run, "status": status, "weights": weights})
         assert [line["status"] for line in read_results(file)] == [left]
 
 
@@ -492,16 +492,16 @@ def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_pat
     monkeypatch.setattr(
         results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
     )
-    assert len({results.weights_of(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
     tiny_model(tmp_path / "model", "roformer")
-    results.weights_of(str(tmp_path / "model"))
+    results.hash_weights(str(tmp_path / "model"))
     assert len(read) == 2
-    assert results.weights_of("owner/name") is None
+    assert results.hash_weights("owner/name") is None
 
 
 def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
     run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
     for name in ("output", "cache", "test", "attention", "save"):
-        assert result_key({**run, name: "other"}) == result_key(run)
+        assert run_key({**run, name: "other"}) == run_key(run)
     for name in run.keys() - {"output", "cache", "test", "attention", "save"}:
-        assert result_key({**run, name: "other"}) != result_key(run)
+        assert run_key({**run, name: "other"}) != run_key(run)

@@ -20,9 +20,9 @@ def test_headline_metrics_are_the_papers():
 
 
 def test_mnli_is_scored_on_both_validation_splits():
-    assert TASKS["mnli"].validations == ("validation_matched", "validation_mismatched")
-    assert TASKS["rte"].validations == ("validation",)
-    assert TASKS["ax"].validations == ()
+    assert TASKS["mnli"].validation_splits == ("validation_matched", "validation_mismatched")
+    assert TASKS["rte"].validation_splits == ("validation",)
+    assert TASKS["ax"].validation_splits == ()
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_mnli_is_scored_on_both_validation_splits():
     ],
 )
 def test_only_the_official_row_counts_make_an_official_result(task, train, label, official):
-    assert TASKS[task].label({"train": train}) == label
+    assert TASKS[task].result_label({"train": train}) == label
     assert TASKS[task].is_official({"train": train}) is official
 
 
 def test_a_validation_split_with_rows_missing_is_not_official():
     rows = {"train": 2490, "validation": 276}
     assert not TASKS["rte"].is_official(rows)
-    assert TASKS["rte"].label(rows) != "rte"
+    assert TASKS["rte"].result_label(rows) != "rte"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from finetune.report.tables import build_tables
-from finetune.results import KEY, prediction_file, write_predictions
+from finetune.results import RUN_KEY, prediction_file, write_predictions
 from finetune.tasks import TASKS, Task
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
@@ -49,9 +49,11 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "headline_metric": row.headline,
         "metrics": {
             split: {m: score - 0.01 * n - 0.02 * (m != row.headline) for m in row.metrics}
-            for n, split in enumerate(row.validations)
+            for n, split in enumerate(row.validation_splits)
         },
-        "majority_metrics": {s: {m: MAJORITY[m] for m in row.metrics} for s in row.validations},
+        "majority_metrics": {
+            s: {m: MAJORITY[m] for m in row.metrics} for s in row.validation_splits
+        },
         "loss": 0.5,
         "seconds": 42.0,
         "precision": "bf16",
@@ -78,7 +80,7 @@ def diverged(model: str, task: str, **changes: Any) -> dict[str, Any]:
 def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
     """A run of which nothing is known but its settings and what went wrong."""
     whole = line(model, task, 0.5, **changes)
-    key = {name: whole[name] for name in KEY}
+    key = {name: whole[name] for name in RUN_KEY}
     made = {"settings": whole["settings"], "command": whole["command"]}
     return {**key, **made, "status": "failed", "error": "worker died: SIGKILL"}
 
@@ -141,9 +143,11 @@ def predictions(results: str, result: dict[str, Any], rows: int = 60) -> None:
     """Predictions of a run, right for about as many rows as its score says."""
     task: Task = TASKS[result["task"]]
     draw = np.random.default_rng(result["seed"])
-    for split in task.validations:
-        labels = draw.integers(0, task.outputs, rows) if task.labels else draw.uniform(0, 5, rows)
-        logits = draw.normal(0, 1, (rows, task.outputs)).astype(np.float32)
+    for split in task.validation_splits:
+        labels = (
+            draw.integers(0, task.num_labels, rows) if task.labels else draw.uniform(0, 5, rows)
+        )
+        logits = draw.normal(0, 1, (rows, task.num_labels)).astype(np.float32)
         if task.labels:
             logits[np.arange(rows), labels] += 1.0
         write_predictions(prediction_file(results, result, split), labels, logits)

@@ -37,10 +37,10 @@ COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --t
 def a_line(task: str = "rte", **changes) -> dict:
     """A results line, with other values in every field."""
     known = TASKS[task]
-    rows = {"train": 2490, **dict.fromkeys(known.validations, ROWS[task])}
+    rows = {"train": 2490, **dict.fromkeys(known.validation_splits, ROWS[task])}
     scores = {
         split: {name: (i + 2) / 7 + j / 11 for i, name in enumerate(known.metrics)}
-        for j, split in enumerate(known.validations)
+        for j, split in enumerate(known.validation_splits)
     }
     line = {"model": "google-bert/bert-base-uncased", "tokenizer": None, "random_weights": False}
     line |= {

@@ -13,7 +13,7 @@ from scipy.special import softmax
 from sklearn.metrics import accuracy_score, confusion_matrix, matthews_corrcoef
 
 from finetune.report.error_analysis import DIAGNOSTIC, LONGEST, WORST, MistakesSettings, main
-from finetune.results import KEY, prediction_file, run_name, write_predictions
+from finetune.results import RUN_KEY, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
 from train.loop.launch import run_command
@@ -30,11 +30,11 @@ FINE = {
 
 
 def a_line(task: str, **changes) -> dict:
-    line = dict.fromkeys(KEY) | {"model": "runs/small/model", "random_weights": False}
+    line = dict.fromkeys(RUN_KEY) | {"model": "runs/small/model", "random_weights": False}
     line |= {"task": task, "seed": 0, "learning_rate": 2e-5, "status": "done", "collapsed": False}
     line |= {"command": "accelerate launch finetune/glue.py --task x", "settings": {}}
     scores = dict.fromkeys(TASKS[task].metrics, 0.4321)
-    return line | {"metrics": dict.fromkeys(TASKS[task].validations, scores)} | changes
+    return line | {"metrics": dict.fromkeys(TASKS[task].validation_splits, scores)} | changes
 
 
 def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
@@ -43,13 +43,13 @@ def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, *
     line = a_line(task, glue_dir=str(folder / "glue"), **changes)
     with (folder / "results.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
-    places = {split: (task, split) for split in known.validations}
+    places = {split: (task, split) for split in known.validation_splits}
     if task == "mnli":
         places["ax"] = ("ax", "test")
     for seed, (split, place) in enumerate(places.items()):
         draw = np.random.default_rng(seed)
-        labels = draw.integers(0, known.outputs, rows) if known.labels else draw.random(rows) * 5
-        logits = draw.normal(size=(rows, known.outputs)).astype(np.float32)
+        labels = draw.integers(0, known.num_labels, rows) if known.labels else draw.random(rows) * 5
+        logits = draw.normal(size=(rows, known.num_labels)).astype(np.float32)
         if known.labels:
             logits[np.arange(rows), labels] += 1
             logits[:3] += 2000  # alike for all classes, and beyond what exp can hold
@@ -92,8 +92,8 @@ def test_the_confusion_is_scikit_learns(tmp_path, task):
     text = main(asked(tmp_path, task))
     names = list(TASKS[task].labels)
     found = [t for t in tables(text) if t[0][0].startswith("label /")]
-    assert len(found) == len(TASKS[task].validations)
-    for table, split in zip(found, TASKS[task].validations):
+    assert len(found) == len(TASKS[task].validation_splits)
+    for table, split in zip(found, TASKS[task].validation_splits):
         labels, logits, _ = data[split]
         counts = confusion_matrix(labels, logits.argmax(axis=1))
         shares = confusion_matrix(labels, logits.argmax(axis=1), normalize="true")
@@ -134,7 +134,7 @@ def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
     data = add_run(tmp_path, "mnli", rows=200)
     text = main(asked(tmp_path, "mnli"))
     found = [t for t in tables(text) if "probability" in t[0]]
-    for table, split in zip(found, TASKS["mnli"].validations):
+    for table, split in zip(found, TASKS["mnli"].validation_splits):
         labels, logits, texts = data[split]
         assert len(table) == 1 + WORST
         probabilities = softmax(logits.astype(np.float64), axis=1)

@@ -364,7 +364,7 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
 
 
 def test_the_recipe_of_the_tests_is_the_whole_recipe():
-    assert tuple(RECIPE) == results.RECIPE
+    assert tuple(RECIPE) == results.RECIPE_FIELDS
 
 
 def test_of_equal_means_the_smallest_rate_is_chosen():
