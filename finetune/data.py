@@ -31,7 +31,7 @@ from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.data import vocabulary
 from train.data.stateless_rng import permuted
-from train.loop.atomic_dir import no_room
+from train.loop.atomic_dir import report_full_disk
 from train.settings import InputError, reason, require
 
 Rows = NDArray[np.int64]
@@ -162,7 +162,7 @@ def tokenised(
                     parts[key] += [np.asarray(row, np.int32) for row in encoded[key]]
         arrays = {key: np.concatenate(rows) for key, rows in parts.items()}
         arrays["lengths"] = np.array([len(row) for row in parts["input_ids"]], np.int32)
-        with no_room(Path(cache), "cache"):
+        with report_full_disk(Path(cache), "cache"):
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(f".{os.getpid()}")  # several processes may make it
             unfinished.write_bytes(save(arrays))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from train.data import demo_corpus
-from train.loop.atomic_dir import whole_folder
+from train.loop.atomic_dir import write_dir_atomically
 from train.loop.launch import run_command
 from train.settings import require
 
@@ -144,7 +144,7 @@ def main(settings: DemoTasksSettings) -> None:
     target = Path(settings.output)
     require_ours(target)
     seen: set[str] = set()
-    with whole_folder(target, replace=True) as unfinished:
+    with write_dir_atomically(target, replace=True) as unfinished:
         for part, most in (
             ("validation", settings.validation_rows),
             ("train", settings.train_rows),

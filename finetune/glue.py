@@ -52,8 +52,8 @@ from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train.data import stateless_rng
 from train.loop.launch import run_command, start_accelerator
-from train.loop.optim import LEAST_SCALE, adamw, rate_factor, set_rate
-from train.loop.run_log import commit
+from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
+from train.loop.run_log import git_commit
 from train.settings import InputError, require
 
 Data = dict[str, Examples]  # split -> rows; AX is the split "ax" of mnli
@@ -149,7 +149,7 @@ def fine_tune(
     train = data["train"]
     rank, processes = accelerator.process_index, accelerator.num_processes
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
-    factor = rate_factor(settings.schedule, round(settings.warmup_share * steps), steps)
+    factor = schedule_factor(settings.schedule, round(settings.warmup_share * steps), steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # of fp16: it leaves steps out to find its scale
@@ -160,7 +160,7 @@ def fine_tune(
         total = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, settings.batch_size, settings.seed, epoch):
             torch.manual_seed(int(stateless_rng.bits(settings.seed, step, rank)) >> 1)
-            set_rate(optimizer, settings.learning_rate * factor(step))
+            set_learning_rate(optimizer, settings.learning_rate * factor(step))
             mine = rows[rank::processes]
             batch = train.batch(mine if len(mine) else rows[:1], accelerator.device)
             labels = batch.pop("labels")[: len(mine)]
@@ -176,7 +176,7 @@ def fine_tune(
             if step % LOOK_EVERY == 0 or step == steps:
                 if scaler is None:
                     require_finite(norm, "gradient", step)  # the same in every process
-                elif scaler.get_scale() <= LEAST_SCALE:
+                elif scaler.get_scale() <= MIN_LOSS_SCALE:
                     raise DivergedError(f"gradient not finite at any scale ({step})")
                 watch(step, steps, loss.item() / max(1, len(mine)))
         losses.append(accelerator.reduce(total).item() / len(train))
@@ -395,7 +395,7 @@ def describe(
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "commit": commit(),
+            "commit": git_commit(),
         },
         "settings": values,
         "command": command_of(settings, precision, device == "cpu", processes),

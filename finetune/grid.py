@@ -34,7 +34,7 @@ from finetune.results import (
 )
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
-from train.loop.launch import launcher, run_command, start_accelerator
+from train.loop.launch import launcher_pid, run_command, start_accelerator
 from train.settings import InputError, require
 
 FROM_MNLI = ("rte", "mrpc", "stsb")
@@ -172,7 +172,7 @@ def hand_out(runs: list[GlueSettings], count: int, locks: RunLocks, board: Board
     Returns:
         How many runs failed.
     """
-    pending, failures, started_by = deque(runs), 0, launcher()
+    pending, failures, started_by = deque(runs), 0, launcher_pid()
     workers = [Worker(number, count) for number in range(min(count, len(runs)))]
     try:
         while pending or any(worker.run for worker in workers):

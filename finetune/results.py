@@ -25,7 +25,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from train.loop.atomic_dir import model_name, no_room
+from train.loop.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, reason
 
 RECIPE_FIELDS = (
@@ -184,7 +184,7 @@ def append_result(locks: RunLocks, result: Mapping[str, Any]) -> None:
         InputError: There is no room for it; what was written of it is no line.
     """
     line = (json.dumps(result, allow_nan=False) + "\n").encode()
-    with no_room(Path(locks.results).parent, "output"), locks.append_lock():
+    with report_full_disk(Path(locks.results).parent, "output"), locks.append_lock():
         truncate_partial_line(locks.results)
         file = os.open(locks.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.tasks import TASKS
-from train.loop.atomic_dir import require_writable
+from train.loop.atomic_dir import check_writable
 from train.settings import SCHEDULES, require, require_seed
 
 
@@ -84,8 +84,8 @@ class Recipe:
             f"the folder {self.output}",
             "add /results.jsonl",
         )
-        require_writable(Path(self.output).parent, "output")
-        require_writable(Path(self.cache), "cache")
+        check_writable(Path(self.output).parent, "output")
+        check_writable(Path(self.cache), "cache")
         normalize_paths(self, "glue_dir")
 
 

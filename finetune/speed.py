@@ -25,9 +25,9 @@ from finetune import glue
 from finetune.data import Examples
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
-from train.loop.atomic_dir import require_writable
+from train.loop.atomic_dir import check_writable
 from train.loop.launch import run_command
-from train.loop.run_log import environment
+from train.loop.run_log import collect_environment
 from train.settings import require
 
 Epoch = Callable[[], float]  # makes one, returns its seconds
@@ -60,7 +60,7 @@ class BenchSettings:
         unknown = [task for task in self.tasks if task not in TASKS]
         require(not unknown, "tasks", f"must be of {', '.join(TASKS)}", unknown, "see --help")
         require(self.rounds >= 1, "rounds", "must be at least 1", self.rounds, "3 is usual")
-        require_writable(Path(self.output).parent, "output")
+        check_writable(Path(self.output).parent, "output")
 
 
 def first_rows(examples: Examples, count: int) -> Examples:
@@ -193,7 +193,7 @@ def main(settings: BenchSettings) -> None:
                 f"| {task}, {rows:,} | {name} | {statistics.median(values):.1f} "
                 f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
             )
-    about = {"settings": vars(settings)} | environment(fresh_accelerator("no"))
+    about = {"settings": vars(settings)} | collect_environment(fresh_accelerator("no"))
     named = ("machine", "threads", "torch", "transformers", "commit")
     head = (
         "# An epoch of fine-tuning, against the loop of transformers' example\n\n"

@@ -32,24 +32,24 @@ from train.data.masking import SpecialTokens
 from train.data.stages import Stages, seed_of, stages_of
 from train.data.token_store import TokenStore
 from train.loop import checkpoint
-from train.loop.atomic_dir import no_room, require_writable
-from train.loop.evaluate import evaluate, first_of
-from train.loop.flops import measured_peak
+from train.loop.atomic_dir import check_writable, report_full_disk
+from train.loop.evaluate import evaluate, first_indices
+from train.loop.flops import measure_peak_flops
 from train.loop.launch import run_command, start_accelerator
 from train.loop.memory import fit_micro_batch, plan
-from train.loop.model_init import build, make_for, model_config
+from train.loop.model_init import build_config, build_model, extend_max_positions
 from train.loop.objective import LanguageModel
-from train.loop.optim import FiniteSteps, adamw, learning_rate, set_rate
+from train.loop.optim import NonFiniteGuard, adamw, learning_rate, set_learning_rate
 from train.loop.preemption import (
     EXIT_CODES,
-    REASONS,
-    Interruptions,
-    ReadLater,
+    STOP_REASONS,
+    AsyncScalars,
+    PreemptionHandler,
     end_workers,
     ignore_signals,
 )
-from train.loop.run_dir import Saver, alone, resume, save_model
-from train.loop.run_log import Journal, flat_settings, refuse_other_settings
+from train.loop.run_dir import CheckpointSaver, lock_run_dir, resume, save_model
+from train.loop.run_log import RunLog, check_settings_unchanged, flat_settings
 from train.settings import OptimSettings, PretrainSettings, RunSettings, require
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
@@ -71,30 +71,30 @@ def main(settings: PretrainSettings) -> Path:
     folder = Path(settings.run.folder) / settings.run.name
     accelerator = start_accelerator(settings.run.tracker, str(folder))
     precision = accelerator.mixed_precision
-    require_writable(folder, "run.folder")
-    require_writable(Path(settings.corpus.cache), "corpus.cache")
-    refuse_other_settings(folder, settings, precision)
-    interruptions = Interruptions(started, settings.run.max_hours, is_compiled(accelerator))
+    check_writable(folder, "run.folder")
+    check_writable(Path(settings.corpus.cache), "corpus.cache")
+    check_settings_unchanged(folder, settings, precision)
+    preemption = PreemptionHandler(started, settings.run.max_hours, is_compiled(accelerator))
     stages = stages_of(settings)
     for stage in stages:
         refuse_misfits(stage, accelerator)
     if settings.run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
-    with no_room(folder):
+    with report_full_disk(folder):
         tokenizer, stores, held_out = prepare_data(settings, stages, accelerator)
-        config = model_config(settings.model, settings.corpus.length, tokenizer)
-        make_for(config, max(stage.corpus.length for stage in stages))
+        config = build_config(settings.model, settings.corpus.length, tokenizer)
+        extend_max_positions(config, max(stage.corpus.length for stage in stages))
         objective = make_objective(settings, config)
         steps = make_steps(stages, stores, tokenizer, objective, accelerator)
-        with alone(folder, accelerator):
+        with lock_run_dir(folder, accelerator):
             # it may have begun while this one waited
-            refuse_other_settings(folder, settings, precision)
+            check_settings_unchanged(folder, settings, precision)
             # TensorBoard takes the name for a folder, others for that of a project
             project = folder.resolve().parent.name
             name = "tracker" if settings.run.tracker == "tensorboard" else project
             accelerator.init_trackers(name, flat_settings(settings))
-            code = train(settings, accelerator, objective, steps, held_out, folder, interruptions)
+            code = train(settings, accelerator, objective, steps, held_out, folder, preemption)
             if code is None:
                 fresh = settings.model.init is None
                 save_model(objective, tokenizer, folder / "model", accelerator, fresh)
@@ -111,7 +111,7 @@ def train(
     steps: Stages,
     held_out: Sequences,
     folder: Path,
-    interruptions: Interruptions,
+    preemption: PreemptionHandler,
 ) -> int | None:
     """The loop: from the newest checkpoint, or from nothing, to the last step or the end of time.
 
@@ -131,29 +131,29 @@ def train(
     hours, config = state["seconds"] / 3600, objective.model.config
     if total is None and hours >= (optim.hours or 0):
         return None  # its time was over when it was saved
-    saver = Saver(folder, objective, optimizer.optimizer, data, run.keep)
-    with interruptions, Journal(accelerator, folder, state, total, config, peak) as journal:
-        finite = FiniteSteps(optimizer, skipped(journal, steps), folder / "checkpoints")
+    saver = CheckpointSaver(folder, objective, optimizer.optimizer, data, run.keep)
+    with preemption, RunLog(accelerator, folder, state, total, config, peak) as journal:
+        finite = NonFiniteGuard(optimizer, skipped(journal, steps), folder / "checkpoints")
         loader = make_loader(steps, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(journal.clock.timed(loader), start=state["step"]):
-            interruptions.alive()
+            preemption.heartbeat()
             seed = stateless_rng.bits(run.seed, step, accelerator.process_index)
             torch.manual_seed(int(seed) >> 1)
             rate_now = rate(step, hours)
-            set_rate(optimizer, rate_now)
-            predicted, told = agree(micro_batches, interruptions, journal, accelerator)
+            set_learning_rate(optimizer, rate_now)
+            predicted, told = all_reduce_step_info(micro_batches, preemption, journal, accelerator)
             for number, batch in enumerate(micro_batches, start=1):  # the last exchanges gradients
                 with nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
                     loss, right = model(**to_device(batch, accelerator.device))
                     # data-parallel gradients are averages: undo it, for a sum over all processes
                     accelerator.backward(loss * accelerator.num_processes / predicted)
                 journal.add(loss, right, batch)
-                finite.saw(loss)
+                finite.record_loss(loss)
             norm = accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm)
-            norm = checkpoint.whole(norm)
+            norm = checkpoint.full_tensor(norm)
             finite.step(step, norm)
             done = step + 1
-            seconds, *reasons = told.read()
+            seconds, *reasons = told.result()
             hours = seconds / 3600
             ended = done == total or (total is None and hours >= (optim.hours or 0))
             if done % run.log_every == 0 or ended:
@@ -166,13 +166,13 @@ def train(
                         steps.special,
                         accelerator,
                         batch=held_out_batch(steps, held_out),
-                        chosen=first_of(held_out, run.validation_sequences),
-                        alive=interruptions.alive,
+                        chosen=first_indices(held_out, run.validation_sequences),
+                        heartbeat=preemption.heartbeat,
                     )
                 journal.validation(done, scores)
             last = ended or any(reasons)
-            if (done % run.save_every == 0 or last) and (finite.settle() or last):
-                with interruptions.patient():  # a disk may be slow
+            if (done % run.save_every == 0 or last) and (finite.check_last_step() or last):
+                with preemption.extend_timeout():  # a disk may be slow
                     saver.save(done, journal, last=last)
             if ended:
                 return None
@@ -187,10 +187,10 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
     Raises:
         InputError: Model and length, batch and processes, a named file, or one in both parts.
     """
-    config = model_config(settings.model, settings.corpus.length)
+    config = build_config(settings.model, settings.corpus.length)
     with torch.device("meta"):  # an activation, kernel or head that does not exist is said here
         fresh = dataclasses.replace(settings.model, init=None)
-        LanguageModel(build(fresh, config, settings.run.seed))
+        LanguageModel(build_model(fresh, config, settings.run.seed))
     optim = settings.optim
     require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
     require_apart(settings.corpus)
@@ -206,7 +206,7 @@ def prepare_data(
         tokenizer = vocabulary.load(corpus.tokenizer)
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {corpus.tokenizer}")
         for stage in stages:
-            model_config(stage.model, stage.corpus.length, tokenizer)
+            build_config(stage.model, stage.corpus.length, tokenizer)
         stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenise(corpus, "validation", tokenizer)
     for store in stores:
@@ -218,7 +218,7 @@ def prepare_data(
 
 def make_objective(settings: PretrainSettings, config: PreTrainedConfig) -> LanguageModel:
     """The model of a configuration with its loss, in float32."""
-    model = build(settings.model, config, settings.run.seed)
+    model = build_model(settings.model, config, settings.run.seed)
     if settings.model.gradient_checkpointing:
         # transformers renamed it after 5.17
         renamed = getattr(model, "activation_checkpointing_enable", None)
@@ -298,7 +298,7 @@ def dry_run(
     else:  # not learned yet: as large as it may become
         sizes = {"vocab_size": corpus.vocabulary_size} | model.config
         model = dataclasses.replace(model, config=sizes)
-    config = model_config(model, corpus.length, tokenizer)
+    config = build_config(model, corpus.length, tokenizer)
     fresh = dataclasses.replace(model, init=None)  # of the same sizes, and nothing is loaded
     objective = make_objective(dataclasses.replace(settings, model=fresh), config)
     steps = [number_of_steps(stage.optim, stage.corpus.length) for stage in stages]
@@ -352,12 +352,12 @@ def open_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def agree(
+def all_reduce_step_info(
     micro_batches: list[dict[str, Any]],
-    interruptions: Interruptions,
-    journal: Journal,
+    preemption: PreemptionHandler,
+    journal: RunLog,
     accelerator: Accelerator,
-) -> tuple[Tensor, ReadLater]:
+) -> tuple[Tensor, AsyncScalars]:
     """What all processes must know of a step: one sum over them.
 
     Returns:
@@ -366,14 +366,14 @@ def agree(
     """
     predicted = sum(int((batch["targets"] >= 0).sum()) for batch in micro_batches)
     seconds = journal.clock.seconds if accelerator.is_main_process else 0.0
-    values = [predicted, seconds, *interruptions.told()]
+    values = [predicted, seconds, *preemption.stop_requests()]
     device = accelerator.device
     told = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     sums = accelerator.reduce(told.to(device, non_blocking=True))
-    return sums[0].clamp(min=1), ReadLater(sums[1:])
+    return sums[0].clamp(min=1), AsyncScalars(sums[1:])
 
 
-def skipped(journal: Journal, steps: Stages) -> Callable[[int, int, Tensor], None]:
+def skipped(journal: RunLog, steps: Stages) -> Callable[[int, int, Tensor], None]:
     """What to do about a step whose gradient was not finite: name it and its sequences."""
 
     def report(step: int, in_a_row: int, lost: Tensor) -> None:
@@ -411,7 +411,7 @@ def blame(steps: Stages, step: int, lost: Tensor) -> str:
 def leave(reasons: list[float], step: int, accelerator: Accelerator) -> int:
     """Say why a run ends early; what the process ends with."""
     number = next(i for i, heard in enumerate(reasons) if heard)
-    accelerator.print(f"{REASONS[number]}: saved after step {step}; the same command goes on")
+    accelerator.print(f"{STOP_REASONS[number]}: saved after step {step}; the same command goes on")
     return EXIT_CODES[number]
 
 
@@ -425,7 +425,9 @@ def peak_flops(run: RunSettings, accelerator: Accelerator) -> float:
     if run.peak_tflops is not None:
         return run.peak_tflops * 1e12
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return measured_peak(accelerator.device, half.get(accelerator.mixed_precision, torch.float32))
+    return measure_peak_flops(
+        accelerator.device, half.get(accelerator.mixed_precision, torch.float32)
+    )
 
 
 if __name__ == "__main__":

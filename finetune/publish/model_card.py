@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
 from finetune.tasks import HUB_DATA, TASKS
-from train.loop.atomic_dir import require_writable, whole_folder
+from train.loop.atomic_dir import check_writable, write_dir_atomically
 from train.loop.launch import run_command
 from train.settings import InputError, require
 
@@ -110,7 +110,7 @@ def save_model(folder: str, model: Any, tokenizer: Any, line: dict[str, Any]) ->
         backend.no_truncation()
         backend.no_padding()
     try:
-        with whole_folder(target, replace=True) as unfinished:
+        with write_dir_atomically(target, replace=True) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             saved = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def check_save_folder(folder: str) -> None:
     """
     path = Path(folder)
     if not path.exists():
-        require_writable(path.parent, "save")
+        check_writable(path.parent, "save")
         return
     require(path.is_dir(), "save", "must name a folder", f"the file {folder}", "choose another")
     names = sorted(entry.name for entry in path.iterdir())

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 import roformer
 from train.analysis.loss_curves import Run, read_log
-from train.loop.atomic_dir import whole_folder
+from train.loop.atomic_dir import write_dir_atomically
 from train.loop.launch import run_command
-from train.loop.model_init import head_for
+from train.loop.model_init import auto_model_class
 from train.settings import require
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -68,10 +68,10 @@ def main(settings: PublishSettings) -> Path:
     rule, found = "must be the folder of a finished run", f"{settings.run} without {missing}"
     require(not missing, "run", rule, found, "let it end")
     config = AutoConfig.from_pretrained(source)
-    model = head_for(config).from_pretrained(source, dtype=DTYPES[settings.dtype])
+    model = auto_model_class(config).from_pretrained(source, dtype=DTYPES[settings.dtype])
     tokenizer = AutoTokenizer.from_pretrained(source)
     output = Path(settings.output)
-    with whole_folder(output) as unfinished:
+    with write_dir_atomically(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         count = model.num_parameters()

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.report.cells import Row
 from finetune.report.statistics import Comparison, compare, corrected
-from train.loop.atomic_dir import model_name, name_and_seed
+from train.loop.atomic_dir import model_name, split_seed
 
 TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
@@ -88,7 +88,7 @@ def differences(title: str, first: Sequence[Row], second: Sequence[Row]) -> list
 
 def seed_of(row: Row) -> int:
     """The seed of pretraining by the model's name: 1 of `bert-1`, 0 where it names none."""
-    return name_and_seed(row.short)[1]
+    return split_seed(row.short)[1]
 
 
 def _in_a_row(seeds: Sequence[int]) -> int:
@@ -171,7 +171,7 @@ def _same_size(first: Row, second: Row) -> bool:
 
 def _beginning(row: Row) -> tuple[object, ...]:
     """What decides a model's random weights, fine-tuned in one way."""
-    name, _ = name_and_seed(model_name(row.key.model))
+    name, _ = split_seed(model_name(row.key.model))
     return name, row.model_type, row.key.tokenizer, row.key.way
 
 

@@ -17,7 +17,7 @@ from train.data import vocabulary
 from train.data.batching import Sequences, examples
 from train.data.corpus import tokenise
 from train.data.masking import SpecialTokens
-from train.loop.evaluate import ValidateSettings
+from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.pretrain import main
 from train.settings import CorpusSettings, InputError, PretrainSettings, parse
@@ -89,7 +89,7 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     assert losses[0][12] < losses[0][1] < 1.2 * math.log(261)
     model = str(tmp_path / "runs" / "tiny" / "model")
     settings = parse(PretrainSettings, flags)
-    found = validate(ValidateSettings(model, settings.corpus, 64, attention="sdpa"))
+    found = validate(EvaluateSettings(model, settings.corpus, 64, attention="sdpa"))
     logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[12]
     assert found["validation_loss"] == pytest.approx(logged, rel=1e-4)
     decoder, tokenizer = (

@@ -8,8 +8,8 @@ import torch
 from roformer import RoFormerForMaskedLM, RoFormerModel
 from roformer.kernels import attention
 from tiny import enlarge
-from train.loop.flops import measured_peak
-from train.loop.memory import longest_batch
+from train.loop.flops import measure_peak_flops
+from train.loop.memory import largest_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def test_unpadded_attention_uses_torchs_kernel_where_it_can(decoder, config, mon
 def test_a_compiled_packed_step_has_no_graph_break(config):
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     model = model_with(config, "unpadded").bfloat16()
-    batch = longest_batch(3, 24, 60, 0.15, packed=True)
+    batch = largest_batch(3, 24, 60, 0.15, packed=True)
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     inputs = {k: v for k, v in inputs.items() if k not in ("places", "targets")}
     compiled = torch.compile(model, fullgraph=True)
@@ -87,4 +87,4 @@ def test_no_value_is_looked_at_on_the_way(config):
 
 
 def test_the_peak_is_that_of_a_gpu():
-    assert measured_peak(torch.device("cuda"), torch.bfloat16) > 5e13
+    assert measure_peak_flops(torch.device("cuda"), torch.bfloat16) > 5e13

@@ -14,7 +14,7 @@ from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, R
 from roformer.configuration_roformer import ADDED, ENCODINGS
 from roformer.position_encodings import alibi_slopes, sinusoids, t5_buckets
 from tiny import TINY_MODEL, enlarge
-from train.loop.model_init import adopt_bert
+from train.loop.model_init import load_bert_weights
 from train.settings import InputError
 
 B, L, V = 2, 12, 60
@@ -52,7 +52,7 @@ def test_with_learned_positions_it_is_transformers_bert(ids):
     sizes = TINY_MODEL | {"vocab_size": V}
     bert = enlarge(transformers.BertForMaskedLM(transformers.BertConfig(**sizes)))
     model = RoFormerForMaskedLM(config_of("learned")).eval()
-    adopt_bert(model, bert)
+    load_bert_weights(model, bert)
     mask = torch.ones(B, L, dtype=torch.long)
     mask[1, 7:] = 0
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_what_an_encoding_cannot_do_is_refused_by_name(ids):
         learned(ids, position_ids=first)
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**TINY_MODEL, vocab_size=V))
     with pytest.raises(InputError, match="must need no weights that a BERT lacks"):
-        adopt_bert(RoFormerForMaskedLM(config_of("t5")), bert)
+        load_bert_weights(RoFormerForMaskedLM(config_of("t5")), bert)
 
 
 @pytest.mark.parametrize(

@@ -377,11 +377,11 @@ def save_and_die(folder: Path, last: int) -> int:
         write_half(path, lambda: write_text(path, text), moment)
 
     try:
-        held = checkpoint.content(*small())
+        held = checkpoint.gather_state(*small())
         os.fsync, Path.write_text, checkpoint.save_file = flush, write_words, write_tensors
         sys.addaudithook(moment)
         checkpoint.save(folder, 3, held, {})
-        checkpoint.retain(folder, 2)
+        checkpoint.prune(folder, 2)
     finally:
         os._exit(0 if sys.exc_info()[0] is None else 1)
 
@@ -390,17 +390,17 @@ def save_and_die(folder: Path, last: int) -> int:
 def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_path):
     begun = tmp_path / "begun"
     for step in (1, 2):
-        checkpoint.save(begun, step, checkpoint.content(*small()), {})
+        checkpoint.save(begun, step, checkpoint.gather_state(*small()), {})
     killed = []
     for last in itertools.count(1):
         run = tmp_path / f"killed-{last}"
         shutil.copytree(begun, run)
         status = save_and_die(run, last)
-        path = checkpoint.newest(run)
+        path = checkpoint.latest(run)
         killed.append(path.name)
         assert checkpoint.load(path, *small())["step"] == int(path.name[-1])
-        checkpoint.save(run, 4, checkpoint.content(*small()), {})
-        checkpoint.retain(run, 2)
+        checkpoint.save(run, 4, checkpoint.gather_state(*small()), {})
+        checkpoint.prune(run, 2)
         assert saved(run) == [path.name, "step-00000004"]
         if status == 0:
             break
@@ -411,12 +411,12 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
 
 
 def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsys):
-    checkpoint.save(tmp_path, 3, checkpoint.content(*small()), {})
+    checkpoint.save(tmp_path, 3, checkpoint.gather_state(*small()), {})
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
     foreign = tmp_path / "checkpoints" / "step-99-of-mine1"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("do not lose me")
-    assert checkpoint.newest(tmp_path).name == "step-00000003"
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
     lines = capsys.readouterr().out.splitlines()
     assert [name in line for name, line in zip((foreign.name, "step-00000009"), lines)] == [
         True
@@ -425,11 +425,11 @@ def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsy
 
 
 def test_the_same_step_damaged_twice_is_set_aside_twice(tmp_path):
-    checkpoint.save(tmp_path, 3, checkpoint.content(*small()), {})
+    checkpoint.save(tmp_path, 3, checkpoint.gather_state(*small()), {})
     for _ in range(2):
-        path = checkpoint.save(tmp_path, 6, checkpoint.content(*small()), {})
+        path = checkpoint.save(tmp_path, 6, checkpoint.gather_state(*small()), {})
         (path / "state.json").write_text("{}")
-        assert checkpoint.newest(tmp_path).name == "step-00000003"
+        assert checkpoint.latest(tmp_path).name == "step-00000003"
 
 
 def test_a_run_goes_on_under_other_settings_and_text_when_it_may(

@@ -25,9 +25,9 @@ from tiny import ROOT, TINY_MODEL, command, log_rows
 from train import pretrain
 from train.data import vocabulary
 from train.data.corpus import tokenise
-from train.loop.evaluate import ValidateSettings, evaluate
+from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
-from train.loop.model_init import build, model_config
+from train.loop.model_init import build_config, build_model
 from train.pretrain import main, open_many_files
 from train.settings import InputError, ModelSettings, PretrainSettings, parse
 
@@ -236,9 +236,9 @@ def test_a_saved_folder_is_validated_at_any_length_with_the_loss_of_the_log(
 ):
     settings = run(pretrain_flags)
     folder = tmp_path / "runs" / "tiny"
-    found = validate(ValidateSettings(str(folder / "model"), settings.corpus, 32))
+    found = validate(EvaluateSettings(str(folder / "model"), settings.corpus, 32))
     assert found["validation_loss"] == pytest.approx(log_rows(folder, "validation_loss")[12])
-    longer = validate(ValidateSettings(str(folder / "model"), settings.corpus, length=300))
+    longer = validate(EvaluateSettings(str(folder / "model"), settings.corpus, length=300))
     assert math.isfinite(longer["validation_loss"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
 
@@ -254,8 +254,10 @@ def test_the_loop_is_the_textbooks_with_transformers_own_model(
     )
     model = getattr(transformers, f"{kind}ForMaskedLM")(config)
     model.save_pretrained(tmp_path / "stock")
-    seen, agree = [], pretrain.agree
-    monkeypatch.setattr(pretrain, "agree", lambda x, *rest: seen.append(x) or agree(x, *rest))
+    seen, reduce = [], pretrain.all_reduce_step_info
+    monkeypatch.setattr(
+        pretrain, "all_reduce_step_info", lambda x, *rest: seen.append(x) or reduce(x, *rest)
+    )
     flags = [f"--model.type={kind.lower()}", f"--model.init={tmp_path / 'stock'}"]
     flags += ["--model.config={}", "--optim.micro_batch=4", "--optim.clip_norm=0.5"]
     settings = run(pretrain_flags, *flags).optim
@@ -341,7 +343,7 @@ def test_the_angles_of_a_checkpoint_stay_where_none_are_said(tmp_path):
     )
     for given in ({}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 300.0}):
         settings = ModelSettings(init=str(tmp_path), config={"rope_parameters": given})
-        found = model_config(settings, 8).rope_parameters
+        found = build_config(settings, 8).rope_parameters
         assert found == {"rope_type": "default"} | rope | given
 
 
@@ -360,7 +362,7 @@ def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenize
     bert.save_pretrained(tmp_path)
     roformer.use_for_auto_classes()
     settings = ModelSettings(init=str(tmp_path))
-    model = build(settings, model_config(settings, 500, tokenizer), seed=0)
+    model = build_model(settings, build_config(settings, 500, tokenizer), seed=0)
     assert isinstance(model, roformer.RoFormerForMaskedLM)
     theirs = bert.state_dict()
     for name, value in model.state_dict().items():

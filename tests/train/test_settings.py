@@ -10,7 +10,7 @@ from finetune.settings import GridSettings
 from tiny import ROOT
 from train.analysis.length_extrapolation import LengthsSettings
 from train.analysis.long_term_decay import DecaySettings
-from train.loop.evaluate import ValidateSettings
+from train.loop.evaluate import EvaluateSettings
 from train.settings import CorpusSettings, InputError, PretrainSettings, parse
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_that_names_the_key(flags, message):
 @pytest.mark.parametrize(
     ("settings", "flags", "read"),
     [
-        (ValidateSettings, ["--model=m"], set()),
+        (EvaluateSettings, ["--model=m"], set()),
         (LengthsSettings, ["--models=[m]"], set()),
         (DecaySettings, [], {"length"}),
     ],

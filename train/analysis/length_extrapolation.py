@@ -29,9 +29,9 @@ from train.data.batching import Sequences
 from train.data.corpus import tokenise
 from train.data.masking import SpecialTokens
 from train.loop.atomic_dir import model_name
-from train.loop.evaluate import evaluate, load_objective
+from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import run_command, start_accelerator
-from train.loop.model_init import read_config
+from train.loop.model_init import load_config
 from train.settings import HeldOutSettings, InputError, require
 
 PLAIN = "as it is"
@@ -98,14 +98,16 @@ def rows_of(
         way, length; and the scores of `validate.evaluate` with the number of sequences read, or
         `refused` with the reason.
     """
-    tokenizer, config = vocabulary.load(folder, key="models"), read_config(folder, key="models")
+    tokenizer, config = vocabulary.load(folder, key="models"), load_config(folder, key="models")
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
     for length in settings.lengths:
         for way, changes in ways(config, length / settings.trained).items():
             head = {"way": way, "length": length}
             try:
-                objective = load_objective(folder, tokenizer, length, settings.attention, changes)
+                objective = load_language_model(
+                    folder, tokenizer, length, settings.attention, changes
+                )
             except InputError as error:
                 if not str(error).startswith("length "):
                     raise

@@ -32,7 +32,7 @@ from train.data.corpus import tokenise
 from train.data.masking import SpecialTokens
 from train.loop.atomic_dir import model_name
 from train.loop.launch import run_command, start_accelerator
-from train.loop.model_init import build, model_config, read_config
+from train.loop.model_init import build_config, build_model, load_config
 from train.settings import HeldOutSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]
@@ -135,7 +135,7 @@ def of_model(
         InputError: It is no RoFormer that rotates, or cannot be loaded.
     """
     tokenizer = vocabulary.load(folder, key="models")
-    saved = read_config(folder, key="models")
+    saved = load_config(folder, key="models")
     fits = (
         isinstance(saved, RoFormerConfig)
         and (saved.position_encoding, saved.linear_attention) == ("rope", None)
@@ -145,7 +145,7 @@ def of_model(
     rule = "must be RoFormers with softmax whose adjacent pairs turn by plain angles"
     require(fits, "models", rule, folder, "leave it out")
     trained = ModelSettings(init=folder, attention="eager")
-    config = model_config(trained, corpus.length, tokenizer)
+    config = build_config(trained, corpus.length, tokenizer)
     beginning = ModelSettings(attention="eager")
     with accelerator.local_main_process_first():
         store = tokenise(corpus, "validation", tokenizer)
@@ -156,7 +156,7 @@ def of_model(
     theta = inverse_frequencies(config.rotated_width, config.rope_parameters["rope_theta"])
     found = {}
     for name, settings in (("trained", trained), ("untrained", beginning)):
-        model = build(settings, config, seed=0).eval()
+        model = build_model(settings, config, seed=0).eval()
         query, key = queries_and_keys(model.base_model, inputs, config.rotated_width)
         found[f"{model_name(folder)}, {name}"] = scores(query, key, distances, theta)
     return found

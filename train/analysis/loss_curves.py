@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.data.vocabulary import BYTES
-from train.loop.atomic_dir import name_and_seed
+from train.loop.atomic_dir import split_seed
 from train.loop.launch import run_command
 from train.settings import InputError, require
 
@@ -119,7 +119,7 @@ def by_model(
     """
     models: dict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
-        model, seed = name_and_seed(name)
+        model, seed = split_seed(name)
         if runs and runs[name].seed not in (None, seed):
             model, seed = name, 0
         rule = "must have names of their own"

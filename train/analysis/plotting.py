@@ -6,7 +6,7 @@ matplotlib is imported only when something is drawn: a machine that only trains 
 from pathlib import Path
 from typing import Any
 
-from train.loop.atomic_dir import require_writable
+from train.loop.atomic_dir import check_writable
 from train.settings import require
 
 COLOURS = (
@@ -23,7 +23,7 @@ def require_picture(output: str) -> None:
     """
     fits = Path(output).suffix in (".png", ".svg")
     require(fits, "output", "must end in .png or .svg", output, "rename it")
-    require_writable(Path(output).parent, "output")
+    check_writable(Path(output).parent, "output")
 
 
 def axes_of(rows: int, columns: int, width: float, height: float) -> list[Any]:

@@ -23,7 +23,7 @@ from roformer.configuration_roformer import FEATURES
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.bench.baselines import keep_freed_memory
 from train.loop.launch import run_command, start_accelerator
-from train.loop.run_log import environment, memory
+from train.loop.run_log import collect_environment, peak_memory
 from train.settings import require
 
 SOFTMAX = "softmax"
@@ -104,7 +104,7 @@ def _peak(forget: bool = False) -> int:
     """Most bytes this process has held, or where Linux forgets that on request, since then."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return memory(torch.device("cpu"))
+        return peak_memory(torch.device("cpu"))
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
@@ -158,7 +158,7 @@ def main(settings: GrowthSettings) -> list[dict[str, Any]]:
                for key in ("seconds", "megabytes")}
         for kind in settings.kinds
     }  # fmt: skip
-    about = environment(start_accelerator()) | {"causal": settings.causal}
+    about = collect_environment(start_accelerator()) | {"causal": settings.causal}
     draw(rows, settings)
     output.with_suffix(".json").write_text(
         json.dumps(about | {"slopes": slopes, "rows": rows}, indent=1) + "\n"

@@ -47,8 +47,8 @@ from train.bench.tables import Row, draw, line_of, page
 from train.data.batching import Sequences, Steps
 from train.data.masking import SpecialTokens
 from train.data.token_store import TokenStore
-from train.loop.flops import measured_peak, step_flops
-from train.loop.run_log import environment
+from train.loop.flops import measure_peak_flops, step_flops
+from train.loop.run_log import collect_environment
 from train.settings import InputError, require
 
 Maker = Callable[[str, Work, Batch], Step]
@@ -79,7 +79,7 @@ class Bench:
         self.device = torch.device(settings.device)
         self.rows: list[Row] = []
         self.peaks = {
-            bf16: measured_peak(self.device, torch.bfloat16 if bf16 else torch.float32)
+            bf16: measure_peak_flops(self.device, torch.bfloat16 if bf16 else torch.float32)
             for bf16 in (False, True)
         }
 
@@ -524,7 +524,7 @@ def refuse(settings: BenchSettings) -> dict[str, Callable[[Bench], None]]:
 def write(bench: Bench, seconds: dict[str, float], meanings: dict[str, str]) -> None:
     """Numbers, tables and picture of what has been measured so far."""
     settings = bench.settings
-    about = environment(Accelerator(cpu=settings.device == "cpu")) | {
+    about = collect_environment(Accelerator(cpu=settings.device == "cpu")) | {
         "settings": asdict(settings),
         "peak_tflops": {"bf16" if k else "fp32": v / 1e12 for k, v in bench.peaks.items()},
         "seconds": seconds,

@@ -42,9 +42,9 @@ from train.data.documents import (
     sources,
 )
 from train.data.token_store import TokenStore
-from train.loop.atomic_dir import no_room, require_writable, whole_folder
-from train.loop.launch import redraw_seconds, run_command
-from train.loop.run_log import memory
+from train.loop.atomic_dir import check_writable, report_full_disk, write_dir_atomically
+from train.loop.launch import progress_interval, run_command
+from train.loop.run_log import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
 FORMAT = 2
@@ -71,9 +71,9 @@ def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerB
     """
     shards: list[Path] = []
     counts: list[int] = []
-    often = {"delay": 1, "mininterval": redraw_seconds()}
+    often = {"delay": 1, "mininterval": progress_interval()}
     bar = tqdm(desc=f"tokenising {part}", unit=" documents", **often)
-    with bar, no_room(Path(corpus.cache), "corpus.cache"):
+    with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         rules = hashlib.sha256(vocabulary.rules_of(tokenizer).encode()).hexdigest()
         builder = _Builder(corpus, part, tokenizer, rules, bar)
         for files in find_files(corpus, part):
@@ -135,7 +135,7 @@ class _Builder:
         batch = next(batches, None)
         while batch is not None:
             folder = next(folders)
-            with whole_folder(folder) as unfinished:
+            with write_dir_atomically(folder) as unfinished:
                 ours = itertools.chain([batch], itertools.islice(batches, BATCHES_A_SHARD - 1))
                 counts = self._write(ours, unfinished)
                 batch = next(batches, None)
@@ -180,7 +180,7 @@ def _open_store(
     folder = Path(corpus.cache) / _hash([shard.name for shard in shards], groups)
     counts = {"documents": sum(m["documents"] for m in manifests), "tokens": sum(sizes)}
     if not _has_sizes(folder, {"documents.bin": counts["documents"] * 8}):
-        with whole_folder(folder) as unfinished:
+        with write_dir_atomically(folder) as unfinished:
             with (unfinished / "documents.bin").open("wb") as stream:
                 for shard, start in zip(shards, starts):
                     ends = np.fromfile(shard / "documents.bin", np.int64) + start
@@ -313,7 +313,7 @@ class TokeniseSettings:
 def main(settings: TokeniseSettings) -> None:
     """Tokenise both parts; says how much, how fast and in how much memory."""
     corpus = settings.corpus
-    require_writable(Path(corpus.cache), "corpus.cache")
+    check_writable(Path(corpus.cache), "corpus.cache")
     require_apart(corpus)
     vocabulary.learn_if_missing(corpus)
     tokenizer = vocabulary.load(corpus.tokenizer)
@@ -326,7 +326,7 @@ def main(settings: TokeniseSettings) -> None:
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
         size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
-        peak = memory(torch.device("cpu")) / 1e9
+        peak = peak_memory(torch.device("cpu")) / 1e9
         print(
             f"{said(part, store)}; in {store.folder}, {len(new)} of {len(store.shards)} shards "
             f"made from {size:.1f} MB of text in "

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.loop.atomic_dir import whole_folder
+from train.loop.atomic_dir import write_dir_atomically
 
 PACKAGES = (
     "accelerate", "datasets", "evaluate", "fsspec", "huggingface_hub", "jsonargparse", "matplotlib",
@@ -47,7 +47,7 @@ def written(part: str, cache: str | Path) -> Path:
     folder = Path(cache) / f"embedded-{name}"
     if not folder.exists():
         with (
-            whole_folder(folder) as unfinished,
+            write_dir_atomically(folder) as unfinished,
             (unfinished / "train.jsonl").open("w", encoding="utf-8") as train,
             (unfinished / "validation.jsonl").open("w", encoding="utf-8") as validation,
         ):

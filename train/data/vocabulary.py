@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from train.data.documents import documents
-from train.loop.atomic_dir import whole_folder
+from train.loop.atomic_dir import write_dir_atomically
 from train.loop.launch import run_command
 from train.settings import CorpusSettings, InputError, require
 
@@ -89,7 +89,7 @@ def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
 def save(pieces: list[str], folder: str | Path) -> None:
     """Write a BERT tokenizer, which knows no limit of length, and its vocab.txt, or neither."""
     tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
-    with whole_folder(Path(folder)) as unfinished:
+    with write_dir_atomically(Path(folder)) as unfinished:
         tokenizer.save_pretrained(unfinished)
         (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
 

@@ -17,7 +17,7 @@ UNFINISHED = ".unfinished-"
 
 
 @contextmanager
-def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
+def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
     """An empty folder to fill, which becomes `target` when the block ends without an error.
 
     What is already at `target` stays: several processes or machines may make the same folder at
@@ -59,13 +59,13 @@ def model_name(place: str) -> str:
     return parts[-1] if parts else "model"
 
 
-def name_and_seed(name: str) -> tuple[str, int]:
+def split_seed(name: str) -> tuple[str, int]:
     """A run's model and seed: `bert-1` is seed 1 of `bert`, and `bert` alone seed 0."""
     found = re.fullmatch(r"(.+)-(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)
 
 
-def require_writable(folder: Path, key: str) -> None:
+def check_writable(folder: Path, key: str) -> None:
     """Refuse a folder that could not be made or written, before there is anything to lose.
 
     Raises:
@@ -77,7 +77,7 @@ def require_writable(folder: Path, key: str) -> None:
 
 
 @contextmanager
-def no_room(folder: Path, key: str = "run.folder") -> Iterator[None]:
+def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
     """Turn a disk that is full, or a quota, into one line.
 
     Args:

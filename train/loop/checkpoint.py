@@ -2,7 +2,7 @@
 
     runs/<name>/settings.yaml        the settings the run goes by
                 environment.json     versions, machine, commit
-                lock                 which process uses the folder, see `alone`
+                lock                 which process uses the folder, see `lock_run_dir`
                 log.jsonl            one line an interval, one an evaluation
                 checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json,
                                      manifest.json (a hash of each)
@@ -35,7 +35,7 @@ from train.settings import InputError, require
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
 
-LONGEST_WAIT = 60.0
+LOCK_TIMEOUT = 60.0
 """Seconds a launch waits for another of the same run, which may be about to save and end."""
 
 
@@ -43,7 +43,7 @@ Content = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Weights by name and the optimizer's tensors by number of the parameter, all whole."""
 
 
-def content(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> Content:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> Content:
     """What a checkpoint holds of model and optimizer; every process must call it (FSDP gathers).
 
     Args:
@@ -56,10 +56,10 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = Tru
         for number, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    return weights(model, keep), _gathered(moments, keep)
+    return gather_weights(model, keep), _gathered(moments, keep)
 
 
-def weights(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+def gather_weights(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, whole, tied once; every process must call it."""
     return _gathered({name: tensor.detach() for name, tensor in _tensors(model).items()}, keep)
 
@@ -71,7 +71,7 @@ def _gathered(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """
     kept = {}
     for name, tensor in tensors.items():
-        one = whole(tensor)
+        one = full_tensor(tensor)
         if keep:
             kept[name] = one.cpu() if isinstance(tensor, DTensor) else one
     return kept
@@ -84,7 +84,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor with all its parts, where it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
 
@@ -103,7 +103,7 @@ def save(folder: Path, step: int, held: Content, state: dict[str, Any]) -> Path:
     Args:
         folder: The run's folder.
         step: Optimiser steps done.
-        held: From `content`.
+        held: From `gather_state`.
         state: JSON values to go on from.
 
     Returns:
@@ -134,13 +134,13 @@ def save(folder: Path, step: int, held: Content, state: dict[str, Any]) -> Path:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[None]:
     """Keep other launches out of a run's folder; however the process dies, the kernel lets them in.
 
     The lock is fcntl's: forked data workers would hold on to one of flock's after a kill.
 
     Raises:
-        InputError: Another process uses the folder, and still does after `LONGEST_WAIT`.
+        InputError: Another process uses the folder, and still does after `LOCK_TIMEOUT`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as stream:
@@ -149,10 +149,10 @@ def alone(folder: Path) -> Iterator[None]:
             stream.seek(0)
             holder = stream.read() or "another process"
             found, remedy = f"{folder} in use by {holder}", "end it, or choose another run.name"
-            over = time.monotonic() - started > LONGEST_WAIT
+            over = time.monotonic() - started > LOCK_TIMEOUT
             require(not over, "run.folder", "must be free", found, remedy)
             if not waits:
-                print(f"waiting up to {LONGEST_WAIT:.0f} s: {found}", flush=True)
+                print(f"waiting up to {LOCK_TIMEOUT:.0f} s: {found}", flush=True)
             waits = True
             time.sleep(0.2)
         stream.truncate(0)
@@ -171,7 +171,7 @@ def _locked(stream: TextIO) -> bool:
     return True
 
 
-def newest(folder: Path) -> Path | None:
+def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint; damaged ones newer than it are set aside, with a warning.
 
     Raises:
@@ -229,7 +229,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return json.loads((path / FILES[2]).read_text())
 
 
-def retain(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints and the best, and what a killed save left."""
     kept = sorted((folder / "checkpoints").glob("step-*[0-9]"))
     measured = [(loss, path) for path in kept if (loss := _validation_loss(path)) is not None]

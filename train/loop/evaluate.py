@@ -27,7 +27,7 @@ from train.data.batching import Sequences, examples
 from train.data.corpus import tokenise
 from train.data.masking import SpecialTokens
 from train.loop.launch import run_command, start_accelerator
-from train.loop.model_init import build, model_config, read_config
+from train.loop.model_init import build_config, build_model, load_config
 from train.loop.objective import LanguageModel
 from train.settings import HeldOutSettings, ModelSettings, require
 
@@ -36,7 +36,7 @@ MASK_SEED = 0
 
 
 @dataclass(frozen=True)
-class ValidateSettings:
+class EvaluateSettings:
     """Measure the masked-LM loss of a saved model."""
 
     model: str
@@ -66,7 +66,7 @@ def evaluate(
     accelerator: Accelerator,
     batch: int = 32,
     chosen: NDArray[np.int64] | None = None,
-    alive: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and accuracy per predicted token, exact over processes.
 
@@ -77,7 +77,7 @@ def evaluate(
         accelerator: Shares the batches out and adds the sums up.
         batch: Sequences a forward pass.
         chosen: Numbers of the sequences to read; None means all.
-        alive: Called before each batch.
+        heartbeat: Called before each batch.
 
     Returns:
         validation_loss in nats, validation_accuracy in [0, 1], validation_tokens predicted.
@@ -92,7 +92,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     for turn in range(0, len(batches), accelerator.num_processes):
-        alive()
+        heartbeat()
         place = turn + accelerator.process_index
         # where weights are sharded every process must take part; what is left over does not count
         rows = batches[min(place, len(batches) - 1)]
@@ -112,12 +112,12 @@ def evaluate(
     }
 
 
-def first_of(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
+def first_indices(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
     """Numbers of the first sequences, at most `limit`."""
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
 
-def load_objective(
+def load_language_model(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
@@ -136,24 +136,24 @@ def load_objective(
     Raises:
         InputError: There is no model, it lacks a head, or its positions end before the length.
     """
-    kind = read_config(folder, key="model").model_type
+    kind = load_config(folder, key="model").model_type
     wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
-    config = model_config(wanted, length, tokenizer, key="length")
-    return LanguageModel(build(wanted, config, seed=0, whole=True))
+    config = build_config(wanted, length, tokenizer, key="length")
+    return LanguageModel(build_model(wanted, config, seed=0, whole=True))
 
 
-def main(settings: ValidateSettings) -> dict[str, float]:
+def main(settings: EvaluateSettings) -> dict[str, float]:
     """Load, measure, print one line of JSON."""
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     tokenizer = vocabulary.load(settings.model, key="model")
-    objective = load_objective(settings.model, tokenizer, settings.length, settings.attention)
+    objective = load_language_model(settings.model, tokenizer, settings.length, settings.attention)
     with accelerator.local_main_process_first():
         store = tokenise(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(objective, evaluation_mode=True)
     sequences, special = Sequences(store, settings.length), SpecialTokens.of(tokenizer)
-    chosen = first_of(sequences, settings.sequences)
+    chosen = first_indices(sequences, settings.sequences)
     scores = evaluate(objective, sequences, special, accelerator, settings.batch, chosen)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
@@ -161,4 +161,4 @@ def main(settings: ValidateSettings) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run_command(main, ValidateSettings)
+    run_command(main, EvaluateSettings)

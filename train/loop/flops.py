@@ -38,7 +38,7 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     return weights + layers * E * pairs + 6 * (E**2 + V * E) * predicted
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of a large dense layer here: what 100 % would be."""
     size = 8192 if device.type == "cuda" else 1024
     layer = torch.nn.Linear(size, size, bias=False, device=device, dtype=dtype)

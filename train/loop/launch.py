@@ -46,7 +46,7 @@ def run_command(
         sys.exit(2)
 
 
-def launcher() -> int | None:
+def launcher_pid() -> int | None:
     """The process that launched this one, whose end is this one's; None where a user did.
 
     What `nohup python train/pretrain.py &` starts must outlive its shell.
@@ -55,7 +55,7 @@ def launcher() -> int | None:
     return os.getppid() if any(name in os.environ for name in told) else None
 
 
-def redraw_seconds() -> float:
+def progress_interval() -> float:
     """Least seconds between two drawings of a progress bar: few where they would fill a file."""
     return 0.1 if sys.stderr.isatty() else 30.0
 

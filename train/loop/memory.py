@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from train.data.batching import mask_capacity
 from train.loop.objective import LanguageModel
-from train.loop.run_log import memory
+from train.loop.run_log import peak_memory
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
@@ -24,7 +24,7 @@ SAVED_BYTES = 12
 """Weight and moments, as a checkpoint holds them."""
 
 
-def longest_batch(
+def largest_batch(
     rows: int, length: int, vocabulary: int, mask_rate: float | None, packed: bool
 ) -> dict[str, Any]:
     """A micro-batch of random tokens as large as any: full rows, and as many predicted as can be.
@@ -71,7 +71,7 @@ def fit_micro_batch(
         objective: What it wraps.
         length: Longest sequence.
         wanted: Sequences.
-        mask_rate: As in `longest_batch`.
+        mask_rate: As in `largest_batch`.
         accelerator: Its processes agree.
 
     Raises:
@@ -79,7 +79,7 @@ def fit_micro_batch(
     """
     size, before = wanted, [buffer.clone() for buffer in objective.buffers()]
     while True:
-        batch = longest_batch(
+        batch = largest_batch(
             size, length, objective.model.config.vocab_size, mask_rate, objective.packed
         )
         failed = torch.tensor(float(not _fits(model, batch, accelerator)))
@@ -153,6 +153,7 @@ def plan(
         share = stage.optim.batch_size / rows / accelerator.num_processes
         tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
         hours += (number or 0) * share * seconds[-1] / 3600
+    memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
     report = {
         "parameters": parameters,
         "micro_batch": sizes,
@@ -161,7 +162,7 @@ def plan(
         "steps_at_least" if settings.optim.tokens else "steps": steps,
         "tokens_at_most": tokens or None,
         "hours": settings.optim.hours or round(hours, 2),
-        "memory_gb": round((memory(accelerator.device) + (ADAM_BYTES - 8) * parameters) / 1e9, 2),
+        "memory_gb": round(memory_bytes / 1e9, 2),
         "checkpoints_gb": round(SAVED_BYTES * parameters * (settings.run.keep + 2) / 1e9, 2),
         "processes": accelerator.num_processes,
     }
@@ -176,7 +177,7 @@ def _time(
     config: PreTrainedConfig = objective.model.config
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
-    batch = longest_batch(rows, length, config.vocab_size, rate, objective.packed)
+    batch = largest_batch(rows, length, config.vocab_size, rate, objective.packed)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()

@@ -20,7 +20,7 @@ from transformers import (
 from train.settings import InputError, ModelSettings, require
 
 
-def model_config(
+def build_config(
     settings: ModelSettings,
     length: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -60,7 +60,7 @@ def model_config(
     return config
 
 
-def make_for(config: PreTrainedConfig, length: int) -> None:
+def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
     """Let a model that rotates say that it is made for the longest sequence it is trained on.
 
     transformers' RoFormer, and tokenizers, stop at what it says. A rope type that changes longer
@@ -89,7 +89,7 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
         if tokenizer is not None:
             special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         return AutoConfig.for_model(settings.type, **(special | settings.config))
-    saved = read_config(settings.init, "model.init")
+    saved = load_config(settings.init, "model.init")
     convertible = (saved.model_type, settings.type) == ("bert", "roformer")
     found = f"{saved.model_type} for {settings.type}"
     rule, remedy = (
@@ -113,7 +113,7 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     return AutoConfig.for_model(settings.type, **kept)
 
 
-def read_config(folder: str, key: str) -> PreTrainedConfig:
+def load_config(folder: str, key: str) -> PreTrainedConfig:
     """What a folder or the hub, given under `key`, says of a model.
 
     Raises:
@@ -146,7 +146,7 @@ def _require_vocabulary(
     require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
 
 
-def build(
+def build_model(
     settings: ModelSettings, config: PreTrainedConfig, seed: int, whole: bool = False
 ) -> PreTrainedModel:
     """The model to train, in float32 and with its dropout on.
@@ -162,11 +162,11 @@ def build(
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    kind = head_for(config)
+    kind = auto_model_class(config)
     with input_errors("model"):
         if settings.init is None:
             return kind.from_config(config, **options)
-        if read_config(settings.init, "model.init").model_type == config.model_type:
+        if load_config(settings.init, "model.init").model_type == config.model_type:
             model, report = kind.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
@@ -175,16 +175,18 @@ def build(
             require(not (whole and missing), "model", rule, found, "pretrain it first")
             return model.train()  # which from_pretrained turns off
         model = kind.from_config(config, **options)
-        adopt_bert(model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32))
+        load_bert_weights(
+            model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
+        )
     return model
 
 
-def head_for(config: PreTrainedConfig) -> Any:
+def auto_model_class(config: PreTrainedConfig) -> Any:
     """The Auto class of the model: a decoder predicts the next token, an encoder masked ones."""
     return AutoModelForCausalLM if getattr(config, "is_decoder", False) else AutoModelForMaskedLM
 
 
-def adopt_bert(model: PreTrainedModel, bert: PreTrainedModel) -> None:
+def load_bert_weights(model: PreTrainedModel, bert: PreTrainedModel) -> None:
     """Copy a BERT's weights into a RoFormer of the same sizes.
 
     The position embeddings are left behind where the model's positions are no table of weights.

@@ -8,7 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from train.loop.preemption import ReadLater
+from train.loop.preemption import AsyncScalars
 from train.settings import InputError, OptimSettings
 
 PATIENCE = 3
@@ -17,7 +17,7 @@ PATIENCE = 3
 SCALES = 40
 """The same with a loss scaler, which halves its scale at each of them."""
 
-LEAST_SCALE = 65_536 / 2**SCALES
+MIN_LOSS_SCALE = 65_536 / 2**SCALES
 """What then is left of the scale that it begins with."""
 
 TIMED_STEPS = 1_000_000
@@ -45,7 +45,7 @@ def adamw(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
 
 
-def rate_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
+def schedule_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """The learning rate's factor at a step, as transformers' schedules have it.
 
     A function of the step alone, so a checkpoint need not hold a scheduler.
@@ -65,10 +65,10 @@ def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, 
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if total is not None:
-        factor = rate_factor(settings.schedule, warmup, total + 1)  # the last step still moves
+        factor = schedule_factor(settings.schedule, warmup, total + 1)  # the last step still moves
         return lambda step, hours: peak * factor(step + 1)
     assert settings.hours is not None
-    budget, factor = settings.hours, rate_factor(settings.schedule, 0, TIMED_STEPS + 1)
+    budget, factor = settings.hours, schedule_factor(settings.schedule, 0, TIMED_STEPS + 1)
 
     def timed(step: int, hours: float) -> float:
         part = factor(int(TIMED_STEPS * min(1.0, hours / budget)))
@@ -77,13 +77,13 @@ def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, 
     return timed
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-class FiniteSteps:
+class NonFiniteGuard:
     """An optimizer that leaves the weights alone where the gradient is not finite.
 
     Gradients are added up over processes before their norm is taken, so every process sees the same
@@ -109,11 +109,11 @@ class FiniteSteps:
         self.report = report
         self.checkpoints = checkpoints
         self.lost: list[Tensor] = []
-        self.pending: tuple[int, ReadLater, Tensor] | None = None
+        self.pending: tuple[int, AsyncScalars, Tensor] | None = None
         self.in_a_row = 0
         self.patience = PATIENCE if optimizer.scaler is None else SCALES
 
-    def saw(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Remember whether the loss of a micro-batch is finite."""
         self.lost.append(loss.detach().isfinite().logical_not())
 
@@ -121,18 +121,18 @@ class FiniteSteps:
         """Move the weights unless the norm of the gradient is not finite.
 
         Raises:
-            InputError: As `settle`.
+            InputError: As `check_last_step`.
         """
-        self.settle()
+        self.check_last_step()
         skipped = norm.isfinite().logical_not().float()
         if self.optimizer.scaler is None:
             self.optimizer.optimizer.found_inf = skipped
-        self.pending = number, ReadLater(skipped[None]), torch.stack(self.lost)
+        self.pending = number, AsyncScalars(skipped[None]), torch.stack(self.lost)
         self.lost = []
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def settle(self) -> bool:
+    def check_last_step(self) -> bool:
         """Look at the step before, if it has not been looked at.
 
         Returns:
@@ -146,9 +146,9 @@ class FiniteSteps:
             self._look(*self.pending)
         return self.in_a_row == 0 or self.optimizer.scaler is not None
 
-    def _look(self, number: int, told: ReadLater, lost: Tensor) -> None:
+    def _look(self, number: int, told: AsyncScalars, lost: Tensor) -> None:
         self.pending = None
-        self.in_a_row = self.in_a_row + 1 if told.read()[0] else 0
+        self.in_a_row = self.in_a_row + 1 if told.result()[0] else 0
         if not self.in_a_row:
             return
         if self.optimizer.scaler is None or self.in_a_row >= self.patience:

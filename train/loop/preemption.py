@@ -21,28 +21,28 @@ from typing import Any, TextIO, cast
 import torch
 from torch import Tensor
 
-from train.loop.launch import launcher
+from train.loop.launch import launcher_pid
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LAUNCHER = "the launcher died"
 LIMIT = "run.max_hours"
 
-REASONS = (*(number.name for number in SIGNALS), LAUNCHER, LIMIT)
+STOP_REASONS = (*(number.name for number in SIGNALS), LAUNCHER, LIMIT)
 EXIT_CODES = (*(128 + number for number in SIGNALS), 128 + signal.SIGHUP, 0)
 """What the process ends with for each reason, as a shell would have it; a limit is no failure."""
 
-SHORTEST_STALL = 25.0
+MIN_STALL_SECONDS = 25.0
 """Seconds without a sign of life, at least, before a process counts as stuck; torchrun then gives
 the others 30 to end: a minute in all."""
 
 TICK = 0.5
 """Seconds between two looks at whether there was a sign."""
 
-LONGEST_SAVE = 900.0
+MAX_SAVE_SECONDS = 900.0
 """Seconds a checkpoint may take to write, and the other processes to wait for it."""
 
 
-class Outlet:
+class ClosablePipe:
     """Standard output or error, which leads nowhere from the moment that nobody reads it.
 
     Otherwise the next line of a process whose `| tee log` is gone would end it before it saves.
@@ -83,7 +83,7 @@ class Outlet:
             self.unread()
 
 
-class Interruptions:
+class PreemptionHandler:
     """Listens while the loop runs; a launcher that dies from the moment this is made is noticed.
 
     Args:
@@ -93,23 +93,23 @@ class Interruptions:
     """
 
     def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
-        self.shortest = 600.0 if compiled else SHORTEST_STALL
+        self.shortest = 600.0 if compiled else MIN_STALL_SECONDS
         self.deadline = None if max_hours is None else started + 3600 * max_hours
-        self.launcher = launcher()
+        self.launcher_pid = launcher_pid()
         self.heard: set[str] = set()
         self.longest = 0.0
         self.last_sign: float | None = None
         self.quiet, self.limit = 0.0, math.inf  # seconds without a sign: there are, there may be
         self.over = threading.Event()
 
-    def __enter__(self) -> "Interruptions":
+    def __enter__(self) -> "PreemptionHandler":
         threading.Thread(target=self._watch, daemon=True).start()
         self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         for number, handler in self.before.items():
             if handler == signal.SIG_IGN:  # as `nohup`, or a script's `&`, wants it
                 signal.signal(number, handler)
         self.streams = sys.stdout, sys.stderr
-        outlets = [s and cast(TextIO, Outlet(s, self._unread)) for s in self.streams]
+        outlets = [s and cast(TextIO, ClosablePipe(s, self._unread)) for s in self.streams]
         sys.stdout, sys.stderr = outlets
         return self
 
@@ -130,20 +130,20 @@ class Interruptions:
     def _unread(self) -> None:
         self.heard.add(LAUNCHER)
 
-    def told(self) -> list[bool]:
-        """Whether this process has heard each of `REASONS`.
+    def stop_requests(self) -> list[bool]:
+        """Whether this process has heard each of `STOP_REASONS`.
 
         A limit is heard one step early, and a save, so that the checkpoint is there before it.
         """
-        if self.launcher not in (None, os.getppid()):
+        if self.launcher_pid not in (None, os.getppid()):
             self.heard.add(LAUNCHER)
         if self.deadline is not None and time.monotonic() + 3 * self.longest > self.deadline:
             self.heard.add(LIMIT)
-        return [reason in self.heard for reason in REASONS]
+        return [reason in self.heard for reason in STOP_REASONS]
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Give a sign of life; without one for ten times the longest pause so far, and
-        `SHORTEST_STALL` at least, the process prints where it is stuck and ends, so that the
+        `MIN_STALL_SECONDS` at least, the process prints where it is stuck and ends, so that the
         launcher stops the others.
         """  # noqa: D205 one sentence
         now = time.monotonic()
@@ -167,9 +167,9 @@ class Interruptions:
                 os._exit(1)
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
+    def extend_timeout(self) -> Iterator[None]:
         """For a save: a disk may be slow, but nobody waits for a process that hangs for ever."""
-        self.quiet, self.limit = 0.0, LONGEST_SAVE
+        self.quiet, self.limit = 0.0, MAX_SAVE_SECONDS
         yield
         self.last_sign = time.monotonic()
 
@@ -189,7 +189,7 @@ def ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class ReadLater:
+class AsyncScalars:
     """Numbers on their way from the device to the host, which nobody waits for until they are read.
 
     Args:
@@ -205,7 +205,7 @@ class ReadLater:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read(self) -> list[float]:
+    def result(self) -> list[float]:
         """The numbers; waits for what the device did before them and nothing after."""
         if self.event is not None:
             self.event.synchronize()

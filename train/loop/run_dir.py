@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from train.loop import checkpoint
-from train.loop.atomic_dir import whole_folder
+from train.loop.atomic_dir import write_dir_atomically
 from train.loop.objective import LanguageModel
-from train.loop.run_log import NOTHING, Journal, changed_settings, write_header
+from train.loop.run_log import INITIAL_STATE, RunLog, changed_settings, write_header
 from train.settings import InputError, PretrainSettings, require
 
 
 @contextmanager
-def alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Keep the run's folder to this launch; the main process has it, the others wait for it.
 
     Raises:
@@ -34,7 +34,7 @@ def alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         refused = ""
         if accelerator.is_main_process:
             try:
-                held.enter_context(checkpoint.alone(folder))
+                held.enter_context(checkpoint.lock_run_dir(folder))
             except InputError as error:
                 refused = str(error)
         if any_process(bool(refused), accelerator):
@@ -67,8 +67,8 @@ def resume(
             model's, or machines hold different ones.
     """
     with accelerator.main_process_first():  # which sets damaged ones aside
-        path = checkpoint.newest(folder)
-    state = NOTHING | {"step": 0, "data": data}
+        path = checkpoint.latest(folder)
+    state = INITIAL_STATE | {"step": 0, "data": data}
     if path is not None:
         state |= checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
@@ -92,7 +92,7 @@ def resume(
 
 
 @dataclass
-class Saver:
+class CheckpointSaver:
     """Writes checkpoints of a run on the main process, and deletes old ones."""
 
     folder: Path
@@ -101,7 +101,7 @@ class Saver:
     data: list[str]
     keep: int
 
-    def save(self, step: int, journal: Journal, last: bool) -> None:
+    def save(self, step: int, journal: RunLog, last: bool) -> None:
         """Save, and go on without if the disk is full, unless it is the last.
 
         Raises:
@@ -109,12 +109,12 @@ class Saver:
         """
         accelerator = journal.accelerator
         state = journal.state(step) | {"data": self.data}
-        held = checkpoint.content(self.model, self.optimizer, keep=accelerator.is_main_process)
+        held = checkpoint.gather_state(self.model, self.optimizer, keep=accelerator.is_main_process)
         failed = ""
         if accelerator.is_main_process:
             try:
                 checkpoint.save(self.folder, step, held, state)
-                checkpoint.retain(self.folder, self.keep)
+                checkpoint.prune(self.folder, self.keep)
             except OSError as error:
                 failed = str(error)
                 journal.warn(f"no checkpoint after step {step}, the one before stays: {failed}")
@@ -147,7 +147,7 @@ def save_model(
         InputError: They could not be written; an earlier model stays.
     """
     main = accelerator.is_main_process
-    weights = checkpoint.weights(objective.model, keep=main)  # each process may hold a part
+    weights = checkpoint.gather_weights(objective.model, keep=main)  # each process may hold a part
     failed = ""
     if fresh:
         weights = _with_token_types(weights)
@@ -155,7 +155,7 @@ def save_model(
         limit = getattr(objective.model.config, "max_position_embeddings", None)
         tokenizer.model_max_length = limit or tokenizer.model_max_length
         try:
-            with whole_folder(folder, replace=True) as unfinished:
+            with write_dir_atomically(folder, replace=True) as unfinished:
                 objective.model.save_pretrained(unfinished, state_dict=weights)
                 tokenizer.save_pretrained(unfinished)
             print(f"model and tokenizer: {folder}")

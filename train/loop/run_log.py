@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from train.loop.flops import step_flops
-from train.loop.launch import redraw_seconds
+from train.loop.launch import progress_interval
 from train.settings import PretrainSettings, require
 
 Batch = dict[str, Tensor]
@@ -46,7 +46,7 @@ FREE = {
 """Keys that may change when a run goes on: they do not decide what is learned."""
 
 
-def environment(accelerator: Accelerator) -> dict[str, Any]:
+def collect_environment(accelerator: Accelerator) -> dict[str, Any]:
     """Versions, machine and commit: what a number needs beside it to be believed."""
     cuda = accelerator.device.type == "cuda"
     return {
@@ -59,7 +59,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
         "compiled": _compiled(accelerator),
-        "commit": commit(),
+        "commit": git_commit(),
     }
 
 
@@ -78,7 +78,7 @@ def _processor() -> str:
 
 
 @functools.cache
-def commit() -> str:
+def git_commit() -> str:
     """Of the clone that this file is in, "-dirty" where its code is not; else "unknown".
 
     What a run itself writes into the clone, such as a line of results, does not count.
@@ -164,7 +164,7 @@ def _read(file: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def refuse_other_settings(folder: Path, settings: PretrainSettings, precision: str) -> None:
+def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
     """Stop a run from going on under other settings than it began with.
 
     Raises:
@@ -194,7 +194,7 @@ def write_header(
     file, notes = folder / "settings.yaml", ""
     begins, place = not file.exists(), folder / "environment.json"
     if begins or not place.exists():
-        about = environment(accelerator) | {"parameters": parameters}
+        about = collect_environment(accelerator) | {"parameters": parameters}
         _write_whole(place, json.dumps(about, indent=2) + "\n")
     if not begins and not changed:
         return
@@ -219,10 +219,10 @@ def _write_whole(file: Path, text: str) -> None:
     unfinished.replace(file)
 
 
-NOTHING: dict[str, Any] = {
+INITIAL_STATE: dict[str, Any] = {
     "tokens": 0, "seconds": 0.0, "reported": 0, "pending": [0.0] * 5, "unreported": [0.0, 0.0],
 }  # fmt: skip
-"""What `Journal.state` would return before the first step."""
+"""What `RunLog.state` would return before the first step."""
 
 
 @dataclass
@@ -267,7 +267,7 @@ class Clock:
             yield batch
 
 
-class Journal:
+class RunLog:
     """Counts what a run has done and reports it, on the main process.
 
     Between two reports it waits for nothing: what the device computes is summed there, what the
@@ -299,12 +299,12 @@ class Journal:
         self.clock = Clock(state["seconds"], *state["unreported"])
         main = accelerator.is_main_process
         # what was counted since the last report when the checkpoint was written
-        self._count_from(state["pending"] if main else NOTHING["pending"])
-        looks = {"unit": "step", "dynamic_ncols": True, "mininterval": redraw_seconds()}
+        self._count_from(state["pending"] if main else INITIAL_STATE["pending"])
+        looks = {"unit": "step", "dynamic_ncols": True, "mininterval": progress_interval()}
         self.bar = tqdm(total=steps, initial=state["step"], disable=not main, **looks)
         self.stream: TextIO | None = None
         if main:
-            forget_after(folder / "log.jsonl", state["step"])
+            truncate_log(folder / "log.jsonl", state["step"])
             self.stream = (folder / "log.jsonl").open("a")
 
     def _count_from(self, pending: list[float]) -> None:
@@ -359,7 +359,7 @@ class Journal:
             "seconds_per_step": round(elapsed / steps, 4),
             "data_wait": round(self.clock.waited / elapsed, 4),
             "mfu": round(flops / elapsed / self.peak / self.accelerator.num_processes, 4),
-            "memory_gb": round(memory(self.accelerator.device) / 1e9, 3),
+            "memory_gb": round(peak_memory(self.accelerator.device) / 1e9, 3),
         }
         if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
@@ -367,7 +367,7 @@ class Journal:
             self.last_loss = row["loss"]
         self.step = step
         self.clock.trained = self.clock.waited = 0.0
-        self._count_from(NOTHING["pending"])
+        self._count_from(INITIAL_STATE["pending"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
         self._write(row)
@@ -391,7 +391,7 @@ class Journal:
             self.stream.write(json.dumps(row, allow_nan=False) + "\n")
             self.stream.flush()
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -407,7 +407,7 @@ def sequence_lengths(batch: Batch) -> Tensor:
     return batch["cu_seq_lens_q"].diff()
 
 
-def memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Largest use so far in bytes: of a GPU, or of the process where there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -415,7 +415,7 @@ def memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-def forget_after(log: Path, step: int) -> None:
+def truncate_log(log: Path, step: int) -> None:
     """Drop what a killed run had logged past the checkpoint that it goes on from."""
     if log.exists():
         lines = log.read_text(errors="replace").splitlines(keepends=True)

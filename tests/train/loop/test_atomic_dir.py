@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from train.loop.atomic_dir import model_name, whole_folder
+from train.loop.atomic_dir import model_name, write_dir_atomically
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
-    with whole_folder(target, replace) as unfinished:
+    with write_dir_atomically(target, replace) as unfinished:
         (unfinished / "file").write_text(text)
 
 

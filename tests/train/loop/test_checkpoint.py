@@ -36,10 +36,10 @@ def move(model, optimizer):
 
 def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
     model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, checkpoint.content(model, optimizer), {"tokens": 7})
+    checkpoint.save(tmp_path, 3, checkpoint.gather_state(model, optimizer), {"tokens": 7})
     move(model, optimizer)
     other, other_optimizer = trained(steps=0)
-    state = checkpoint.load(checkpoint.newest(tmp_path), other, other_optimizer)
+    state = checkpoint.load(checkpoint.latest(tmp_path), other, other_optimizer)
     assert state == {"step": 3, "tokens": 7}
     move(other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters()):
@@ -54,7 +54,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
     tmp_path, name, damage, capsys
 ):
     for step in (3, 6):
-        checkpoint.save(tmp_path, step, checkpoint.content(*trained(step)), {})
+        checkpoint.save(tmp_path, step, checkpoint.gather_state(*trained(step)), {})
     file = tmp_path / "checkpoints" / "step-00000006" / name
     content = bytearray(file.read_bytes())
     if damage == "deleted":
@@ -62,17 +62,17 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
     else:
         content[len(content) // 2] ^= 1
         file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
-    assert checkpoint.newest(tmp_path).name == "step-00000003"
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
     (line,) = capsys.readouterr().out.splitlines()
     assert "step-00000006 is damaged" in line
     assert name in line or name == "manifest.json"
-    checkpoint.save(tmp_path, 5, checkpoint.content(*trained(5)), {})
-    checkpoint.retain(tmp_path, 1)  # the damaged one does not count as kept
-    assert checkpoint.newest(tmp_path).name == "step-00000005"
+    checkpoint.save(tmp_path, 5, checkpoint.gather_state(*trained(5)), {})
+    checkpoint.prune(tmp_path, 1)  # the damaged one does not count as kept
+    assert checkpoint.latest(tmp_path).name == "step-00000005"
 
 
 def test_a_folder_without_checkpoint_has_none(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.latest(tmp_path) is None
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     for content in (None, "{}", "[]"):
         if content is not None:
@@ -80,23 +80,23 @@ def test_a_folder_without_checkpoint_has_none(tmp_path):
         with pytest.raises(
             InputError, match="must hold a complete checkpoint, got .*step-00000001"
         ):
-            checkpoint.newest(tmp_path)
+            checkpoint.latest(tmp_path)
 
 
 def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, checkpoint.content(*trained(1)), {})
+        checkpoint.save(tmp_path, step, checkpoint.gather_state(*trained(1)), {})
     (tmp_path / "checkpoints" / "step-00000009.tmp").mkdir()
-    checkpoint.retain(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
-        held = checkpoint.content(*trained(1))
+        held = checkpoint.gather_state(*trained(1))
         checkpoint.save(tmp_path, step, held, {"validation_loss": loss})
-        checkpoint.retain(tmp_path, 1)
+        checkpoint.prune(tmp_path, 1)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000004"]
 
@@ -104,7 +104,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
 HOLDER = """
 import os, pathlib, sys, time
 from train.loop import checkpoint
-with checkpoint.alone(pathlib.Path(sys.argv[1])):
+with checkpoint.lock_run_dir(pathlib.Path(sys.argv[1])):
     if os.fork():  # what is left, like a data worker, must not keep the run from going on
         print(flush=True)
     time.sleep(600)
@@ -112,7 +112,7 @@ with checkpoint.alone(pathlib.Path(sys.argv[1])):
 
 
 def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 1.0)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -122,13 +122,13 @@ def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monk
             found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()}"
             with (
                 pytest.raises(InputError, match=f"run.folder must be free, {found}; end it"),
-                checkpoint.alone(tmp_path),
+                checkpoint.lock_run_dir(tmp_path),
             ):
                 pass
             assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
             holder.kill()
             holder.wait()
-            with checkpoint.alone(tmp_path):
+            with checkpoint.lock_run_dir(tmp_path):
                 assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
             assert not capsys.readouterr().out
         finally:
@@ -140,7 +140,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with checkpoint.alone(tmp_path):
+    with checkpoint.lock_run_dir(tmp_path):
         pass
     assert "lock: No locks available; start a run only once" in capsys.readouterr().out
 
@@ -148,13 +148,13 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
 def test_tied_weights_are_saved_once(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    held = checkpoint.content(model, torch.optim.AdamW(model.parameters()))
+    held = checkpoint.gather_state(model, torch.optim.AdamW(model.parameters()))
     path = checkpoint.save(tmp_path, 1, held, {})
     assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 1, checkpoint.content(*trained(1)), {})
+    path = checkpoint.save(tmp_path, 1, checkpoint.gather_state(*trained(1)), {})
     other = torch.nn.Linear(4, 4)
     with pytest.raises(InputError, match="must hold this model, got another's"):
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
@@ -169,9 +169,9 @@ from train.settings import InputError
 model = torch.nn.Linear(300, 300)
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(1, 10**6):
-    held = checkpoint.content(model, optimizer)
+    held = checkpoint.gather_state(model, optimizer)
     checkpoint.save(pathlib.Path({str(tmp_path)!r}), step, held, {{}})
-    checkpoint.retain(pathlib.Path({str(tmp_path)!r}), 2)
+    checkpoint.prune(pathlib.Path({str(tmp_path)!r}), 2)
     print(step, flush=True)
 """
     victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -182,7 +182,7 @@ for step in range(1, 10**6):
     last = [3, *map(int, victim.stdout.read().split())][-1]
     victim.wait()
     victim.stdout.close()
-    path = checkpoint.newest(tmp_path)
+    path = checkpoint.latest(tmp_path)
     assert json.loads((path / "state.json").read_text())["step"] >= last
 
 
@@ -219,7 +219,7 @@ def go(model, optimizer, batches, broken=()):
     for number, ids in enumerate(batches):
         part = ids if alone else ids[dist.get_rank()::2].contiguous()
         (model(part, labels=part).loss * (torch.nan if number in broken else 1)).backward()
-        norm = checkpoint.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        norm = checkpoint.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.found_inf = norm.isfinite().logical_not().float()
         optimizer.step()
         optimizer.zero_grad()
@@ -228,11 +228,11 @@ def go(model, optimizer, batches, broken=()):
 
 first = fresh(sharded=True)
 go(*first, batches[:3])
-before = checkpoint.content(*first)
+before = checkpoint.gather_state(*first)
 go(*first, batches[:1], broken=[0])  # infinite gradients move neither weights nor moments
-for a, b in zip(before, checkpoint.content(*first)):
+for a, b in zip(before, checkpoint.gather_state(*first)):
     assert a and all(torch.equal(a[name], b[name]) for name in a)
-mine = checkpoint.content(*first, keep=dist.get_rank() == 0)  # all gather, one keeps
+mine = checkpoint.gather_state(*first, keep=dist.get_rank() == 0)  # all gather, one keeps
 assert all(bool(part) == (dist.get_rank() == 0) for part in mine)
 most, alive = 0, weakref.WeakSet()  # gathered tensors at once, of a process that keeps none
 gather = torch.distributed.tensor.DTensor.full_tensor
@@ -243,16 +243,16 @@ def counted(tensor):
     most = max(most, len(alive))
     return found
 torch.distributed.tensor.DTensor.full_tensor = counted
-checkpoint.content(*first, keep=False)
+checkpoint.gather_state(*first, keep=False)
 assert most <= 2, most
-checkpoint.content(*first)
+checkpoint.gather_state(*first)
 assert most > 20, most
 torch.distributed.tensor.DTensor.full_tensor = gather
 if dist.get_rank() == 0:
     checkpoint.save(folder, 3, before, {{}})
 dist.barrier()
 unbroken = go(*first, batches[3:])
-path = checkpoint.newest(folder)
+path = checkpoint.latest(folder)
 for sharded in (True, False):
     again = fresh(sharded)
     checkpoint.load(path, *again)
@@ -263,8 +263,8 @@ for sharded in (True, False):
 torch.testing.assert_close(go(*fresh(False), batches)[3:], unbroken, rtol=1e-5, atol=0)
 copied = fresh(False, copied=True)
 torch.testing.assert_close(go(*copied, batches)[3:], unbroken, rtol=1e-6, atol=0)
-whole = checkpoint.weights(copied[0].module)
-for name, weight in checkpoint.weights(first[0]).items():
+whole = checkpoint.gather_weights(copied[0].module)
+for name, weight in checkpoint.gather_weights(first[0]).items():
     torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-6)
 print("equal", flush=True)
 dist.barrier()
@@ -336,7 +336,7 @@ def trained(kind, efficient, precision="no", **more):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return checkpoint.weights(model)
+    return checkpoint.gather_weights(model)
 
 first = {{}}
 for kind in ("roformer", "bert"):
@@ -375,9 +375,9 @@ def test_sharded_weights_and_moments_are_saved_whole_and_loaded_into_either_form
 
 def test_tensors_that_are_not_sharded_are_not_copied():
     model, optimizer = trained()
-    weights, moments = checkpoint.content(model, optimizer)
+    weights, moments = checkpoint.gather_state(model, optimizer)
     assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
     state = optimizer.state[model[0].weight]
     assert {"exp_avg", "exp_avg_sq"} < state.keys()
     assert moments["0.exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
-    assert checkpoint.content(model, optimizer, keep=False) == ({}, {})
+    assert checkpoint.gather_state(model, optimizer, keep=False) == ({}, {})

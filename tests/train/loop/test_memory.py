@@ -12,8 +12,8 @@ from tiny import TINY_MODEL, log_rows
 from tiny_tokens import SPECIAL
 from tiny_tokens import store as token_store
 from train.data.batching import Sequences, examples
-from train.loop.flops import measured_peak, step_flops
-from train.loop.memory import fit_micro_batch, longest_batch
+from train.loop.flops import measure_peak_flops, step_flops
+from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
 from train.pretrain import DEFAULT_CONFIG, main
 from train.settings import InputError, PretrainSettings, parse
@@ -36,7 +36,7 @@ def test_operations_of_a_layer_are_those_that_torch_counts():
 
     model = objective()
     model.model.set_attn_implementation("eager")
-    batch = longest_batch(3, 24, 60, 0.15, packed=False)
+    batch = largest_batch(3, 24, 60, 0.15, packed=False)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
     predicted = len(batch["targets"])
@@ -50,7 +50,7 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
     from torch.utils.flop_counter import FlopCounterMode
 
     model = objective(linear_attention=kind, random_features=64)
-    batch = longest_batch(2, 200, 60, 0.15, packed=False)
+    batch = largest_batch(2, 200, 60, 0.15, packed=False)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
     ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["targets"]))
@@ -58,7 +58,7 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
 
 
 def test_the_peak_is_a_rate_of_this_machine():
-    assert 1e8 < measured_peak(torch.device("cpu"), torch.float32) < 1e14
+    assert 1e8 < measure_peak_flops(torch.device("cpu"), torch.float32) < 1e14
 
 
 def dry_run(flags, capsys):
@@ -159,7 +159,7 @@ def test_what_is_tried_divides_what_was_wanted(monkeypatch):
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
 def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
     sequences = Sequences(token_store(np.arange(5, 300), tmp_path), 24)
-    tried = longest_batch(8, 24, 60, rate, packed=False)
+    tried = largest_batch(8, 24, 60, rate, packed=False)
     assert tried["places"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)

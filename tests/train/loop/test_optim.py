@@ -7,7 +7,7 @@ from transformers import get_scheduler
 
 import roformer
 from tiny import TINY_MODEL
-from train.loop.optim import FiniteSteps, adamw, decay_groups, learning_rate, rate_factor
+from train.loop.optim import NonFiniteGuard, adamw, decay_groups, learning_rate, schedule_factor
 from train.settings import SCHEDULES, InputError, OptimSettings
 
 
@@ -28,7 +28,7 @@ def test_matrices_decay_and_vectors_do_not():
     [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")],
 )
 def test_rate_at_a_step_is_that_of_transformers_scheduler(schedule, theirs):
-    rate = rate_factor(schedule, 5, 20)
+    rate = schedule_factor(schedule, 5, 20)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(theirs, optimizer, 5, 20)
     for step in range(20):
@@ -71,13 +71,13 @@ def finite_steps(folder, scaler=None):
     accelerator.scaler = scaler
     model = torch.nn.Linear(3, 3)
     optimizer = accelerator.prepare(adamw(model, 0.1, 0.01))
-    steps = FiniteSteps(optimizer, lambda *told: reports.append(told), folder)
+    steps = NonFiniteGuard(optimizer, lambda *told: reports.append(told), folder)
 
     def move(number, factor):
         for part in (1.0, factor):  # two micro-batches
             loss = model(torch.ones(2, 3)).square().sum() * part
             accelerator.backward(loss)
-            steps.saw(loss)
+            steps.record_loss(loss)
         steps.step(number, accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
     def held():
@@ -101,10 +101,10 @@ def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(bad, t
     assert not any(map(torch.equal, held(), before))
     ((number, in_a_row, lost),) = reports
     assert (number, in_a_row, lost.tolist()) == (1, 1, [False, True])
-    assert steps.settle()
+    assert steps.check_last_step()
     assert len(reports) == 1
     move(3, bad)
-    assert not steps.settle()  # and nothing is saved
+    assert not steps.check_last_step()  # and nothing is saved
 
 
 def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path):
@@ -118,7 +118,7 @@ def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_
     with pytest.raises(
         InputError, match=f"3 steps in a row, the last 6, .* {tmp_path}/step-00000004$"
     ):
-        steps.settle()
+        steps.check_last_step()
     assert [told[:2] for told in reports] == [(0, 1), (1, 2), (3, 1), (4, 2), (5, 3)]
     assert all(map(torch.equal, held(), before))
 
@@ -130,5 +130,5 @@ def test_a_loss_scaler_that_finds_no_scale_ends_the_run(tmp_path):
         move(number, 1.0 if number < 31 and number % 10 == 0 else torch.nan)
     assert not reports
     with pytest.raises(InputError, match="40 steps in a row, the last 71, .* begins again"):
-        steps.settle()
+        steps.check_last_step()
     assert reports[-1][:2] == (70, 40)

@@ -37,7 +37,7 @@ from real_runs import (
 )
 from tiny import ROOT
 from train.loop import checkpoint
-from train.loop.preemption import REASONS, SHORTEST_STALL, Interruptions
+from train.loop.preemption import MIN_STALL_SECONDS, STOP_REASONS, PreemptionHandler
 
 SRUN = """#!/bin/sh
 echo $$ > "$(dirname "$0")/task"
@@ -218,10 +218,10 @@ def test_a_process_whose_output_nobody_reads_any_more_saves_and_leaves(
 def test_a_signal_is_heard_unless_it_is_to_be_ignored(number):
     for before, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):  # the latter by `nohup`
         own = signal.signal(number, before)
-        with Interruptions(time.monotonic(), None) as interruptions:
+        with PreemptionHandler(time.monotonic(), None) as preemption:
             os.kill(os.getpid(), number)
-            told = dict(zip(REASONS, interruptions.told()))
-        assert told == {reason: heard and reason == number.name for reason in REASONS}
+            told = dict(zip(STOP_REASONS, preemption.stop_requests()))
+        assert told == {reason: heard and reason == number.name for reason in STOP_REASONS}
         assert signal.signal(number, own) == before
 
 
@@ -250,7 +250,7 @@ def test_ctrl_c_in_a_terminal_saves_and_again_ends_at_once(pretrain_flags, tmp_p
     assert newest_step(run) == reached(run) >= 3
     assert f"SIGINT: saved after step {newest_step(run)};" in said(tmp_path)
     own = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Interruptions(time.monotonic(), None):
+    with PreemptionHandler(time.monotonic(), None):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -262,7 +262,7 @@ def test_a_launcher_that_died_before_the_first_step_is_noticed_at_it(
     pretrain_flags, tmp_path, start
 ):
     run = tmp_path / "runs" / "tiny"
-    with checkpoint.alone(run):  # so that the process waits before its first step
+    with checkpoint.lock_run_dir(run):  # so that the process waits before its first step
         launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
         wait_for(lambda: "waiting up to" in said(tmp_path))
         (process,) = children(launcher.pid)
@@ -299,7 +299,7 @@ def test_a_rank_that_dies_stops_the_launch(pretrain_flags, tmp_path, start):
     assert torchrun.wait(60) != 0
     assert "Signal 9 (SIGKILL)" in said(tmp_path)
     assert not family(tmp_path)
-    assert checkpoint.newest(run) is not None
+    assert checkpoint.latest(run) is not None
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_a_run_that_was_stopped_goes_on_when_it_is_continued(pretrain_flags, tmp
     launch, run = start(SCRIPT, *flags, **CPU), tmp_path / "runs" / "tiny"
     train_until(launch, run, 0, 2)
     os.kill(launch.pid, signal.SIGSTOP)
-    time.sleep(SHORTEST_STALL + 3)
+    time.sleep(MIN_STALL_SECONDS + 3)
     os.kill(launch.pid, signal.SIGCONT)
     assert launch.wait(PATIENCE) == 0
     assert_same_run(tmp_path / "runs" / "whole", run)

@@ -17,12 +17,12 @@ from tiny import TINY_MODEL
 from train.loop import run_log
 from train.loop.flops import step_flops
 from train.loop.run_log import (
-    NOTHING,
-    Journal,
+    INITIAL_STATE,
+    RunLog,
     changed_settings,
-    environment,
-    forget_after,
-    refuse_other_settings,
+    check_settings_unchanged,
+    collect_environment,
+    truncate_log,
     write_header,
 )
 from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings
@@ -32,11 +32,11 @@ def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     log = tmp_path / "log.jsonl"
     rows = ['{"step": 1}', "\0" * 9, "[]", '{"step": 4}', '{"step": 4, "validation_loss": 1}']
     log.write_text("\n".join([*rows, '{"step": 5}', '{"st']))  # zeros: what a power cut leaves
-    forget_after(log, 4)
+    truncate_log(log, 4)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 4]
 
 
-START = NOTHING | {"step": 0, "tokens": 100, "seconds": 50.0}
+START = INITIAL_STATE | {"step": 0, "tokens": 100, "seconds": 50.0}
 CONFIG = RoFormerConfig(vocab_size=60, **TINY_MODEL)
 BATCHES = ((10.0, 2, 7), (30.0, 8, 9))
 
@@ -48,10 +48,10 @@ def add(journal, loss, predicted, length):
 
 def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with Journal(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
+    with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[0])
         state = {"step": 0} | journal.state(0)
-    with Journal(accelerator, tmp_path, state, 2, CONFIG, 1e12) as journal:
+    with RunLog(accelerator, tmp_path, state, 2, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[1])
         journal.training(2, 0.5, torch.tensor(3.0))
     row = json.loads((tmp_path / "log.jsonl").read_text())
@@ -59,7 +59,7 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
 
 
 def test_a_checkpoint_has_the_loss_measured_at_its_own_step_or_none(tmp_path):
-    with Journal(Accelerator(cpu=True), tmp_path, START, 20, CONFIG, 1e12) as journal:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 20, CONFIG, 1e12) as journal:
         assert journal.state(0)["validation_loss"] is None
         journal.validation(5, {"validation_loss": 1.5})
         assert journal.state(5)["validation_loss"] == 1.5
@@ -70,11 +70,11 @@ def test_a_checkpoint_has_the_loss_measured_at_its_own_step_or_none(tmp_path):
 
 def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with Journal(accelerator, tmp_path, START, 20, CONFIG, 1e12) as journal:
+    with RunLog(accelerator, tmp_path, START, 20, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[0])
         time.sleep(0.2)  # slow steps, and no report before the end
         state = {"step": 9} | journal.state(9)
-    with Journal(accelerator, tmp_path, state, 20, CONFIG, 1e12) as journal:
+    with RunLog(accelerator, tmp_path, state, 20, CONFIG, 1e12) as journal:
         add(journal, *BATCHES[1])
         with journal.clock.paused():
             time.sleep(1.0)
@@ -89,7 +89,7 @@ def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
 
 def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with Journal(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
+    with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as journal:
         for loss, predicted, length in BATCHES:
             add(journal, loss, predicted, length)
         journal.training(2, 0.5, torch.tensor(3.0))
@@ -106,7 +106,7 @@ def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
 
 
 def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):
-    with Journal(Accelerator(cpu=True), tmp_path, START, 4, CONFIG, 1e12) as journal:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 4, CONFIG, 1e12) as journal:
         for step, loss in enumerate((9.0, 3.0, 3.9, 5.0), start=1):
             add(journal, 10 * loss, 10, 7)
             journal.training(step, 0.5, torch.tensor(3.0))
@@ -117,7 +117,7 @@ def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf])
 def test_a_loss_that_is_not_finite_is_left_out_and_the_next_spike_is_seen(lost, tmp_path, capsys):
     micro_batches = [[(30.0, 10), (lost, 90)], [(lost, 90)], [(50.0, 10)]]
-    with Journal(Accelerator(cpu=True), tmp_path, START, 3, CONFIG, 1e12) as journal:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 3, CONFIG, 1e12) as journal:
         for step, parts in enumerate(micro_batches, start=1):
             for loss, predicted in parts:
                 add(journal, loss, predicted, 7)
@@ -167,15 +167,15 @@ def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path):
     with pytest.raises(
         InputError, match="mixed_precision must stay 'no' for the run in .*, got 'bf16'; choose an"
     ):
-        refuse_other_settings(folder, settings, "bf16")
+        check_settings_unchanged(folder, settings, "bf16")
     drifting = dataclasses.replace(settings, run=RunSettings(allow_drift=True))
-    refuse_other_settings(folder, drifting, "bf16")
+    check_settings_unchanged(folder, drifting, "bf16")
     changed = changed_settings(folder, settings, "bf16")
     other = SimpleNamespace(mixed_precision="bf16")
     write_header(folder, settings, other, 7, 7, changed)
     note = "# run.allow_drift changed after step 7: mixed_precision from 'no' to 'bf16'"
     assert (folder / "settings.yaml").read_text().splitlines()[0] == note
-    refuse_other_settings(folder, settings, "bf16")  # from now on it is the run's
+    check_settings_unchanged(folder, settings, "bf16")  # from now on it is the run's
     assert changed_settings(folder, settings, "no") == {"mixed_precision": ("bf16", "no")}
     about = json.loads((folder / "environment.json").read_text())
     assert (about["precision"], about["parameters"]) == ("bf16", 7)
@@ -200,7 +200,7 @@ def test_an_environment_that_was_deleted_is_written_again(tmp_path):
 def test_a_run_goes_on_under_another_name_of_its_folder(tmp_path):
     folder, settings, accelerator = started(tmp_path)
     write_header(folder, settings, accelerator, 0, 7, {})
-    refuse_other_settings(folder, dataclasses.replace(settings, run=RunSettings(name="x")), "no")
+    check_settings_unchanged(folder, dataclasses.replace(settings, run=RunSettings(name="x")), "no")
 
 
 @pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
@@ -212,7 +212,7 @@ def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
 
 
 def test_the_environment_says_what_a_number_needs_beside_it():
-    found = environment(Accelerator(cpu=True))
+    found = collect_environment(Accelerator(cpu=True))
     assert found["torch"] == torch.__version__
     assert found["commit"] != "unknown"
     assert found["machine"]
@@ -226,12 +226,12 @@ def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkey
     for command in (["init", "-q"], ["add", "."], one):
         subprocess.run(["git", "-C", tmp_path, *command], check=True)
     monkeypatch.setattr(run_log, "__file__", str(tmp_path / "train" / "loop" / "journal.py"))
-    clean = run_log.commit.__wrapped__()
+    clean = run_log.git_commit.__wrapped__()
     assert len(clean) == 12
     (tmp_path / "results" / "file").write_text("another line")
-    assert run_log.commit.__wrapped__() == clean
+    assert run_log.git_commit.__wrapped__() == clean
     (tmp_path / "finetune" / "file").write_text("changed")
-    assert run_log.commit.__wrapped__() == f"{clean}-dirty"
+    assert run_log.git_commit.__wrapped__() == f"{clean}-dirty"
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -240,7 +240,7 @@ def test_the_share_of_the_peak_is_of_all_processes_and_of_pairs_in_a_sequence(
 ):
     monkeypatch.setattr(Accelerator, "num_processes", processes)
     batch = {"targets": torch.zeros(30), "attention_mask": torch.ones(2, 50)}
-    with Journal(Accelerator(cpu=True), tmp_path, START, 1, CONFIG, 1e6) as journal:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 1, CONFIG, 1e6) as journal:
         journal.add(torch.tensor(9.0), torch.tensor(1), batch)
         journal.training(1, 0.5, torch.tensor(3.0))
     row = json.loads((tmp_path / "log.jsonl").read_text())
