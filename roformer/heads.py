@@ -26,8 +26,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .input_checks import require_shape
-from .layers import RoFormerOnlyMLMHead
-from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
+from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
 

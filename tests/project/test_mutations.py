@@ -11,7 +11,7 @@ from tiny import ROOT
 
 MUTATIONS = {
     "query turned backwards": (
-        "layers.py",
+        "modeling_roformer.py",
         "q = rotate(q, where, self.interleave)",
         "q = rotate(q, where * where.new_tensor([1, -1]), self.interleave)",
     ),
@@ -41,7 +41,7 @@ MUTATIONS = {
         "turns.to(arithmetic(dtype))",
     ),
     "no dropout in attention": (
-        "layers.py",
+        "modeling_roformer.py",
         "dropout=self.dropout.p if self.dropout.training else 0.0",
         "dropout=0.0",
     ),

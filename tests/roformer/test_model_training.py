@@ -21,7 +21,7 @@ from roformer import (
     RoFormerForTokenClassification,
     RoFormerModel,
 )
-from roformer.layers import _keeps_tensors
+from roformer.modeling_roformer import _keeps_tensors
 from tiny import TINY_MODEL, command, enlarge
 from train.bench.speed import Kept
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import roformer
-from roformer import layers, modeling_roformer
+from roformer import modeling_roformer
 from roformer.kernels import attention, dropout, linear
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import borders_of
@@ -227,7 +227,7 @@ def without_positions(step: Step) -> Step:
     def tables(positions: Tensor, *rest: object) -> Tensor:
         return torch.zeros(*positions.shape, 1, 2, device=positions.device)
 
-    same = (layers, "rotate", lambda x, *rest: x)
+    same = (modeling_roformer, "rotate", lambda x, *rest: x)
     return with_other(step, same, (modeling_roformer, "rotation_table", tables))
 
 

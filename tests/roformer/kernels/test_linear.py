@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.kernels import linear
-from roformer.layers import RoFormerIntermediate
+from roformer.modeling_roformer import RoFormerIntermediate
 
 FIELDS = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
           "intermediate_size": 96}  # fmt: skip
