@@ -1,203 +1,202 @@
-"""Figures of a table: a dot for every seed, the mean over seeds and its 95 % t interval.
+"""Figures of a group: a dot for every seed, the mean over seeds and its 95 % t interval."""
 
-Drawn without a screen, byte for byte the same every time. In the SVG, text and axes take the colour
-of the page around them.
-"""
-
-import io
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from finetune.report.cells import Cell, Row, number
-from finetune.report.page import Picture
+from finetune.report.differences import Difference
+from finetune.report.runs import BASELINE, TaskGroup, format_number, seed_scores
+from finetune.report.runs import shown_configurations as shown
 from finetune.report.statistics import t_interval
-from finetune.report.tables import BEST, Table, sweeps, without_rates
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Okabe and Ito's, which the colour-blind tell apart; without the two that vanish on a page."""
-INK = "#010203"  # stands for the page's own colour of text until the SVG is written
-LOOK: dict[Any, Any] = {
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+MARKERS = "os^Dv"
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": INK,
-    "grid.alpha": 0.15,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
+    "grid.alpha": 0.3,
     "text.parse_math": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor",
-                     "xtick.color", "ytick.color"), INK),
-}  # fmt: skip
+}
 UNIT = "headline metric × 100"  # noqa: RUF001
+SEEDS = "A dot for each seed, the mean, and its 95 % t interval over seeds"
 
 
-def draw(table: Table, folder: Path) -> list[Picture]:
-    """Write report-GROUP-WHAT.png for each figure that the table has something for.
+@dataclass(frozen=True)
+class Picture:
+    """A figure on disk: name of the PNG file, and its caption."""
 
-    Returns:
-        The same as SVG.
-    """
+    file: str
+    caption: str
+
+
+def draw_figures(
+    group: TaskGroup, pairs: Sequence[Difference], controls: Sequence[Difference], folder: Path
+) -> list[Picture]:
+    """Write report-GROUP-{scores,differences,rates}.png, as far as there is something to draw."""
+    captions = {
+        "scores": f"{SEEDS}; the dashed line is the majority baseline.",
+        "differences": f"Differences. {SEEDS}; the line at 0 is no difference.",
+        "rates": f"Sensitivity to the learning rate. {SEEDS}.",
+    }
+    figures: dict[str, Callable[[], Figure | None]] = {
+        "scores": lambda: draw_scores(group),
+        "differences": lambda: draw_differences(group, pairs, controls),
+        "rates": lambda: draw_rates(group),
+    }
     pictures = []
-    seeds = "A dot for each seed, the mean, and its 95 % t interval over seeds"
-    for what, caption, make in (
-        ("scores", f"{seeds}; the dashed line is the majority baseline.", draw_scores),
-        ("differences", f"Differences. {seeds}; the line at 0 is no difference.", draw_differences),
-        ("rates", f"Sensitivity to the learning rate. {seeds}.", draw_rates),
-    ):
-        with mpl.rc_context(LOOK):
-            figure = make(table)
+    with mpl.rc_context(STYLE):
+        for name, draw in figures.items():
+            figure = draw()
             if figure is not None:
-                name = f"report-{table.group}-{what}"
-                figure.savefig(folder / f"{name}.png", dpi=150, facecolor="white")
-                figure.set_layout_engine("none")  # it is laid out
-                stream = io.StringIO()
-                figure.savefig(stream, format="svg", transparent=True)
-                svg = stream.getvalue().replace(INK, "currentColor")
-                pictures.append(Picture(name, caption, svg))
+                file = f"report-{group.name}-{name}.png"
+                figure.savefig(folder / file, dpi=150, facecolor="white")
+                pictures.append(Picture(file, captions[name]))
     return pictures
 
 
-def panels(
+def draw_scores(group: TaskGroup) -> Figure | None:
+    """A panel for each task, a row for each configuration; of several rates the best."""
+    if group.runs["score"].isna().all():
+        return None
+    cells = {(row, label): runs for row, label, runs in group.cells()}
+    configurations, styles = shown(group), _styles(group.runs)
+    names = [textwrap.fill(name, 36) for name in configurations]
+    lines = sum(name.count("\n") + 1.6 for name in names)
+    figure, axes = _panels(len(group.titles), 0.8 + 0.15 * lines, sharey=True)
+    for axis, (label, title) in zip(axes, group.titles.items()):
+        for place, configuration in enumerate(configurations):
+            runs = cells.get((configuration, label))
+            scores = {} if runs is None else seed_scores(runs)
+            if runs is not None and scores:
+                style = styles[runs["model"].iloc[0], runs["tokenizer"].iloc[0]]
+                hollow: dict[str, Any] = (
+                    {"markerfacecolor": "none"} if runs["kind"].iloc[0] == "random" else {}
+                )
+                _mark(axis, place, list(scores.values()), **style, **hollow)
+        if (BASELINE, label) in cells:
+            baseline = cells[BASELINE, label]["score"].iloc[0]
+            axis.axvline(baseline, color="black", ls="--", lw=1)
+        _finish(axis, title, UNIT, names)
+    return figure
+
+
+def draw_differences(
+    group: TaskGroup, pairs: Sequence[Difference], controls: Sequence[Difference]
+) -> Figure | None:
+    """A panel for each difference, a row for each task and one for their average."""
+    differences = [difference for difference in (*pairs, *controls) if difference.tasks]
+    if not differences:
+        return None
+    most = max(len(difference.tasks) for difference in differences)
+    figure, axes = _panels(len(differences), 1.5 + 0.24 * most, width=3.7, margin=0.3)
+    for axis, difference in zip(axes, differences):
+        color = COLORS[0] if difference in pairs else COLORS[2]
+        names = []
+        for place, (label, comparison) in enumerate(difference.comparisons()):
+            marker = "D" if label == "average" else "o"
+            _mark(axis, place, list(comparison.differences.values()), color=color, fmt=marker)
+            names.append(textwrap.fill(group.titles.get(label, label), 18))
+        axis.axvline(0, color="black", lw=1)
+        _finish(axis, textwrap.fill(difference.title, 32), f"difference, {UNIT}", names)
+    return figure
+
+
+def draw_rates(group: TaskGroup) -> Figure | None:
+    """A panel for each task that was run with several rates, a line for each pretrained model."""
+    runs = group.runs[group.runs["kind"] == "model"]
+    selected = runs[runs["best_of"] != ""].drop_duplicates(["family", "label"])
+    labels = [label for label in group.titles if label in set(selected["label"])]
+    if not labels:
+        return None
+    figure, axes = _panels(len(labels), 3.0, width=3.7, margin=0.3)
+    styles, single = _styles(group.runs), runs[runs["best_of"] == ""].dropna(subset="score")
+    for axis, label in zip(axes, labels):
+        families = selected.loc[selected["label"] == label, "family"].tolist()
+        tried = single[(single["label"] == label) & single["family"].isin(families)]
+        for turn, family in enumerate(families):
+            # models side by side at each rate, so that they do not hide each other's dots
+            shift = 1 + (turn - (len(families) - 1) / 2) * min(0.02, 0.1 / len(families))
+            _draw_rate_line(axis, tried[tried["family"] == family], shift, styles)
+        rates = sorted(tried["learning_rate"].unique().tolist())
+        axis.set_xscale("log")
+        axis.margins(x=0.08)
+        axis.set_xticks(rates, [format_number(rate) for rate in rates], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.set(xlabel="peak learning rate", ylabel=UNIT, title=group.titles[label])
+        axis.grid()
+    handles = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels())}
+    names = [textwrap.fill(name, 70) for name in handles]
+    figure.legend(handles.values(), names, loc="outside lower center", frameon=False)
+    return figure
+
+
+def _draw_rate_line(
+    axis: Axes, runs: pd.DataFrame, shift: float, styles: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    """Learning rate times `shift` against score, for one model on one task."""
+    if runs.empty:
+        return
+    first = runs.iloc[0]
+    style = styles[first["model"], first["tokenizer"]]
+    means = runs.groupby("learning_rate")["score"].mean()
+    line = {"color": style["color"], "marker": style["fmt"], "ls": "--" if first["mnli"] else "-"}
+    axis.plot(means.index * shift, means, label=first["family"], **line)
+    for rate, of_rate in runs.groupby("learning_rate"):
+        _mark(axis, rate * shift, of_rate["score"].tolist(), vertical=True, **style)
+
+
+def _mark(
+    axis: Axes, position: float, values: Sequence[float], vertical: bool = False, **style: Any
+) -> None:
+    """Dots for at least one value at one position, and their mean with its interval."""
+    mean = float(np.mean(values))
+    low, high = t_interval(values) if len(values) > 1 else (mean, mean)
+    reach = [[mean - low], [high - mean]] if low < high else None
+    positions = [position] * len(values)
+    x, y = (positions, values) if vertical else (values, positions)
+    axis.scatter(x, y, s=12, color=style["color"], alpha=0.45, linewidths=0)
+    style = {"fmt": "o", "markersize": 6, "capsize": 3, "elinewidth": 1.6, **style}
+    if vertical:
+        axis.errorbar(position, mean, yerr=reach, **style)
+    else:
+        axis.errorbar(mean, position, xerr=reach, **style)
+
+
+def _styles(runs: pd.DataFrame) -> dict[tuple[str, str], dict[str, Any]]:
+    """Colour and marker of each model and tokenizer."""
+    models = sorted(set(zip(runs["model"], runs["tokenizer"])))
+    return {
+        model: {"color": COLORS[i % len(COLORS)], "fmt": MARKERS[i // len(COLORS) % len(MARKERS)]}
+        for i, model in enumerate(models)
+    }
+
+
+def _panels(
     count: int, height: float, width: float = 2.9, margin: float = 2.2, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, at most 3 beside each other, of so many inches."""
+    """A figure with `count` panels, at most three in a row; sizes in inches."""
     columns = min(3, count)
     rows = -(-count // columns)
-    size = (width * columns + margin, rows * height + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(width * columns + margin, rows * height + 0.3), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
     for empty in axes[count:]:
         empty.remove()
     return figure, axes[:count]
 
 
-def looks(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Any]]:
-    """A colour for each model, and another shape where the colours begin anew."""
-    sides = sorted({row.key.side for row in rows if row.kind != "majority"})
-    turns = [divmod(i, len(COLORS)) for i in range(len(sides))]
-    return {side: {"color": COLORS[i], "fmt": "os^Dv"[n % 5]} for side, (n, i) in zip(sides, turns)}
-
-
-def mark(
-    axes: Axes, place: float, values: Collection[float], upright: bool = False, **look: Any
-) -> None:
-    """Dots for some values at one place, and on them the mean with its interval.
-
-    Args:
-        axes: Panel.
-        place: Height of the row, or where on the x-axis if `upright`.
-        values: At least one.
-        upright: Whether values lie along y.
-        look: For `errorbar`; `color` is that of the dots as well.
-    """
-    sample = np.array(list(values))
-    mean = sample.mean()
-    low, high = t_interval(sample) if len(sample) > 1 else (mean, mean)
-    reach = [[max(0.0, mean - low)], [max(0.0, high - mean)]] if low < high else None
-    look = {"fmt": "o", "markersize": 6, "capsize": 3, "elinewidth": 1.6, **look}
-    places = np.full(len(sample), place)
-    if upright:
-        axes.scatter(places, sample, s=12, color=look["color"], alpha=0.45, linewidths=0)
-        axes.errorbar(place, mean, yerr=reach, **look)
-    else:
-        axes.scatter(sample, places, s=12, color=look["color"], alpha=0.45, linewidths=0)
-        axes.errorbar(mean, place, xerr=reach, **look)
-
-
-def draw_scores(table: Table) -> Figure | None:
-    """A panel for each task, a line for each row; rates that were tried appear as the best."""
-    rows = without_rates(table.rows)
-    if not any(cell.scored for row in rows for cell in row.cells.values()):
-        return None
-    names = [textwrap.fill(row.name, 36) for row in rows]
-    lines = sum(name.count("\n") + 1.6 for name in names)
-    figure, axes = panels(len(table.labels), 0.8 + 0.15 * lines, sharey=True)
-    models, floors = looks(rows), table.rows[-1].cells
-    for axis, (label, title) in zip(axes, table.labels.items()):
-        for place, row in enumerate(rows):
-            if label in row.cells and row.cells[label].scored:
-                hollow: dict[str, Any] = {"markerfacecolor": "none"} if row.kind == "random" else {}
-                values = row.cells[label].headlines.values()
-                mark(axis, place, values, **models[row.key.side], **hollow)
-        if label in floors:
-            axis.axvline(next(iter(floors[label].headlines.values())), color=INK, ls="--", lw=1)
-        finish(axis, title, UNIT, names)
-    return figure
-
-
-def draw_differences(table: Table) -> Figure | None:
-    """A panel for each difference: tasks from above, their average last."""
-    pairs = [x for x in (*table.pairs, *table.controls) if x.tasks]
-    if not pairs:
-        return None
-    most = max(len(difference.tasks) for difference in pairs)
-    figure, axes = panels(len(pairs), 1.5 + 0.24 * most, width=3.7, margin=0.3)
-    for axis, difference in zip(axes, pairs):
-        shown = [(table.labels[label], c, "o") for label, c in difference.tasks.items()]
-        shown += [("average", difference.average, "D")] if difference.average else []
-        for place, (_, comparison, shape) in enumerate(shown):
-            color = COLORS[0] if difference in table.pairs else COLORS[2]
-            mark(axis, place, comparison.differences.values(), color=color, fmt=shape)
-        axis.axvline(0, color=INK, lw=1)
-        names = [textwrap.fill(name, 18) for name, *_ in shown]
-        finish(axis, textwrap.fill(difference.title, 32), f"difference, {UNIT}", names)
-    return figure
-
-
-def draw_rates(table: Table) -> Figure | None:
-    """A panel for each task that was run with several rates, a line for each pretrained model."""
-    found = [(best, rates) for best, rates in sweeps(table.rows) if best.kind == "model"]
-    labels = [label for label in table.labels if any(label in best.cells for best, _ in found)]
-    if not labels:
-        return None
-    figure, axes = panels(len(labels), 3.0, width=3.7, margin=0.3)
-    models = looks(table.rows)
-    for axis, label in zip(axes, labels):
-        lines = [(best, [row.cells[label] for row in rates if label in row.cells])
-                 for best, rates in found if label in best.cells]  # fmt: skip
-        rates = sorted({cell.rate for _, cells in lines for cell in cells})
-        for turn, (best, cells) in enumerate(lines):
-            # beside each other: models at one rate would hide each other's dots
-            shift = 1 + (turn - (len(lines) - 1) / 2) * min(0.02, 0.1 / len(lines))
-            draw_rate_line(axis, best, cells, shift, models[best.key.side])
-        axis.set_xscale("log")
-        axis.margins(x=0.08)
-        axis.set_xticks(rates, [number(rate) for rate in rates], minor=False)
-        axis.set_xticks([], minor=True)
-        axis.set(xlabel="peak learning rate", ylabel=UNIT, title=table.labels[label])
-        axis.grid()
-    handles = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels())}
-    shown = {textwrap.fill(name, 70): line for name, line in handles.items()}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", frameon=False)
-    return figure
-
-
-def draw_rate_line(
-    axis: Axes, best: Row, cells: Sequence[Cell], shift: float, look: dict[str, Any]
-) -> None:
-    """One model on one task: rate times `shift` against score."""
-    scored = sorted((cell for cell in cells if cell.scored), key=lambda cell: cell.rate)
-    means = [np.mean(list(cell.headlines.values())) for cell in scored]
-    name = best.name.replace(BEST.format(best.key.rates), "").replace(", , ", ", ").rstrip(", ")
-    dash = "--" if best.key.mnli else "-"
-    axis.plot([x.rate * shift for x in scored], means, dash, color=look["color"], label=name,
-              marker=look["fmt"])  # fmt: skip
-    for cell in scored:
-        mark(axis, cell.rate * shift, cell.headlines.values(), upright=True, **look)
-
-
-def finish(axis: Axes, title: str, unit: str, names: Sequence[str]) -> None:
-    """A panel whose rows have names and go from above."""
-    axis.set_title(title)
-    axis.set_xlabel(unit)
+def _finish(axis: Axes, title: str, unit: str, names: Sequence[str]) -> None:
+    """Title, unit and row names of a panel whose rows are numbered from the top."""
+    axis.set(title=title, xlabel=unit, ylim=(len(names) - 0.5, -0.5))
     axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(axis="x")

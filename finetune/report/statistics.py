@@ -1,8 +1,8 @@
-"""Two models compared seed by seed: how large the difference is, and how sure one can be of it.
+"""Paired comparison of two configurations over seeds: intervals, tests, effect sizes.
 
-The seeds are those of fine-tuning (head, order of examples, dropout) of two fixed checkpoints, or
-those of pretraining, with a mean over fine-tuning each. The validation examples are fixed: what
-another sample of them would change is not covered.
+The seeds are those of fine-tuning (classification head, order of examples, dropout) of two fixed
+checkpoints, or those of pretraining, each represented by its mean over fine-tuning. The validation
+examples are fixed: the variance from sampling other examples is not covered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Comparison:
-    """First minus second over the seeds that both have a score for.
+    """First minus second over the seeds for which both have a score.
 
     Attributes:
         differences: Seed -> difference.
-        tried: Seeds that either side was run with; some may lack a score, or a partner.
+        tried: Number of seeds either side was run with, scored or not.
         mean: Mean difference.
         median: Median difference.
-        std: Sample standard deviation; None for a single seed, as all that follow.
+        std: Sample standard deviation; like all that follow None for a single seed.
         t_interval: 95 % interval of the mean by Student's t.
         p: Two-sided p-value of the paired t-test.
         p_holm: The same after Holm's correction over the tasks of one comparison.
         cohen_dz: Mean over standard deviation of the differences.
-        hedges_gz: The same without its bias at few seeds; None for fewer than three.
-        why: Why there is no interval and no test; empty when there are.
+        hedges_gz: Cohen's d_z with the small-sample correction; None for fewer than three seeds.
+        why: Reason that there is no interval and no test; empty if there are.
     """
 
     differences: dict[int, float]
@@ -51,36 +51,33 @@ class Comparison:
 
 
 def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int) -> Comparison:
-    """First minus second, seed by seed.
+    """Compare two sets of scores seed by seed.
 
     Args:
         first: Seed -> score.
-        second: The same of the other model; at least one seed is in both.
-        tried: Seeds that either side was run with.
+        second: Seed -> score of the other side; at least one seed is in both.
+        tried: Number of seeds either side was run with.
 
     Returns:
-        The comparison; without a test where one pair, or equal differences, leave nothing to test.
+        First minus second; without interval and test for a single pair or constant differences.
     """
     seeds = sorted(first.keys() & second.keys())
-    a, b = (np.array([side[seed] for seed in seeds]) for side in (first, second))
-    values = a - b
-    whole = Comparison(
-        dict(zip(seeds, values.tolist())), tried, float(values.mean()), float(np.median(values))
-    )
+    values = np.array([first[seed] - second[seed] for seed in seeds])
+    differences = dict(zip(seeds, values.tolist()))
+    comparison = Comparison(differences, tried, float(values.mean()), float(np.median(values)))
     if len(values) < 2:
-        return replace(whole, why="there is one pair")
+        return replace(comparison, why="there is one pair")
     if np.allclose(values, values[0], rtol=0, atol=1e-9):
-        return replace(whole, std=0.0, why="all pairs differ by the same")
-    test = stats.ttest_rel(a, b)
-    std, freedom = float(values.std(ddof=1)), len(values) - 1
-    effect = whole.mean / std
+        return replace(comparison, std=0.0, why="all pairs differ by the same")
+    std, degrees = float(values.std(ddof=1)), len(values) - 1
+    effect = comparison.mean / std
     return replace(
-        whole,
+        comparison,
         std=std,
         t_interval=t_interval(values),
-        p=float(test.pvalue),
+        p=float(stats.ttest_1samp(values, 0.0).pvalue),
         cohen_dz=effect,
-        hedges_gz=effect * (1 - 3 / (4 * freedom - 1)) if freedom > 1 else None,
+        hedges_gz=effect * (1 - 3 / (4 * degrees - 1)) if degrees > 1 else None,
     )
 
 
@@ -92,7 +89,7 @@ def t_interval(values: ArrayLike) -> Interval:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the p-values of a family, for its chance of any false alarm."""
+    """Correct the p-values of a family for its family-wise error rate (Holm 1979, step-down)."""
     order = np.argsort(p_values, kind="stable")
     factors = np.arange(len(p_values), 0, -1)
     corrected = np.empty(len(p_values))
@@ -101,8 +98,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def corrected(family: Mapping[Key, Comparison]) -> dict[Key, Comparison]:
-    """The comparisons of a family with `p_holm` filled in where there is a p-value."""
+def holm_corrected(family: Mapping[Key, Comparison]) -> dict[Key, Comparison]:
+    """Fill in `p_holm` of the comparisons of a family that have a p-value."""
     tested = {key: c.p for key, c in family.items() if c.p is not None}
     values = dict(zip(tested, holm(list(tested.values()))))
     return {key: replace(c, p_holm=values.get(key)) for key, c in family.items()}

@@ -1,16 +1,15 @@
-"""Results with every kind of run: `PYTHONPATH=. python tests/support/tiny_results.py FOLDER`."""
+"""Results with every kind of run, and the report of given lines."""
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from finetune.report.tables import build_tables
-from finetune.results import RUN_KEY, prediction_file, write_predictions
-from finetune.tasks import TASKS, Task
+from finetune.report.report import GroupReport, compare_groups
+from finetune.results import RUN_KEY
+from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
 RECIPE = {
@@ -139,38 +138,16 @@ def replace(lines: list[dict[str, Any]], other: dict[str, Any]) -> None:
     lines[place] = other
 
 
-def predictions(results: str, result: dict[str, Any], rows: int = 60) -> None:
-    """Predictions of a run, right for about as many rows as its score says."""
-    task: Task = TASKS[result["task"]]
-    draw = np.random.default_rng(result["seed"])
-    for split in task.validation_splits:
-        labels = (
-            draw.integers(0, task.num_labels, rows) if task.labels else draw.uniform(0, 5, rows)
-        )
-        logits = draw.normal(0, 1, (rows, task.num_labels)).astype(np.float32)
-        if task.labels:
-            logits[np.arange(rows), labels] += 1.0
-        write_predictions(prediction_file(results, result, split), labels, logits)
-
-
-if __name__ == "__main__":
-    made = grid()
-    file = write(Path(sys.argv[1]), made)
-    for result in made:
-        if result["status"] == "done" and result["task"] in ("mrpc", "mnli", "cola"):
-            predictions(file, result)
-
-
-def table(lines, group: str = "official", pair=None):
-    (found,) = (x for x in build_tables(lines, pair) if x.group == group)
+def report(lines, group: str = "official", pair=None) -> GroupReport:
+    (found,) = (x for x in compare_groups(lines, pair) if x.group.name == group)
     return found
 
 
-def texts(grid) -> dict[str, dict[str, str]]:
+def texts(table) -> dict[str, dict[str, str]]:
     """Row's name -> column -> text."""
-    rows = {row[0].text: [entry.text for entry in row[1:]] for row in grid.rows}
-    assert len(rows) == len(grid.rows)
-    return {name: dict(zip(grid.heads[1:], cells)) for name, cells in rows.items()}
+    frame = table.frame.set_index(table.frame.columns[0])
+    assert frame.index.is_unique
+    return frame.to_dict("index")
 
 
 def seeds(model: str, task: str, values, **changes) -> list[dict]:

@@ -6,29 +6,21 @@ from collections import Counter
 import html5lib
 import numpy as np
 import pytest
-from sklearn.metrics import confusion_matrix
 
-from finetune.report.page import confusion
 from finetune.report.report import ReportSettings, main
-from finetune.report.tables import build_tables
-from finetune.results import prediction_file, read_predictions, read_results, run_name
-from tiny_results import BERT, ROFORMER, grid, line, predictions, write
+from finetune.results import read_results, run_name
+from tiny_results import BERT, ROFORMER, grid, line, write
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The report of a whole grid, with predictions of two tasks."""
+    """The report of a grid with every kind of run."""
     place = tmp_path_factory.mktemp("report")
     lines = [x | {"command": x.get("command", "") + " --note '<b>&'"} for x in grid()]
-    lines = [x for x in lines if x["task"] not in ("sst2", "qqp", "cola", "qnli")]
-    file = write(place, lines)
-    for result in lines:
-        if result["status"] == "done" and result["task"] in ("mrpc", "mnli", "stsb"):
-            predictions(file, result)
-    main(ReportSettings(file))
+    lines = [x for x in lines if x["task"] not in ("sst2", "qqp", "cola", "qnli", "stsb")]
+    main(ReportSettings(write(place, lines)))
     return place
 
 
@@ -52,7 +44,7 @@ def test_the_page_is_valid_and_says_what_it_is(document):
     names = [meta.attrib.get("name") for meta in elements(document, "meta")]
     assert "viewport" in names
     tables = elements(document, "table")
-    assert len(tables) == len(elements(document, "caption")) > 50
+    assert len(tables) == len(elements(document, "caption")) > 20
     for table in tables:
         scopes = {cell.attrib.get("scope") for cell in table.iter(XHTML + "th")}
         assert scopes == {"row", "col"}
@@ -60,113 +52,63 @@ def test_the_page_is_valid_and_says_what_it_is(document):
         assert len(elements(document, name)) == 1
 
 
-def test_the_page_loads_nothing_and_runs_nothing(folder, document):
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    loading = {"script", "link", "img", "iframe", "object", "embed", "video", "audio", "base"}
+def test_the_page_is_one_file_that_loads_and_runs_nothing(folder, document):
+    loading = {"script", "link", "iframe", "object", "embed", "video", "audio", "base"}
     assert not loading & {str(x.tag).split("}")[-1] for x in document.iter()}
-    assert not re.search(r"url\((?!#)|@import|expression\(", text)
     for element in document.iter():
         for name, value in element.attrib.items():
             assert not name.startswith("on")
-            if name.split("}")[-1] in ("href", "src", "action", "data"):
-                assert value.startswith("#")
-    outside = set(re.findall(r"https?://[^\s\"'<>)]+", text))
-    assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+            if name in ("href", "src", "action", "data"):
+                assert value.startswith(("#", "data:image/png;base64,"))
+    text = (folder / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in text
+    assert not re.findall(r"url\(|@import|https?://", text)
+    pictures = elements(document, "img")
+    assert len(pictures) == len(list(folder.glob("report-*.png"))) == 7
+    assert all(picture.attrib["alt"] for picture in pictures)
 
 
-def test_every_id_is_unique_and_every_link_leads_somewhere(document):
+def test_every_row_leads_to_the_commands_that_made_it(document, folder):
     ids = Counter(x.attrib["id"] for x in document.iter() if "id" in x.attrib)
     assert ids.most_common(1)[0][1] == 1
-    links = {
-        value[1:]
-        for element in document.iter()
-        for name, value in element.attrib.items()
-        if name.split("}")[-1] == "href"
-    }
-    assert links <= ids.keys()
-    drawings = list(document.iter(SVG + "svg"))
-    assert len(drawings) == 7  # scores and differences of three groups, rates of the official one
-    uses = {v[5:-1] for d in drawings for x in d.iter() for v in x.attrib.values() if "url(" in v}
-    assert uses
-    assert uses <= ids.keys()
-    assert all(drawing.attrib["aria-label"] for drawing in drawings)
-
-
-def test_every_number_leads_to_the_commands_that_made_it(document, folder):
-    parents = {child: parent for parent in document.iter() for child in parent}
     places = {x.attrib["id"]: x for x in document.iter() if "id" in x.attrib}
-    numbers = 0
-    for section in elements(document, "section"):
-        if section.attrib["id"] not in ("official", "reduced", "demo", "paper"):
-            continue
-        for cell in section.iter(XHTML + "td"):
-            row = text_of(parents[cell])
-            if not re.search(r"\d", text_of(cell)) or "as printed" in row:
-                continue
-            numbers += 1
-            (link,) = cell.iter(XHTML + "a")
-            place = places[link.attrib["href"][1:]]
-            # a cell's or a run's commands, or links to the two sides of a difference
-            found = [text_of(code) for code in place.iter(XHTML + "code")]
-            onward = list(place.iter(XHTML + "a"))
-            heading = place.tag == XHTML + "h3" or place.attrib["id"] == "notes"
-            assert (
-                heading
-                or len(onward) == 2
-                or all("glue.py" in x or x == "none was kept" for x in found)
-            )
-    assert numbers > 150
-    commands = {text_of(code) for code in elements(document, "code")}
+    linked = set()
+    for link in elements(document, "a"):
+        place = places[link.attrib["href"][1:]]
+        if place.tag == XHTML + "div":
+            (caption,) = place.iter(XHTML + "caption")
+            assert text_of(caption) == text_of(link)
+            linked.add(link.attrib["href"][1:])
+    assert linked == {name for name in places if name.startswith("runs-")}
+    for section in ("official", "reduced", "demo"):
+        names = [text_of(row[0]) for row in next(places[section].iter(XHTML + "tbody"))]
+        plain = [row[0] for row in next(places[section].iter(XHTML + "tbody")) if not len(row[0])]
+        assert {text_of(x) for x in plain} <= {x for x in names if "best of" in x} | {
+            "majority baseline"
+        }
+    commands = {text_of(row[-1]) for row in elements(places["runs"], "tr")}
     lines = read_results(str(folder / "results.jsonl"))
-    assert {x["command"] for x in lines if x["status"] != "failed"} <= commands
+    assert {x["command"] for x in lines} <= commands
 
 
-def test_a_cell_leads_to_exactly_its_runs(document, folder):
-    (official,) = (x for x in elements(document, "section") if x.attrib["id"] == "official")
-    places = {x.attrib["id"]: x for x in document.iter() if "id" in x.attrib}
-    rows = next(official.iter(XHTML + "tbody"))
-    names = {text_of(row[0]).replace("\N{WORD JOINER}", ""): row for row in rows}
-    row = names["small-bert (bert), rate 5e-5, length 512"]
-    (cell,) = (x for x in row if "4\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}5" in text_of(x))
-    (link,) = cell.iter(XHTML + "a")
-    runs = places[link.attrib["href"][1:]]
-    outcomes = [text_of(x[1]) for x in next(runs.iter(XHTML + "tbody"))]
-    assert outcomes == ["done", "done", "done", "diverged", "done"]
-
-
-def test_matrices_count_what_scikit_learn_counts(folder, document):
-    file = str(folder / "results.jsonl")
-    lines = read_results(file)
-    (table,) = (x for x in build_tables(lines) if x.group == "official")
-    cell = table.rows[0].cells["mnli"]
-    counts, runs = confusion(cell, "validation_matched", file)
-    files = [prediction_file(file, run, "validation_matched") for run in cell.runs]
-    kept = [read_predictions(x) for x in files]
-    labels = np.concatenate([label for label, _ in kept])
-    classes = np.concatenate([logits.argmax(axis=1) for _, logits in kept])
-    assert runs == 5
-    assert counts.tolist() == confusion_matrix(labels, classes, labels=[0, 1, 2]).tolist()
-    captions = [text_of(x) for x in elements(document, "caption")]
-    assert "MNLI m/mm matched, 5 of 5 seeds" in captions
-    assert not any(x.startswith("STS-B,") and x.endswith("seeds") for x in captions)  # no classes
-
-
-def test_predictions_that_cannot_be_read_are_one_warning(tmp_path, capsys):
-    lines = [line(BERT, "rte", 0.6, seed=seed) for seed in (0, 1)]
-    file = write(tmp_path, lines)
-    for result in lines:
-        predictions(file, result)
-    prediction_file(file, lines[1], "validation").write_bytes(b"torn")
-    cell = build_tables(lines)[0].rows[0].cells["rte"]
-    assert confusion(cell, "validation", file)[1] == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_a_row_leads_to_exactly_its_runs(document):
+    runs = next(x for x in document.iter() if x.attrib.get("id") == "runs")
+    name = "small-bert (bert), rate 5e-5, length 512"
+    (table,) = (x for x in elements(runs, "table") if text_of(x[0]) == name)
+    cells = [[text_of(x) for x in row] for row in next(table.iter(XHTML + "tbody"))]
+    assert [row[2] for row in cells if row[0] == "RTE, accuracy"] == [
+        "done", "done", "done", "diverged", "done"
+    ]  # fmt: skip
+    assert [row[1] for row in cells] == list("01234") * 2
 
 
 def test_json_and_csv_hold_every_metric_of_every_run(folder):
     report = json.loads((folder / "report.json").read_text())
     lines = {run_name(x)[-10:]: x for x in read_results(str(folder / "results.jsonl"))}
     assert report["runs"].keys() == lines.keys()
+    assert {x["error"] for x in report["runs"].values() if x["status"] == "diverged"} == {
+        "gradient not finite (41)"
+    }
     found = 0
     for record in report["scores"]:
         if record["kind"] == "majority" or record["task"] == "average" or record["split"] == "all":

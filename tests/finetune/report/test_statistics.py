@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 from scipy.special import gammaln
 
-from finetune.report.statistics import compare, corrected, holm, t_interval
+from finetune.report.statistics import compare, holm, holm_corrected, t_interval
 
 
 def scores(seed: int, count: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -88,7 +88,7 @@ def test_holm_is_the_worked_example_and_never_below_the_plain_value():
 
 def test_the_family_of_the_correction_is_those_that_were_tested():
     tested = {name: compare(*scores(seed, 5), 5) for name, seed in (("a", 0), ("b", 1))}
-    family = corrected(tested | {"single": compare({0: 1.0}, {0: 2.0}, 1)})
+    family = holm_corrected(tested | {"single": compare({0: 1.0}, {0: 2.0}, 1)})
     assert family["single"].p_holm is None
     plain = [tested["a"].p, tested["b"].p]
     assert [family["a"].p_holm, family["b"].p_holm] == holm(plain)
