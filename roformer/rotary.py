@@ -5,14 +5,10 @@ Pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper; Llama a
 coordinate i with i + D/2, which is the same rotation of permuted coordinates (`half_split_order`).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-from .kernels.dispatch import is_traced
 
 
 def inverse_frequencies(
@@ -97,10 +93,6 @@ def rotation_table(
 def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
     """Turn pair i of token m, (x_2i-1, x_2i) in the paper, by m * theta_i (equations 13 and 34).
 
-    The pair is one complex number and the rotation one complex product, x * e^(i m theta), which a
-    CPU does faster than the element-wise form. Compilers and exporters fuse real arithmetic and not
-    complex, so under them the same numbers come from the element-wise form.
-
     Args:
         x: Queries, keys or values, [B, L, H, D], any floating dtype.
         table: From `rotation_table`, [L, D'/2, 2] or [B, L, D'/2, 2]; with D' < D only the first D'
@@ -114,35 +106,11 @@ def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], table, interleave), x[..., width:]), dim=-1)
     table = table.unsqueeze(-3)  # one angle for all heads
-    if interleave and not is_traced():
-        return _Rotation.apply(x, torch.view_as_complex(table))
     dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
     first, second = x.to(arithmetic(x.dtype)).unflatten(-1, shape).unbind(dim)
     cos, sin = table.unbind(-1)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
-
-
-class _Rotation(torch.autograd.Function):
-    """A complex product in place of one copy; backward is the rotation back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
-        """[..., H, D] by complex [..., 1, D/2]."""
-        ctx.save_for_backward(table)
-        return _product(x, table)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """By the conjugates: a rotation's inverse is its transpose."""
-        (table,) = ctx.saved_tensors
-        return _product(gradients[0], table.conj()), None
-
-
-def _product(x: Tensor, table: Tensor) -> Tensor:
-    real = x.to(arithmetic(x.dtype), copy=True, memory_format=torch.contiguous_format)
-    torch.view_as_complex(real.unflatten(-1, (-1, 2))).mul_(table)
-    return real.to(x.dtype)
 
 
 def half_split_order(width: int, rotated: int) -> Tensor:

@@ -35,11 +35,6 @@ def turned(x: torch.Tensor, positions: torch.Tensor, interleave: bool = True) ->
     return rotate(x, table, interleave)
 
 
-class Rotation(torch.nn.Module):
-    def forward(self, x, table):
-        return rotate(x, table)
-
-
 @pytest.mark.parametrize("start", [0, 1000, 100_000])
 def test_rotation_is_the_papers_matrix_product(start):
     x = torch.randn(2, 9, 3, 16)
@@ -69,14 +64,6 @@ def by_pairs(x, table):
     cos, sin = table[:, None].unbind(-1)
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-
-
-@pytest.mark.parametrize("width", [16, 12])
-def test_the_element_wise_form_of_compilers_is_the_complex_one(width):
-    x = torch.randn(2, 9, 3, 16)
-    table = rotation_table(torch.arange(9), inverse_frequencies(width))
-    exported = torch.export.export(Rotation(), (x, table)).module()
-    torch.testing.assert_close(exported(x, table), rotate(x, table), atol=1e-6, rtol=0)
 
 
 def test_known_numbers_of_transformers_own_table():

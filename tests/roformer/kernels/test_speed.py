@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.kernels import attention
-from roformer.rotary import inverse_frequencies, rotate, rotation_table
 from train.data.batching import borders_of
 from train.loop.flops import step_flops
 from train.loop.objective import LanguageModel
@@ -95,14 +94,6 @@ def test_a_packed_row_computes_the_sine_of_a_position_once(batch):
     with Calls() as calls:
         objective().model.roformer(**packed)
     assert calls.largest["cos"] == 64 * 16 // 2  # the longest document, not all their tokens
-
-
-def test_a_rotation_is_one_product_for_all_heads_and_makes_nothing_but_its_result():
-    x, table = torch.randn(2, 16, 4, 8), rotation_table(torch.arange(16), inverse_frequencies(8))
-    with Calls() as calls:
-        rotate(x, table)
-    made = {name: count for name, count in calls.number.items() if "view" not in name}
-    assert made == {"unsqueeze": 1, "_to_copy": 1, "mul_": 1}
 
 
 def test_dropout_draws_four_numbers_at_a_time(batch):
