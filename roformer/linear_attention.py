@@ -19,7 +19,6 @@ features, C tokens of a chunk.
 
 import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +27,10 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.dispatch import is_traced
 from .rotary import arithmetic, rotate
 
 CHUNK = 64
 """Tokens of a decoder that look at each other directly; earlier ones are sums."""
-
-BLOCK = 4096
-"""Tokens of an encoder whose features are in memory at once, without gradients."""
 
 NOTHING = -1e30
 """Offset where there are no keys: any other counts before it."""
@@ -61,12 +56,6 @@ class Sums(NamedTuple):
         """The same sums with another offset, [B, H]."""
         factor = (self.offset - offset).exp()[..., None]
         return Sums(self.products * factor[..., None], self.weights * factor, offset)
-
-    def plus(self, other: "Sums") -> "Sums":
-        """The sums over the tokens of both."""
-        offset = torch.maximum(self.offset, other.offset)
-        one, two = self.on(offset), other.on(offset)
-        return Sums(one.products + two.products, one.weights + two.weights, offset)
 
 
 class LinearCache(Cache):
@@ -272,27 +261,13 @@ def _bidirectional(
     interleave: bool,
     real: Tensor | None,
 ) -> tuple[Tensor, Sums]:
-    """First the sums over all blocks of keys, then what each block of queries makes of them."""
-    blocks = [(slice(None), table)]
-    if not is_traced():  # traced, the length may stand for any
-        blocks = [
-            (slice(i, i + BLOCK), None if table is None else table[..., i : i + BLOCK, :, :])
-            for i in range(0, query.shape[1], BLOCK)
-        ]
-
-    def summed(block: slice, angles: Tensor | None) -> Sums:
-        k, offset = features.of_keys(key[:, block], None if real is None else real[:, block])
-        turned, v = _turned(k, angles, interleave), value[:, block].to(arithmetic(value.dtype))
-        return Sums(torch.einsum("blhm,blhd->bhmd", turned, v), k.sum(dim=1), offset)
-
-    def read(block: slice, angles: Tensor | None) -> Tensor:
-        q = features.of_queries(query[:, block])
-        mixed = torch.einsum("blhm,bhmd->blhd", _turned(q, angles, interleave), sums.products)
-        total = torch.einsum("blhm,bhm->blh", q, sums.weights)
-        return _divided(mixed, total).to(value.dtype)
-
-    sums = reduce(Sums.plus, (summed(*block) for block in blocks))
-    return torch.cat([read(*block) for block in blocks], dim=1), sums
+    k, offset = features.of_keys(key, real)
+    v = value.to(arithmetic(value.dtype))
+    products = torch.einsum("blhm,blhd->bhmd", _turned(k, table, interleave), v)
+    sums = Sums(products, k.sum(dim=1), offset)
+    q = features.of_queries(query)
+    mixed = torch.einsum("blhm,bhmd->blhd", _turned(q, table, interleave), sums.products)
+    return _divided(mixed, torch.einsum("blhm,bhm->blh", q, sums.weights)).to(value.dtype), sums
 
 
 def _causal(
