@@ -50,7 +50,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .configuration_roformer import PLUS, RoFormerConfig, RoFormerPlusConfig
+from .configuration_roformer import PLUS_MODEL_TYPE, RoFormerConfig, RoFormerPlusConfig
 from .heads import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
@@ -86,7 +86,7 @@ _HEADS: dict[Any, type[RoFormerPreTrainedModel]] = {
 }
 
 # only our own configuration class and model type: what stock calls `roformer` is left alone
-AutoConfig.register(PLUS, RoFormerPlusConfig, exist_ok=True)
+AutoConfig.register(PLUS_MODEL_TYPE, RoFormerPlusConfig, exist_ok=True)
 for _auto, _model in _HEADS.items():
     _auto.register(RoFormerConfig, _model, exist_ok=True)
 

@@ -51,7 +51,7 @@ def check_tokens(
         _require_tensor(name, value)
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
-        require_shape("inputs_embeds", inputs_embeds, (None, None, config.word_width))
+        require_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
         rows = tuple(inputs_embeds.shape[:2])
     if input_ids is not None:
         require_shape("input_ids", input_ids, (None, None))

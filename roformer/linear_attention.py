@@ -1,20 +1,19 @@
-"""Linear attention with rotary positions: the paper's equation 19, in time and memory O(L).
+"""Linear attention with rotary positions (Su et al. 2021, equation 19), in time and memory O(L).
 
     out_m = sum_n (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_n phi(q_m)^T phi(k_n)
 
-A score is a product of features, so the sums over n are made once for all queries m (Katharopoulos
-et al. 2020, arXiv:2006.16236): M x D numbers a head, however long the text. phi is not negative, so
-the denominator cannot vanish. The numerator is rotated; the denominator is not, for rotated
-features may be negative and their sum may be zero. Weights can then be negative and need not sum to
-1, as the paper says.
+The score of a pair of tokens is a product of their features, so the sums over the keys n are
+computed once for all queries m (Katharopoulos et al. 2020, arXiv:2006.16236). phi is positive, so
+the denominator is positive. Only the numerator is rotated: rotated features may be negative, and
+their sum may be zero. As the paper notes, weights can then be negative and need not sum to 1.
 
-What is added to scores cannot be used here, Transformer-XL's terms, T5's and ALiBi's: the sum over
-n leaves the query out only where the score is a product phi(q_m) phi(k_n); a summand b(m - n)
-belongs to the pair, and every pair would have to be visited again.
+Position biases (Transformer-XL, T5, ALiBi) cannot be combined with it: a summand b(m - n) depends
+on the pair of tokens and does not factor into a product of features.
 
-Sums are at least float32 whatever the model's dtype: they grow with the length. There are no
-probabilities, and so no dropout of them. Legend: B batch, L tokens, H heads, D head width, M
-features, C tokens of a chunk.
+The sums grow with the length and are therefore at least float32. There are no attention
+probabilities, and so no dropout of them.
+
+Legend: B batch, L tokens, E hidden size, H heads, D head size, M features, C tokens of a chunk.
 """
 
 import math
@@ -27,92 +26,131 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import arithmetic, rotate
+from .kernels.linear import dense
+from .rotary import apply_rotary, at_least_float32
 
-CHUNK = 64
-"""Tokens of a decoder that look at each other directly; earlier ones are sums."""
+CHUNK_LENGTH = 64
+"""Causal attention computes scores within chunks of so many tokens, and sums between chunks."""
 
-NOTHING = -1e30
-"""Offset where there are no keys: any other counts before it."""
+MIN_LOG_SCALE = -1e30
+"""Log scale of the sum over no keys; -inf would give nan in differences."""
 
-LEAST = 1e-3
-"""Added to relu, as in Performer: a token without any positive coordinate would see nothing."""
+RELU_EPSILON = 1e-3
+"""Added to relu, as in Performer, so that features are positive."""
 
 
-class Sums(NamedTuple):
-    """What a query must know of all keys before it.
+class KVState(NamedTuple):
+    """Sums over the keys and values so far, from which any later query is answered.
 
     Attributes:
-        products: sum of R_n phi(k_n) v_n^T, [B, H, M, D].
-        weights: sum of phi(k_n), [B, H, M].
-        offset: Both are exp(-offset) times as large as written, [B, H]; 0 but for FAVOR+.
+        kv: sum_n R_n phi(k_n) v_n^T * exp(-log_scale), [B, H, M, D].
+        k_sum: sum_n phi(k_n) * exp(-log_scale), [B, H, M].
+        log_scale: [B, H]; 0 except for FAVOR+, whose features can overflow.
     """
 
-    products: Tensor
-    weights: Tensor
-    offset: Tensor
+    kv: Tensor
+    k_sum: Tensor
+    log_scale: Tensor
 
-    def on(self, offset: Tensor) -> "Sums":
-        """The same sums with another offset, [B, H]."""
-        factor = (self.offset - offset).exp()[..., None]
-        return Sums(self.products * factor[..., None], self.weights * factor, offset)
+    def rescale(self, log_scale: Tensor) -> "KVState":
+        """Return the same sums stored with another log scale, [B, H]."""
+        factor = (self.log_scale - log_scale).exp()[..., None]
+        return KVState(self.kv * factor[..., None], self.k_sum * factor, log_scale)
 
 
-class LinearCache(Cache):
-    """The sums of each layer of a decoder, in place of its keys and values: O(1) a token."""
+class LinearAttentionCache(Cache):
+    """Cache of a decoder with linear attention: one `KVState` a layer, of constant size."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.sums: dict[int, Sums] = {}
-        self.tokens = 0
+        self.states: dict[int, KVState] = {}
+        self.num_tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far, padding included."""
-        return self.tokens
+        """Return the number of tokens so far, padding included."""
+        return self.num_tokens
 
     def reset(self) -> None:
-        """No tokens."""
-        self.sums, self.tokens = {}, 0
+        """Empty the cache."""
+        self.states, self.num_tokens = {}, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in another order, for beam search."""
+        """Reorder the rows of the batch, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows."""
-        self._each(lambda x: x[indices])
+        """Keep the given rows of the batch."""
+        self._map(lambda x: x[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row several times."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+        """Repeat every row of the batch."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.sums = {i: Sums(*(change(x) for x in sums)) for i, sums in self.sums.items()}
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.states = {i: KVState(*map(function, state)) for i, state in self.states.items()}
 
-    def crop(self, *arguments: Any, **options: Any) -> None:
-        """Not possible.
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: tokens cannot be removed from a sum.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "past_key_values must be a cache of keys to be cropped, got the sums of linear "
-            "attention; generate without an assistant"
+            "past_key_values must be a cache of keys and values to be cropped, got a "
+            "LinearAttentionCache; generate without an assistant model"
         )
 
 
-class Features(nn.Module):
-    """phi: what makes queries and keys non-negative.
+class FeatureMap(nn.Module):
+    """phi(x) = elu(x) + 1 (Katharopoulos et al.) or relu(x) + 0.001, coordinate by coordinate."""
 
-    elu: elu(x) + 1 (Katharopoulos et al.). relu: relu(x) + 0.001. favor: FAVOR+ of Performer
-    (Choromanski et al. 2020, arXiv:2009.14794, lemma 1), exp(w x - |x|^2 / 2) for M orthogonal
-    random w, whose product estimates softmax's exp(q k / sqrt(D)).
+    def __init__(self, config: RoFormerConfig) -> None:
+        super().__init__()
+        self.kind = config.linear_attention
 
-    The random vectors are a function of a seed, saved with the model, and of how often they were
-    drawn: during training anew every `redraw_features` forward passes. Keys of one row and head are
-    on one scale: those whose features are e^87 times smaller than the largest count for nothing.
-    With gradient checkpointing, a draw between a forward and its backward pass makes gradients
-    wrong.
+    def query_features(self, query: Tensor) -> Tensor:
+        """Compute phi(q) up to a positive factor for each query, which cancels in the fraction.
+
+        Args:
+            query: [B, L, H, D].
+
+        Returns:
+            [B, L, H, M], at least float32.
+        """
+        return self._features(query)
+
+    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute phi(k) * exp(-log_scale).
+
+        Args:
+            key: [B, L, H, D].
+            padding_mask: [B, L] bool, False for padding, whose features are 0.
+
+        Returns:
+            features: [B, L, H, M], at least float32.
+            log_scale: [B, H].
+        """
+        features = self._features(key)
+        if padding_mask is not None:
+            features = features * padding_mask[..., None, None]
+        return features, torch.zeros(key.shape[0], key.shape[2], device=key.device)
+
+    def _features(self, x: Tensor) -> Tensor:
+        x = x.to(at_least_float32(x.dtype))
+        return F.elu(x) + 1 if self.kind == "elu" else F.relu(x) + RELU_EPSILON
+
+
+class RandomFeatureMap(FeatureMap):
+    """FAVOR+ of Performer (Choromanski et al. 2020, arXiv:2009.14794, lemma 1).
+
+    phi(x) = exp(w x - |x|^2 / 2) for M orthogonal random vectors w; products of features estimate
+    exp(q k / sqrt(D)), the kernel of softmax.
+
+    The vectors are a function of a saved seed and of the number of training steps so far: they are
+    redrawn every `redraw_features` forward passes in training mode. All keys of a row and head
+    share one scale: keys whose features are e^87 times smaller than the largest underflow to 0.
+    With gradient checkpointing, a redraw between a forward pass and its backward pass makes the
+    gradients wrong.
     """
 
     vectors: Tensor
@@ -120,201 +158,219 @@ class Features(nn.Module):
     calls: Tensor
 
     def __init__(self, config: RoFormerConfig) -> None:
-        super().__init__()
-        self.kind = config.linear_attention
-        self.every = config.redraw_features
-        self.width = config.head_width
-        if self.kind == "favor":
-            shape = (config.random_features, config.head_width)
-            self.register_buffer("vectors", torch.empty(shape))
-            self.register_buffer("seed", torch.zeros((), dtype=torch.long))
-            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        super().__init__(config)
+        self.redraw_interval = config.redraw_features
+        shape = (config.random_features, config.attention_head_size)
+        self.register_buffer("vectors", torch.empty(shape))
+        self.register_buffer("seed", torch.zeros((), dtype=torch.long))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def reset(self) -> None:
-        """A seed from torch's generator, and the first draw."""
-        if self.kind == "favor":
-            self.seed.copy_(torch.randint(2**31, ()))
-            self.calls.zero_()
-            self.draw()
+    def reset_parameters(self) -> None:
+        """Draw a seed from torch's default generator, and the first vectors from the seed."""
+        self.seed.copy_(torch.randint(2**31, ()))
+        self.calls.zero_()
+        self.draw_vectors()
 
-    def draw(self) -> None:
-        """The random vectors of now."""
-        number = int(self.calls) // self.every if self.every else 0
-        count, width = self.vectors.shape
-        self.vectors.copy_(orthogonal(count, width, int(self.seed) + 7919 * number))
+    def draw_vectors(self) -> None:
+        """Set the vectors that belong to the seed and the number of calls."""
+        draws = int(self.calls) // self.redraw_interval if self.redraw_interval else 0
+        number, dim = self.vectors.shape
+        self.vectors.copy_(orthogonal_vectors(number, dim, int(self.seed) + 7919 * draws))
 
     @torch.compiler.disable
-    def advance(self) -> None:
-        """Count a forward pass of training, and draw anew when it is time."""
+    def count_call(self) -> None:
+        """Count a forward pass in training mode, and redraw the vectors when it is time."""
         self.calls += 1
-        if self.every and int(self.calls) % self.every == 0:
-            self.draw()
+        if self.redraw_interval and int(self.calls) % self.redraw_interval == 0:
+            self.draw_vectors()
 
-    def of_queries(self, query: Tensor) -> Tensor:
-        """[B, L, H, D] to [B, L, H, M], float32, times what does not matter to a query."""
-        if self.kind != "favor":
-            return self._plain(query)
-        powers = self._powers(query)
-        return (powers - powers.amax(dim=-1, keepdim=True).detach()).exp()
+    def query_features(self, query: Tensor) -> Tensor:
+        """Compute phi(q), divided by the largest feature of each query."""
+        exponents = self._exponents(query)
+        return (exponents - exponents.amax(dim=-1, keepdim=True).detach()).exp()
 
-    def of_keys(self, key: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, L, H, D] to [B, L, H, M], float32, times exp(-offset), and the offset [B, H].
+    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute phi(k), divided by the largest feature of each row and head."""
+        exponents = self._exponents(key)
+        if padding_mask is not None:
+            exponents = exponents.masked_fill(~padding_mask[..., None, None], -math.inf)
+        log_scale = exponents.amax(dim=(1, 3)).detach().clamp(min=MIN_LOG_SCALE)
+        return (exponents - log_scale[:, None, :, None]).exp(), log_scale
 
-        Args:
-            key: Of all tokens.
-            real: [B, L], False for padding, whose features are 0; None means all are real.
-        """
-        if self.kind == "favor":
-            powers = self._powers(key)
-            if real is not None:
-                powers = powers.masked_fill(~real[..., None, None], -math.inf)
-            offset = powers.amax(dim=(1, 3)).detach()  # the largest feature is 1
-            offset = offset.clamp(min=NOTHING)
-            return (powers - offset[:, None, :, None]).exp(), offset
-        features = self._plain(key)
-        if real is not None:
-            features = features * real[..., None, None]
-        return features, torch.zeros(key.shape[0], key.shape[2], device=key.device)
-
-    def _plain(self, x: Tensor) -> Tensor:
-        x = x.to(arithmetic(x.dtype))
-        return F.elu(x) + 1 if self.kind == "elu" else F.relu(x) + LEAST
-
-    def _powers(self, x: Tensor) -> Tensor:
-        x = x.to(arithmetic(x.dtype)) * self.width**-0.25
+    def _exponents(self, x: Tensor) -> Tensor:
+        x = x.to(at_least_float32(x.dtype)) * x.shape[-1] ** -0.25
         vectors = self.vectors.to(x.dtype)
-        if self.training:  # they may be drawn anew before the backward pass
+        if self.training:  # the buffer may be overwritten before the backward pass
             vectors = vectors.clone()
         return x @ vectors.T - x.square().sum(-1, keepdim=True) / 2
 
 
-def orthogonal(number: int, width: int, seed: int) -> Tensor:
-    """Normally distributed vectors of which each D are orthogonal, [number, D] (Performer).
+def orthogonal_vectors(number: int, dim: int, seed: int) -> Tensor:
+    """Draw normally distributed vectors of which every `dim` are orthogonal (Performer).
 
     Args:
-        number: How many.
-        width: D.
-        seed: Decides them.
+        number: Number of vectors.
+        dim: Size of each.
+        seed: Seed of a CPU generator.
+
+    Returns:
+        [number, dim], float32, the same whatever torch's default dtype and device.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    # whatever the default dtype and device are
-    same: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    options: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}
     blocks = []
-    for _ in range(-(-number // width)):
-        q, r = torch.linalg.qr(torch.randn(width, width, **same))
-        blocks.append((q * r.diagonal().sign()).T)  # else one sign is commoner than the other
-    lengths = torch.randn(number, width, **same).norm(dim=-1, keepdim=True)
-    return torch.cat(blocks)[:number] * lengths
+    for _ in range(math.ceil(number / dim)):
+        q, r = torch.linalg.qr(torch.randn(dim, dim, **options))
+        blocks.append((q * r.diagonal().sign()).T)  # otherwise the signs are not uniform
+    norms = torch.randn(number, dim, **options).norm(dim=-1, keepdim=True)
+    return torch.cat(blocks)[:number] * norms
 
 
 def linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    features: Features,
-    table: Tensor | None,
+    feature_map: FeatureMap,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     interleave: bool = True,
-    real: Tensor | None = None,
-    causal: bool = False,
-    before: Sums | None = None,
-) -> tuple[Tensor, Sums]:
-    """The equation above.
+    padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    state: KVState | None = None,
+) -> tuple[Tensor, KVState]:
+    """Compute equation 19.
 
     Args:
-        query: [B, L, H, D]; keys and values alike.
+        query: [B, L, H, D].
         key: [B, L, H, D].
         value: [B, L, H, D].
-        features: phi.
-        table: Rotations of the M features, from `rotary.rotation_table`, or None for none.
+        feature_map: phi.
+        position_embeddings: cos and sin for M features, from `rotary.rotary_embeddings`; None for
+            attention without positions.
         interleave: Pair adjacent features.
-        real: [B, L], False for padding; None means all are real.
-        causal: Token m sees tokens up to m.
-        before: Sums over the tokens of earlier calls.
+        padding_mask: [B, L] bool, False for padding; None means no padding.
+        is_causal: Token m attends to the tokens up to m.
+        state: Sums over the tokens of earlier calls; only with `is_causal`.
 
     Returns:
-        [B, L, H, D] of the value's dtype; and the sums over all tokens so far.
+        output: [B, L, H, D], dtype of `value`.
+        state: Sums over all tokens so far.
     """
     with torch.autocast(query.device.type, enabled=False):
-        if not causal:
-            return _bidirectional(query, key, value, features, table, interleave, real)
-        q = features.of_queries(query)
-        k, offset = features.of_keys(key, real)
-        if before is not None:  # both on one scale
-            common = torch.maximum(offset, before.offset)
-            k = k * (offset - common).exp()[:, None, :, None]
-            offset, before = common, before.on(common)
-        turned_q, turned_k = (_turned(x, table, interleave) for x in (q, k))
-        v = value.to(arithmetic(value.dtype))
-        return _causal(q, k, turned_q, turned_k, v, offset, before, value.dtype)
-
-
-def _turned(x: Tensor, table: Tensor | None, interleave: bool) -> Tensor:
-    return x if table is None else rotate(x, table, interleave)
-
-
-def _bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    features: Features,
-    table: Tensor | None,
-    interleave: bool,
-    real: Tensor | None,
-) -> tuple[Tensor, Sums]:
-    k, offset = features.of_keys(key, real)
-    v = value.to(arithmetic(value.dtype))
-    products = torch.einsum("blhm,blhd->bhmd", _turned(k, table, interleave), v)
-    sums = Sums(products, k.sum(dim=1), offset)
-    q = features.of_queries(query)
-    mixed = torch.einsum("blhm,bhmd->blhd", _turned(q, table, interleave), sums.products)
-    return _divided(mixed, torch.einsum("blhm,bhm->blh", q, sums.weights)).to(value.dtype), sums
+        q = feature_map.query_features(query)
+        k, log_scale = feature_map.key_features(key, padding_mask)
+        v = value.to(at_least_float32(value.dtype))
+        if state is not None:
+            common = torch.maximum(log_scale, state.log_scale)
+            k = k * (log_scale - common).exp()[:, None, :, None]
+            log_scale, state = common, state.rescale(common)
+        rotated_q, rotated_k = q, k
+        if position_embeddings is not None:
+            rotated_q = apply_rotary(q, *position_embeddings, interleave)
+            rotated_k = apply_rotary(k, *position_embeddings, interleave)
+        if is_causal:
+            output, kv, k_sum = _causal(q, k, rotated_q, rotated_k, v, state)
+        else:
+            kv, k_sum = torch.einsum("blhm,blhd->bhmd", rotated_k, v), k.sum(dim=1)
+            numerator = torch.einsum("blhm,bhmd->blhd", rotated_q, kv)
+            output = _divide(numerator, torch.einsum("blhm,bhm->blh", q, k_sum))
+    return output.to(value.dtype), KVState(kv, k_sum, log_scale)
 
 
 def _causal(
-    q: Tensor,
-    k: Tensor,
-    turned_q: Tensor,
-    turned_k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    before: Sums | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Sums]:
-    """Inside a chunk pair by pair, before it by sums: O(L C) instead of O(L^2)."""
-    L = q.shape[1]  # noqa: N806
-    chunk = min(CHUNK, L)
-    q, k, turned_q, turned_k, v = (_chunks(x, chunk) for x in (q, k, turned_q, turned_k, v))
-    added = torch.einsum("bclhm,bclhd->bchmd", turned_k, v)  # of each chunk
-    weighed = k.sum(dim=2)
-    products, earlier = _sums(added, None if before is None else before.products)
-    weights, lighter = _sums(weighed, None if before is None else before.weights)
-    inside = torch.einsum("bclhm,bcshm->bchls", turned_q, turned_k).tril()
-    plain = torch.einsum("bclhm,bcshm->bchls", q, k).tril()
-    mixed = torch.einsum("bchls,bcshd->bclhd", inside, v)
-    mixed = mixed + torch.einsum("bclhm,bchmd->bclhd", turned_q, earlier)
-    total = plain.sum(-1).transpose(-1, -2) + torch.einsum("bclhm,bchm->bclh", q, lighter)
-    found = _divided(mixed, total).flatten(1, 2)[:, :L]
-    return found.to(dtype), Sums(products[:, -1], weights[:, -1], offset)
+    q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, state: KVState | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores within chunks, sums over all chunks before: O(L C) instead of O(L^2).
 
-
-def _sums(added: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of all chunks up to each, and of all before it, [B, chunks, ...].
-
-    The latter are shifted and not subtracted: a large key would take the small ones before it
-    along, and tell them of itself.
+    Returns:
+        output [B, L, H, D], and `kv` and `k_sum` over all tokens so far.
     """
-    first = torch.zeros_like(added[:, :1]) if before is None else before[:, None]
-    sums = torch.cat((first, added), dim=1).cumsum(dim=1)
+    length = q.shape[1]
+    chunk_length = min(CHUNK_LENGTH, length)
+    tensors = (q, k, rotated_q, rotated_k, v)
+    q, k, rotated_q, rotated_k, v = (_split_chunks(x, chunk_length) for x in tensors)
+    kv = torch.einsum("bclhm,bclhd->bchmd", rotated_k, v)
+    kv, kv_before = _running_sums(kv, None if state is None else state.kv)
+    k_sum, k_sum_before = _running_sums(k.sum(dim=2), None if state is None else state.k_sum)
+    rotated_scores = torch.einsum("bclhm,bcshm->bchls", rotated_q, rotated_k).tril()
+    scores = torch.einsum("bclhm,bcshm->bchls", q, k).tril()
+    numerator = torch.einsum("bchls,bcshd->bclhd", rotated_scores, v)
+    numerator = numerator + torch.einsum("bclhm,bchmd->bclhd", rotated_q, kv_before)
+    denominator = scores.sum(-1).transpose(-1, -2)
+    denominator = denominator + torch.einsum("bclhm,bchm->bclh", q, k_sum_before)
+    output = _divide(numerator, denominator).flatten(1, 2)[:, :length]
+    return output, kv[:, -1], k_sum[:, -1]
+
+
+def _running_sums(chunk_sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums up to and including each chunk, and before each chunk, [B, chunks, ...].
+
+    The sums before a chunk are not computed by subtraction: a large key would cancel the small
+    ones before it, and leak into the past.
+    """
+    first = torch.zeros_like(chunk_sums[:, :1]) if initial is None else initial[:, None]
+    sums = torch.cat((first, chunk_sums), dim=1).cumsum(dim=1)
     return sums[:, 1:], sums[:, :-1]
 
 
-def _chunks(x: Tensor, size: int) -> Tensor:
-    """[B, L, ...] to [B, chunks, size, ...], zeros after the end."""
-    short = -x.shape[1] % size
-    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, short)) if short else x
-    return padded.unflatten(1, (-1, size))
+def _split_chunks(x: Tensor, chunk_length: int) -> Tensor:
+    """[B, L, ...] to [B, chunks, chunk_length, ...], padded with zeros at the end."""
+    missing = -x.shape[1] % chunk_length
+    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x
+    return padded.unflatten(1, (-1, chunk_length))
 
 
-def _divided(mixed: Tensor, total: Tensor) -> Tensor:
-    """A token that sees nothing, padding in front for instance, has 0 of both and stays 0."""
-    return mixed / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide; a token that attends to nothing (padding on the left) has 0 / 0 and gets 0."""
+    return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)[..., None]
+
+
+class RoFormerLinearSelfAttention(nn.Module):
+    """Self-attention with linear attention, in place of `RoFormerSelfAttention`.
+
+    Its arguments are the same, except that `attention_mask` is the padding mask, [B, L] bool, and
+    the cache a `LinearAttentionCache`. There are no attention probabilities to return.
+    """
+
+    def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.heads = (config.num_attention_heads, config.attention_head_size)
+        self.has_rotary = config.position_encoding == "rope"
+        self.interleave = config.rope_interleave
+        self.is_causal = config.is_decoder
+        is_random = config.linear_attention == "favor"
+        self.features = RandomFeatureMap(config) if is_random else FeatureMap(config)
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        source: None = None,
+        past_key_values: LinearAttentionCache | None = None,
+        implementation: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, L, E] to [B, L, E] and None."""
+        heads = (*hidden_states.shape[:-1], *self.heads)
+        layers = (self.query, self.key, self.value)
+        query, key, value = (dense(layer, hidden_states).view(heads) for layer in layers)
+        cache = past_key_values
+        context, state = linear_attention(
+            query,
+            key,
+            value,
+            self.features,
+            position_embeddings,
+            interleave=self.interleave,
+            padding_mask=attention_mask,
+            is_causal=self.is_causal,
+            state=None if cache is None else cache.states.get(self.layer_idx),
+        )
+        if cache is not None:
+            cache.states[self.layer_idx] = state
+        return context.flatten(-2), None

@@ -38,20 +38,25 @@ from .attention_masks import (
     with_bias,
 )
 from .configuration_roformer import RoFormerConfig
+from .convert import convert_rope_layout
 from .input_checks import check_masks, check_positions, check_source, check_tokens
 from .kernels.attention import UNPADDED, eager_attention
 from .kernels.dispatch import is_plain, is_traced
 from .kernels.dropout import Dropout
 from .kernels.linear import dense, is_untouched
-from .linear_attention import Features, LinearCache, linear_attention
-from .position_encodings import (
-    Distances,
-    TransformerXLTerms,
-    distances,
-    score_bias,
-    sinusoids,
+from .linear_attention import (
+    LinearAttentionCache,
+    RandomFeatureMap,
+    RoFormerLinearSelfAttention,
 )
-from .rotary import frequencies, half_split_order, rotate, rotation_table
+from .position_encodings import (
+    RelativePositions,
+    TransformerXLBias,
+    build_position_bias,
+    relative_positions,
+    sinusoidal_embeddings,
+)
+from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +75,7 @@ class RoFormerEmbeddings(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        width, pad = config.word_width, config.pad_token_id
+        width, pad = config.embedding_dim, config.pad_token_id
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=pad)
         types, places = config.type_vocab_size, config.max_position_embeddings
         is_learned = config.position_encoding == "learned"
@@ -93,7 +98,7 @@ class RoFormerEmbeddings(nn.Module):
             words = words + self.position_embeddings(positions)
         elif self.has_sinusoids:  # words as large as sinusoids: Vaswani et al., section 3.4
             width = words.shape[-1]
-            words = words * width**0.5 + sinusoids(positions, width).to(words.dtype)
+            words = words * width**0.5 + sinusoidal_embeddings(positions, width).to(words.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, dtype=torch.long, device=words.device)
@@ -104,8 +109,8 @@ class RoFormerEmbeddings(nn.Module):
 class RoFormerSelfAttention(nn.Module):
     """Multi-head attention whose scores know positions m and n by m - n only (equation 16).
 
-    `where` is what it must know of positions: for RoPE the table of rotations, for Transformer-XL
-    distances, for other encodings nothing.
+    `position_embeddings` are cos and sin for RoPE, `RelativePositions` for Transformer-XL, and None
+    for other encodings.
 
     As cross-attention, keys and values come from an encoder and nothing is rotated: its positions
     and the decoder's have no common origin.
@@ -116,14 +121,13 @@ class RoFormerSelfAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.crosses = crosses
-        self.heads = (config.num_attention_heads, config.head_width)
-        self.rotates = config.position_encoding == "rope" and not crosses
+        self.heads = (config.num_attention_heads, config.attention_head_size)
+        self.has_rotary = config.position_encoding == "rope" and not crosses
         self.interleave = config.rope_interleave
-        self.scaling = config.head_width**-0.5
+        self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not crosses
         is_relative = config.position_encoding == "transformer_xl" and not crosses
-        self.relative = TransformerXLTerms(config) if is_relative else None
-        self.features = None if config.linear_attention is None else Features(config)
+        self.relative = TransformerXLBias(config) if is_relative else None
         self.dropout = Dropout(config.attention_probs_dropout_prob)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -133,25 +137,22 @@ class RoFormerSelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        where: Any,
+        position_embeddings: Any,
         source: Tensor | None,
         past_key_values: Cache | None,
         implementation: str,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
-        if self.features is not None:
-            told = attention_mask, where, past_key_values
-            return self._by_features(self.features, hidden_states, *told), None
         heads = (*hidden_states.shape[:-1], *self.heads)
         q = dense(self.query, hidden_states).view(heads)  # [B, L, H, D]
         if self.relative is not None:
-            q, scores = self.relative(q, where)
+            q, scores = self.relative(q, position_embeddings)
             attention_mask = with_bias(attention_mask, scores * self.scaling)
-        elif self.rotates:
-            q = rotate(q, where, self.interleave)
+        elif self.has_rotary:
+            q = self._rotate(q, position_embeddings)
         k, v = self._keys_and_values(
-            hidden_states if source is None else source, where, past_key_values
+            hidden_states if source is None else source, position_embeddings, past_key_values
         )
         # transformers looks for this very call to know that kernels can be changed at run time
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
@@ -167,23 +168,12 @@ class RoFormerSelfAttention(nn.Module):
         )
         return context.flatten(-2), probabilities
 
-    def _by_features(
-        self, features: Features, hidden_states: Tensor, real: Tensor | None, where: Any, cache: Any
-    ) -> Tensor:
-        """Linear attention: `real` [B, L] is False for padding, `cache` a `LinearCache`."""
-        heads = (*hidden_states.shape[:-1], *self.heads)
-        layers = self.query, self.key, self.value
-        q, k, v = (dense(layer, hidden_states).view(heads) for layer in layers)
-        before = None if cache is None else cache.sums.get(self.layer_idx)
-        mixed, sums = linear_attention(
-            q, k, v, features, where, self.interleave, real, self.is_causal, before
-        )
-        if cache is not None:
-            cache.sums[self.layer_idx] = sums
-        return mixed.flatten(-2)
+    def _rotate(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = position_embeddings
+        return apply_rotary(x, cos, sin, self.interleave)
 
     def _keys_and_values(
-        self, source: Tensor, where: Any, past_key_values: Cache | None
+        self, source: Tensor, position_embeddings: Any, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values, [B, H, S, D], with those of earlier calls in front."""
         cache = past_key_values
@@ -199,10 +189,10 @@ class RoFormerSelfAttention(nn.Module):
             cache = None  # a cache of one part holds the decoder's own
         heads = (*source.shape[:-1], *self.heads)
         k, v = (dense(layer, source).view(heads) for layer in (self.key, self.value))
-        if self.rotates:
-            k = rotate(k, where, self.interleave)
+        if self.has_rotary:
+            k = self._rotate(k, position_embeddings)
             if self.config.rotary_value:
-                v = rotate(v, where, self.interleave)
+                v = self._rotate(v, position_embeddings)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
@@ -278,43 +268,26 @@ class RoFormerAttention(nn.Module):
 
     def __init__(self, config: RoFormerConfig, layer_idx: int, crosses: bool = False) -> None:
         super().__init__()
-        self.self = RoFormerSelfAttention(config, layer_idx, crosses)
+        self.self: RoFormerSelfAttention | RoFormerLinearSelfAttention
+        if config.linear_attention is None:
+            self.self = RoFormerSelfAttention(config, layer_idx, crosses)
+        else:
+            self.self = RoFormerLinearSelfAttention(config, layer_idx)
         self.output = RoFormerResidual(config, config.hidden_size)
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        where: Any,
+        position_embeddings: Any,
         source: Tensor | None,
         past_key_values: Cache | None,
         **kwargs: Any,
     ) -> Tensor:
         """[B, L, E] to [B, L, E], both of the text that attends; it reads `source`, or itself."""
-        told = attention_mask, where, source, past_key_values
+        told = attention_mask, position_embeddings, source, past_key_values
         context, _ = self.self(hidden_states, *told, **kwargs)
         return self.output(context, hidden_states)
-
-    def set_interleave(self, interleave: bool) -> None:
-        """Reorder the weights for the other pairing of coordinates, in place."""
-        attention, config = self.self, self.self.config
-        if attention.rotates and attention.interleave != interleave:
-            order = half_split_order(config.head_width, config.rotated_width)
-            order = order.argsort() if interleave else order
-            turned = [attention.query, attention.key]
-            if config.rotary_value:
-                turned.append(attention.value)
-                _permute(self.output.dense.weight, order, dim=1)
-            for linear in turned:
-                for parameter in linear.parameters():
-                    _permute(parameter, order, dim=0)
-        attention.interleave = interleave
-
-
-def _permute(parameter: Tensor, order: Tensor, dim: int) -> None:
-    """Reorder the coordinates of each head in place."""
-    heads = parameter.unflatten(dim, (-1, len(order)))
-    parameter.copy_(heads.index_select(dim + 1, order.to(parameter.device)).flatten(dim, dim + 1))
 
 
 class RoFormerIntermediate(nn.Module):
@@ -347,7 +320,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        where: Any,
+        position_embeddings: Any,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
         past_key_values: Cache | None = None,
@@ -355,13 +328,13 @@ class RoFormerLayer(GradientCheckpointingLayer):
     ) -> Tensor:
         """[B, L, E] to [B, L, E]."""
         attended = self.attention(
-            hidden_states, attention_mask, where, None, past_key_values, **kwargs
+            hidden_states, attention_mask, position_embeddings, None, past_key_values, **kwargs
         )
         if encoder_hidden_states is not None:
             attended = self.crossattention(
                 attended,
                 encoder_attention_mask,
-                where,
+                position_embeddings,
                 encoder_hidden_states,
                 past_key_values,
                 **kwargs,
@@ -402,7 +375,7 @@ class RoFormerEncoder(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        where: Any,
+        position_embeddings: Any,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
         **kwargs: Any,
@@ -412,13 +385,13 @@ class RoFormerEncoder(nn.Module):
         Args:
             hidden_states: [B, L, E].
             attention_mask: As the kernel wants it.
-            where: What layers must know of positions.
+            position_embeddings: As in `RoFormerSelfAttention`.
             encoder_hidden_states: [B, S, E], for cross-attention.
             encoder_attention_mask: As the kernel wants it.
             **kwargs: Cache, kernel and what else it is told.
         """
         # by position: a checkpointed layer passes no gradient on to what comes by name
-        shared = attention_mask, where, encoder_hidden_states, encoder_attention_mask
+        shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
         for layer in self.layer:
             hidden_states = layer(hidden_states, *shared, **kwargs)
         return hidden_states
@@ -434,7 +407,7 @@ class RoFormerPredictionHeadTransform(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        width = config.word_width
+        width = config.embedding_dim
         self.dense = nn.Linear(config.hidden_size, width, bias=config.use_bias)
         self.transform_act_fn = ACT2FN[config.hidden_act]
         self.LayerNorm = _norm(config, width)
@@ -450,7 +423,7 @@ class RoFormerLMPredictionHead(nn.Module):
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         self.transform = RoFormerPredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.word_width, config.vocab_size, bias=config.use_bias)
+        self.decoder = nn.Linear(config.embedding_dim, config.vocab_size, bias=config.use_bias)
         if config.use_bias:
             # stock saves the bias under this second name; it is tied to the decoder's own
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -513,9 +486,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RoFormerLMPredictionHead) and hasattr(module, "bias"):
             nn.init.zeros_(module.bias)
-        reset: Any = getattr(module, "reset", None)  # of what is in no layer of torch's
-        if reset is not None:
-            reset()
+        if isinstance(module, RandomFeatureMap | TransformerXLBias):
+            module.reset_parameters()
 
     @torch.no_grad()
     def set_rope_interleave(self, interleave: bool) -> None:
@@ -533,33 +505,9 @@ class RoFormerPreTrainedModel(PreTrainedModel):
             ValueError: An EncoderDecoderModel has given the model a configuration of stock's class,
                 or it has adapters, or nothing is rotated, or only features of FAVOR+ are.
         """
-        if getattr(self.config, "linear_attention", None) == "favor":
-            raise ValueError(
-                "set_rope_interleave must not be called with linear_attention favor, got a call: "
-                "random features have no order; leave it out"
-            )
-        encoding = getattr(self.config, "position_encoding", "rope")
-        if encoding != "rope":
-            raise ValueError(
-                "set_rope_interleave must be called on a model that rotates, got "
-                f"position_encoding {encoding}; leave it out"
-            )
-        if not isinstance(self.config, RoFormerConfig):
-            raise ValueError(
-                "set_rope_interleave must be called on a model with a configuration of its own, "
-                f"got {type(self.config).__module__}'s; convert it before it is composed"
-            )
-        blocks = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
-        for block in blocks:
-            for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
-                if type(linear) is not nn.Linear:
-                    raise ValueError(
-                        "set_rope_interleave must be called on plain linear layers, got "
-                        f"{type(linear).__name__}; merge adapters or convert before"
-                    )
-        for block in blocks:
-            block.set_interleave(interleave)
-        # in place, for the part of a composed model is saved by the whole's configuration
+        attention_blocks = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
+        convert_rope_layout(self.config, attention_blocks, interleave)
+        # in place: a composed model saves the configurations of its parts
         self._describe(self.config, interleave)
 
     def _describe(self, config: RoFormerConfig, interleave: bool) -> None:
@@ -571,15 +519,11 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Write model and configuration; see transformers' `PreTrainedModel.save_pretrained`."""
-        pairings = {m.interleave for m in self.modules() if _rotates(m)}
+        pairings = {m.interleave for m in self.modules() if getattr(m, "has_rotary", False)}
         if pairings == {not getattr(self.config, "rope_interleave", None)}:
             # a part alone was converted, or another model that was made from this configuration
             self._describe(copy.copy(self.config), *pairings)
         super().save_pretrained(*args, **kwargs)
-
-
-def _rotates(module: nn.Module) -> bool:
-    return isinstance(module, RoFormerSelfAttention) and module.rotates
 
 
 def _as_ours(config: PreTrainedConfig) -> RoFormerConfig:
@@ -618,11 +562,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         super().__init__(config)
         config = self.config  # ours, where stock's was given
         self.embeddings = RoFormerEmbeddings(config)
-        width, wider = config.word_width, config.hidden_size
+        width, wider = config.embedding_dim, config.hidden_size
         project = None if width == wider else nn.Linear(width, wider, bias=config.use_bias)
         self.embeddings_project = project
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = score_bias(config)
+        self.score_bias = build_position_bias(config)
         # layers were made by these: an edit would change what is saved, and not what is computed
         self.built = {name: getattr(config, name) for name in ("position_encoding", "is_decoder")}
         # EncoderDecoderModel replaces `config` by one of stock's class, without rope settings
@@ -719,8 +663,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
             plan = _Plan(kernel, mask)
         layout = plan.layout
         if layout is not None:
-            if isinstance(where, Tensor):
-                where = layout.pack(where.expand(*words.shape[:2], -1, -1))
+            if where is not None and not isinstance(where, RelativePositions):
+                cos, sin = (layout.pack(x.expand(*words.shape[:2], -1)) for x in where)
+                where = cos, sin
             words = layout.pack(words)
         hidden_states = self.encoder(
             words,
@@ -732,8 +677,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             implementation=plan.kernel,
             **(kwargs | plan.options),
         )
-        if isinstance(cache, LinearCache):
-            cache.tokens += rows.shape[1]
+        if isinstance(cache, LinearAttentionCache):
+            cache.num_tokens += rows.shape[1]
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden_states if layout is None else layout.unpack(hidden_states),
             past_key_values=cache,
@@ -748,12 +693,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
                 "is_decoder=True, or leave it out"
             )
-        if given is not None and self.rope_config.biases_scores and given.is_compileable:
+        if given is not None and self.rope_config.has_position_bias and given.is_compileable:
             raise ValueError(
                 "past_key_values must be a cache that grows where positions are added to scores, "
                 f"got a {type(given).__name__}; leave cache_implementation out"
             )
-        if given is not None and self.rope_config.depends_on_length:
+        if given is not None and self.rope_config.has_dynamic_rope:
             raise ValueError(
                 "past_key_values must be None where the rotation depends on the length, because "
                 "cached keys were turned for a shorter row, got a cache; set use_cache=False"
@@ -811,10 +756,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
                 "static caches make them; leave cache_implementation out"
             )
-        if self.training and self.rope_config.linear_attention == "favor":
-            for module in self.modules():  # here, for a checkpointed layer runs twice
-                if isinstance(module, Features):
-                    module.advance()
+        if self.training:
+            # counted here, because layers with gradient checkpointing run twice
+            for module in self.modules():
+                if isinstance(module, RandomFeatureMap):
+                    module.count_call()
         if batch.documents is None:
             return None, batch.real
         if options.get("output_hidden_states", self.config.output_hidden_states):
@@ -827,7 +773,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
     def _where(
         self, batch: documents.Batch, start: int | Tensor, gaps: bool, dtype: torch.dtype
-    ) -> tuple[Tensor | Distances | None, Tensor | None]:
+    ) -> tuple[tuple[Tensor, Tensor] | RelativePositions | None, Tensor | None]:
         """What layers must know of positions, and what all of them add to their scores."""
         for name, built in self.built.items():
             edited = getattr(self.rope_config, name)
@@ -838,26 +784,27 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 )
         if self.rope_config.position_encoding == "rope":
             return self._rotation(batch, dtype), None
-        if not self.rope_config.biases_scores:
+        if not self.rope_config.has_position_bias:
             return None, None
-        found = distances(batch.positions, int(start), gaps)
+        found = relative_positions(batch.positions, int(start), gaps)
         return found, None if self.score_bias is None else self.score_bias(found)
 
-    def _rotation(self, batch: documents.Batch, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines of this call, [1 or B, L, D'/2, 2], for all layers.
+    def _rotation(self, batch: documents.Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this call, each [1 or B, L, D'/2], for all layers.
 
         Computed from the configuration on every call: a buffer would be cast by `.bfloat16()`, left
         uninitialised by a load on the meta device, and wrong after an edit of the configuration.
         """
         if not torch.compiler.is_compiling():
             self.rope_config.check_rope()  # its settings are a dict, which anybody may have edited
-        lengths = batch.lengths() if self.rope_config.depends_on_length else None
-        theta, scaling = frequencies(self.rope_config, lengths, batch.positions.device)
+        lengths = batch.lengths() if self.rope_config.has_dynamic_rope else None
+        theta, scaling = compute_rope_parameters(self.rope_config, lengths, batch.positions.device)
         if lengths is None and batch.documents is not None and is_plain(batch.positions):
             # documents in a row repeat their positions, and sines in float64 are slow on a CPU
             different, places = batch.positions.unique(return_inverse=True)
-            return rotation_table(different, theta, scaling, dtype)[places]
-        return rotation_table(batch.positions, theta, scaling, dtype)
+            cos, sin = rotary_embeddings(different, theta, scaling, dtype)
+            return cos[places], sin[places]
+        return rotary_embeddings(batch.positions, theta, scaling, dtype)
 
     def _kernel(self, options: dict[str, Any], *masks: Any) -> str:
         """Name of the attention kernel; only the eager one returns probabilities."""
@@ -874,7 +821,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 "output_attentions=True are computed by the eager kernel"
             )
             return "eager"
-        if self.rope_config.biases_scores and chosen not in ("eager", "sdpa"):
+        if self.rope_config.has_position_bias and chosen not in ("eager", "sdpa"):
             logger.warning_once(
                 f"attn_implementation={chosen!r} adds nothing to scores, and position_encoding "
                 f"{self.rope_config.position_encoding} is added there; calls are computed by sdpa"
@@ -907,7 +854,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         bias: Tensor | None,
     ) -> Any:
         """Padding, causality and documents for the kernel, and what positions add to scores."""
-        form = "eager" if self.rope_config.biases_scores else kernel  # numbers, to be added to
+        form = "eager" if self.rope_config.has_position_bias else kernel  # numbers, to be added to
         options = attention_mask, numbers, self.is_causal, cache
         mask = self_mask(self.config, form, words, *options)
         return mask if bias is None else with_bias(mask, bias.to(words.device, words.dtype))
@@ -934,14 +881,14 @@ def _cache_of_packed_rows(
             "that start from 0; leave the cache out"
         )
     known = borders is not None or not torch.compiler.is_compiling()
-    return None if known or isinstance(cache, LinearCache) else cache
+    return None if known or isinstance(cache, LinearAttentionCache) else cache
 
 
 def _linear_cache(given: Cache | None, wanted: bool) -> Cache | None:
     """The cache of linear attention: sums, which no other kind can keep."""
-    if given is not None and not isinstance(given, LinearCache):
+    if given is not None and not isinstance(given, LinearAttentionCache):
         raise ValueError(
-            "past_key_values must be a LinearCache with linear_attention, got a "
+            "past_key_values must be a LinearAttentionCache with linear_attention, got a "
             f"{type(given).__name__}; leave it out"
         )
-    return LinearCache() if given is None and wanted else given
+    return LinearAttentionCache() if given is None and wanted else given

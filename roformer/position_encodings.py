@@ -1,22 +1,20 @@
-"""The encodings that RoPE is compared with, each the equation of its paper, on one encoder.
+"""The position encodings that RoPE is compared with, chosen by `RoFormerConfig.position_encoding`.
 
-`RoFormerConfig.position_encoding` chooses. What it changes is one of three places:
+=============== ============================== ============================================
+rope            rotates queries and keys       Su et al. 2021, arXiv:2104.09864; `rotary`
+learned         added to the embeddings        Devlin et al. 2018, arXiv:1810.04805
+sinusoidal      added to the embeddings        Vaswani et al. 2017, arXiv:1706.03762, 3.5
+transformer_xl  added to each layer's scores   Dai et al. 2019, arXiv:1901.02860, 3.3
+t5              added to all layers' scores    Raffel et al. 2019, arXiv:1910.10683, 2.1
+alibi           added to all layers' scores    Press et al. 2021, arXiv:2108.12409, 3
+none            no positions                   a bag of words; a decoder knows the causal order
+=============== ============================== ============================================
 
-=============== ======================== ====================================================
-rope            queries and keys         Su et al. 2021, arXiv:2104.09864: `rotary`
-learned         the sum of embeddings    Devlin et al. 2018, arXiv:1810.04805: a table, as BERT's
-sinusoidal      the sum of embeddings    Vaswani et al. 2017, arXiv:1706.03762, section 3.5
-transformer_xl  the scores of each layer Dai et al. 2019, arXiv:1901.02860, section 3.3
-t5              the scores of all layers Raffel et al. 2019, arXiv:1910.10683, section 2.1
-alibi           the scores of all layers Press et al. 2021, arXiv:2108.12409, section 3
-none            nothing                  a bag of words, or in a decoder what causality tells
-=============== ======================== ====================================================
+To add an encoding that is a bias on the scores, add its name to
+`configuration_roformer.POSITION_BIASES`, a class here and its line in `build_position_bias`. The
+tests are parametrised over these names.
 
-Section 2 of the paper discusses all but rope and the last two (equations 3 to 10). Another one that
-is added to the scores takes its name in `configuration_roformer.ADDED`, a class here and its line
-in `score_bias`; everything else, tests included, goes by these.
-
-Legend: B batch, L queries, S keys, K distances, E width, H heads, D head width.
+Legend: B batch, L queries, S keys, K distances, E embedding size, H heads, D head size.
 """
 
 import math
@@ -26,156 +24,167 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_roformer import RoFormerConfig
-from .rotary import inverse_frequencies
+from .rotary import compute_inv_freq
 
-BUCKETS = 32
-"""T5's: rows of its table."""
-
-FARTHEST = 128
-"""T5's: the distance from which all share the last bucket."""
+T5_NUM_BUCKETS = 32
+T5_MAX_DISTANCE = 128
+"""From this distance on, all keys share the last bucket."""
 
 
-def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """sin(p / 10000^(2i / E)) and its cosine, side by side (Vaswani et al., section 3.5).
+def sinusoidal_embeddings(positions: Tensor, dim: int) -> Tensor:
+    """Compute sin(p / 10000^(2i / E)) and cos of the same angle, side by side (Vaswani et al.).
 
     Args:
-        positions: [...] integers; for Transformer-XL distances, which may be negative.
-        width: E, even.
+        positions: Integers of any shape; may be negative, as Transformer-XL's distances are.
+        dim: E, even.
 
     Returns:
         [..., E], float32; the angles are float64.
     """
-    angles = positions[..., None] * inverse_frequencies(width, device=positions.device)
+    angles = positions[..., None] * compute_inv_freq(dim, device=positions.device)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()
 
 
-class Distances(NamedTuple):
-    """How far apart queries and keys are: m - n, the query's position minus the key's.
+class RelativePositions(NamedTuple):
+    """Distances between queries and keys.
 
     Attributes:
-        between: [1 or B, L, S] integers.
-        reach: No distance is larger than this, either way.
+        distances: Position of the query minus position of the key, [1 or B, L, S] integers.
+        max_distance: Upper bound of their absolute values.
     """
 
-    between: Tensor
-    reach: int
+    distances: Tensor
+    max_distance: int
 
 
-def distances(positions: Tensor, start: int, gaps: bool) -> Distances:
-    """Of the tokens of a call to each other, or behind a cache to all tokens so far.
+def relative_positions(position_ids: Tensor, past_length: int, has_gaps: bool) -> RelativePositions:
+    """Compute the distances of the tokens of a call to each other and to cached tokens.
 
     Args:
-        positions: [1 or B, L].
-        start: Tokens in the cache; their positions are not kept, so behind it tokens are counted.
-        gaps: Whether tokens may be further apart than there are tokens, and `reach` must know; it
-            waits for the device.
+        position_ids: [1 or B, L].
+        past_length: Number of cached tokens. Their positions are not cached, so if there are any,
+            positions are counted from the start of the cache instead.
+        has_gaps: Whether a distance can be larger than the number of tokens, so that
+            `max_distance` must be read from the device.
     """
-    if start:
-        queries = torch.arange(start, start + positions.shape[-1], device=positions.device)[None]
-        keys = torch.arange(start + positions.shape[-1], device=positions.device)[None]
-        return Distances(queries[..., None] - keys[:, None], keys.shape[-1])
-    between = positions[..., None] - positions[:, None]
-    return Distances(between, int(between.abs().max()) if gaps else positions.shape[-1])
+    length = position_ids.shape[-1]
+    if past_length:
+        total = past_length + length
+        keys = torch.arange(total, device=position_ids.device)[None]
+        return RelativePositions(keys[:, past_length:, None] - keys[:, None], total)
+    distances = position_ids[..., None] - position_ids[:, None]
+    return RelativePositions(distances, int(distances.abs().max()) if has_gaps else length)
 
 
-def t5_buckets(between: Tensor, causal: bool) -> Tensor:
-    """The row of T5's table for each distance: exact when near, by the logarithm when far.
+def t5_buckets(distances: Tensor, is_causal: bool) -> Tensor:
+    """Map distances to rows of T5's table: one row each if near, logarithmic if far.
 
-    An encoder has half of the rows for keys before the query and half for those after it.
+    An encoder uses half of the rows for keys before the query and half for keys after it.
 
     Args:
-        between: m - n, any shape of integers.
-        causal: Only keys before the query are seen, and have all rows.
+        distances: Query position minus key position, integers of any shape.
+        is_causal: All rows are for keys before the query.
     """
-    number = BUCKETS if causal else BUCKETS // 2
-    first = torch.zeros_like(between) if causal else (between < 0).long() * number
-    far = between.clamp(min=0) if causal else between.abs()
-    exact = number // 2
-    # float32, and in this order of operations, as T5 does: at the borders the bucket depends on it
-    logarithm = torch.log(far.float().clamp(min=1) / exact) / math.log(FARTHEST / exact)
-    beyond = exact + (logarithm * (number - exact)).long()
-    return first + torch.where(far < exact, far, beyond.clamp(max=number - 1))
+    num_buckets = T5_NUM_BUCKETS if is_causal else T5_NUM_BUCKETS // 2
+    is_after = torch.zeros_like(distances) if is_causal else (distances < 0).long()
+    distances = distances.clamp(min=0) if is_causal else distances.abs()
+    num_exact = num_buckets // 2
+    # float32 in T5's order of operations: the bucket at a boundary depends on the rounding
+    ratio = torch.log(distances.float().clamp(min=1) / num_exact)
+    ratio = ratio / math.log(T5_MAX_DISTANCE / num_exact)
+    far = (num_exact + (ratio * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
+    return is_after * num_buckets + torch.where(distances < num_exact, distances, far)
 
 
 class T5Bias(nn.Module):
-    """A learned number for each head and bucket of distances, added to the scores of all layers.
+    """Learned bias for each head and bucket of distances, shared by all layers.
 
-    T5 itself does not divide q k by sqrt(D); here it is divided, as with every other encoding.
+    Unlike in T5, the product of query and key is divided by sqrt(D), as for all encodings here.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.causal = config.is_decoder
-        self.relative_attention_bias = nn.Embedding(BUCKETS, config.num_attention_heads)
+        self.is_causal = config.is_decoder
+        self.relative_attention_bias = nn.Embedding(T5_NUM_BUCKETS, config.num_attention_heads)
 
-    def forward(self, found: Distances) -> Tensor:
-        """[1 or B, H, L, S]."""
-        return self.relative_attention_bias(t5_buckets(found.between, self.causal)).movedim(-1, 1)
+    def forward(self, positions: RelativePositions) -> Tensor:
+        """Return the bias, [1 or B, H, L, S]."""
+        buckets = t5_buckets(positions.distances, self.is_causal)
+        return self.relative_attention_bias(buckets).movedim(-1, 1)
 
 
 class AlibiBias(nn.Module):
-    """-slope |m - n|, a fixed slope for each head, added to the scores of all layers.
+    """Fixed bias -slope |m - n| with one slope for each head, shared by all layers.
 
-    The paper's is causal; for an encoder this is its symmetric form.
+    The paper's is causal; an encoder uses the symmetric form.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         self.slopes = alibi_slopes(config.num_attention_heads)
 
-    def forward(self, found: Distances) -> Tensor:
-        """[1 or B, H, L, S], float32."""
-        slopes = torch.tensor(self.slopes).to(found.between.device, non_blocking=True)
-        return -slopes[:, None, None] * found.between.abs()[:, None]
+    def forward(self, positions: RelativePositions) -> Tensor:
+        """Return the bias, [1 or B, H, L, S], float32."""
+        slopes = torch.tensor(self.slopes).to(positions.distances.device, non_blocking=True)
+        return -slopes[:, None, None] * positions.distances.abs()[:, None]
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 h / H) for h = 1 .. H; for other numbers than powers of two, those of the power below
-    and then every second one of the power above.
-    """  # noqa: D205 one sentence
-    power = 2 ** math.floor(math.log2(heads))
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Return the slopes 2^(-8h/H), h = 1 .. H.
+
+    If H is not a power of two, the slopes of the power below come first, followed by every second
+    slope of the power above.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
-    return slopes + between[: heads - power]
+    return slopes + between[: num_heads - power]
 
 
-class TransformerXLTerms(nn.Module):
-    """The three of Transformer-XL's four terms that know positions or are no token's own.
+class TransformerXLBias(nn.Module):
+    """Position terms of Transformer-XL, learned by each layer.
 
-    The score is (q + u) k + (q + v) W_kR R_{m-n}, all of it divided by sqrt(D): what is like what,
-    which keys matter to everybody (u), which distances matter to this token, and which to everybody
-    (v). R is the sinusoid of the distance; u, v and W_kR are learned by each layer.
+    The score is ((q + u) k + (q + v) W_kR R_{m-n}) / sqrt(D), where R is the sinusoidal embedding
+    of the distance. u weighs keys by content, v weighs distances, both whatever the query is.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        heads = (config.num_attention_heads, config.head_width)
-        self.u = nn.Parameter(torch.empty(heads))
-        self.v = nn.Parameter(torch.empty(heads))
-        self.spread = config.initializer_range
+        shape = (config.num_attention_heads, config.attention_head_size)
+        self.u = nn.Parameter(torch.empty(shape))
+        self.v = nn.Parameter(torch.empty(shape))
+        self.initializer_range = config.initializer_range
         self.key_of_distance = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def reset(self) -> None:
-        """Draw u and v; loading calls it where a checkpoint lacks them."""
+    def reset_parameters(self) -> None:
+        """Initialise u and v; also called when a checkpoint lacks them."""
         for bias in (self.u, self.v):
-            nn.init.normal_(bias, std=self.spread)
+            nn.init.normal_(bias, std=self.initializer_range)
 
-    def forward(self, query: Tensor, found: Distances) -> tuple[Tensor, Tensor]:
-        """Queries [B, L, H, D] to what meets the keys, [B, L, H, D], and scores [B, H, L, S].
+    def forward(self, query: Tensor, positions: RelativePositions) -> tuple[Tensor, Tensor]:
+        """Compute the query q + u of the content term, and the position term.
 
-        Every distance is multiplied once, K of them, and then read where it occurs.
+        The position term is computed once for each of the K distances and then gathered.
+
+        Args:
+            query: [B, L, H, D].
+            positions: Distances of the tokens.
+
+        Returns:
+            query: q + u, [B, L, H, D].
+            scores: (q + v) W_kR R_{m-n}, not yet divided by sqrt(D), [B, H, L, S].
         """
-        reach = torch.arange(-found.reach, found.reach + 1, device=query.device)
-        table = sinusoids(reach, self.key_of_distance.in_features).to(query.dtype)
+        max_distance = positions.max_distance
+        distances = torch.arange(-max_distance, max_distance + 1, device=query.device)
+        table = sinusoidal_embeddings(distances, self.key_of_distance.in_features).to(query.dtype)
         keys = self.key_of_distance(table).view(-1, *query.shape[-2:])  # [K, H, D]
         scores = torch.einsum("blhd,khd->bhlk", query + self.v, keys.to(query.dtype))
-        places = (found.between + found.reach)[:, None].expand(*scores.shape[:3], -1)
-        return query + self.u, scores.gather(-1, places)
+        indices = (positions.distances + max_distance)[:, None].expand(*scores.shape[:3], -1)
+        return query + self.u, scores.gather(-1, indices)
 
 
-def score_bias(config: RoFormerConfig) -> nn.Module | None:
-    """What is added to the scores of all layers, or None."""
-    if not config.biases_scores or config.position_encoding == "transformer_xl":  # by each layer
-        return None
-    kinds: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
-    return kinds[config.position_encoding](config)
+def build_position_bias(config: RoFormerConfig) -> nn.Module | None:
+    """Return the module of the bias that all layers share, or None."""
+    classes: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
+    bias_class = classes.get(config.position_encoding)
+    return None if bias_class is None else bias_class(config)

@@ -1,8 +1,10 @@
-"""Rotary position embedding: the one place that knows how a position turns a vector.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3).
 
-Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), section 3.
-Pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper; Llama and GPT-NeoX pair
-coordinate i with i + D/2, which is the same rotation of permuted coordinates (`half_split_order`).
+A pair of coordinates of a query or key at position m is rotated by the angle m * theta_i. By
+default the pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper. Llama and
+GPT-NeoX pair coordinate i with i + D/2; `roformer.convert` translates weights between the layouts.
+
+Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head.
 """
 
 import torch
@@ -11,127 +13,116 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def inverse_frequencies(
-    width: int, base: float = 10000.0, device: torch.device | None = None
-) -> Tensor:
-    """The angles theta_i by which one step of position turns pair i (equation 15).
-
-    theta_i = base ** (-2 (i - 1) / d) for i = 1 .. d/2, d the head width.
+def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | None = None) -> Tensor:
+    """Compute the frequencies theta_i = base^(-2(i - 1) / dim), i = 1 .. dim/2 (equation 15).
 
     Args:
-        width: Head width d, even.
-        base: 10,000 in the paper.
-        device: Where to compute.
+        dim: Number of rotated coordinates, even.
+        base: Base of the angles; 10,000 in the paper.
+        device: Device of the result.
 
     Returns:
-        theta, [D/2], radians per token, float64 where the device has it.
+        [dim/2], radians per token; float64, or float32 on devices without float64.
 
     Raises:
-        ValueError: `width` is odd, so that the last coordinate would have no partner.
+        ValueError: `dim` is odd.
     """
-    if width % 2:
-        raise ValueError(f"head width must be even to be rotated in pairs, got {width}")
-    dtype = _exact(device)
-    return base ** -(torch.arange(0, width, 2, device=device).to(dtype) / width)
+    if dim % 2:
+        raise ValueError(f"dim must be even, because coordinates are rotated in pairs, got {dim}")
+    exponents = torch.arange(0, dim, 2, device=device).to(_angle_dtype(device)) / dim
+    return base**-exponents
 
 
-def frequencies(
-    config: PreTrainedConfig, lengths: Tensor | None, device: torch.device
+def compute_rope_parameters(
+    config: PreTrainedConfig, row_lengths: Tensor | None, device: torch.device
 ) -> tuple[Tensor, float]:
-    """The angles of a configuration's rope type, by transformers' own rules but for the default.
+    """Compute the frequencies of the configuration's `rope_type`.
 
-    Nothing is stored between calls: what depends on the length is computed for the lengths given.
+    All types but the default are computed by transformers. Nothing is cached between calls.
 
     Args:
         config: A `RoFormerConfig`.
-        lengths: [B, L], for each token the length of its row (or of its document in a packed row);
-            only read where the frequencies depend on it (dynamic, longrope).
-        device: Where to compute.
+        row_lengths: [B, L], the length of the row (or of the packed document) that each token
+            belongs to. Required by the types dynamic and longrope, and unused by the others.
+        device: Device of the result.
 
     Returns:
-        theta [D/2], or [B, L, D/2] where it depends on the lengths, radians per token; and the
-        factor on sine and cosine that yarn and longrope ask for.
+        inv_freq: [R/2], or [B, L, R/2] if it depends on the length; radians per token.
+        attention_scaling: Factor on cos and sin; 1 except for yarn and longrope.
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        return inverse_frequencies(config.rotated_width, rope["rope_theta"], device), 1.0
-    rule = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    if lengths is None:
-        return rule(config, device)
+        return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    if row_lengths is None:
+        return compute(config, device)
     if rope["rope_type"] == "dynamic":
-        return rule(config, device, seq_len=lengths[..., None])
-    border = rope["original_max_position_embeddings"]
-    short, scaling = rule(config, device, seq_len=border)
-    long, _ = rule(config, device, seq_len=border + 1)
-    return torch.where((lengths > border)[..., None], long, short), scaling
+        return compute(config, device, seq_len=row_lengths[..., None])
+    trained_length = rope["original_max_position_embeddings"]
+    short, attention_scaling = compute(config, device, seq_len=trained_length)
+    long, _ = compute(config, device, seq_len=trained_length + 1)
+    is_long = (row_lengths > trained_length)[..., None]
+    return torch.where(is_long, long, short), attention_scaling
 
 
-def rotation_table(
-    positions: Tensor, theta: Tensor, scaling: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Cosine and sine of every angle m * theta_i (equation 34).
+def rotary_embeddings(
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    attention_scaling: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of m * theta_i for every position m (equation 34).
 
     Angles are float64 and the results at least float32, whatever the model's dtype: bfloat16
-    rounds the first 1024 integers to 513 values, so positions would collide, and a float32 angle at
-    position 100,000 is off by up to 0.004.
+    represents only 513 of the first 1024 integers, so positions would collide, and a float32 angle
+    at position 100,000 is wrong by up to 0.004.
 
     Args:
-        positions: Token positions m, [..., L], any integer dtype.
-        theta: [D/2] or [..., L, D/2], radians per token.
-        scaling: Factor on both.
-        dtype: Of the model; only float64 asks for more than float32.
+        position_ids: Token positions m, [L] or [B, L], any integer dtype.
+        inv_freq: theta_i, [R/2] or [..., L, R/2], radians per token.
+        attention_scaling: Factor on both results.
+        dtype: Dtype of the model; the results are float64 if it is float64.
 
     Returns:
-        [..., L, D/2, 2], float32 or float64: cosine and sine side by side, one complex number
-        e^(i m theta).
+        cos, sin: [..., L, R/2], float32 or float64.
     """
-    angles = positions[..., None].to(_exact(positions.device)) * theta
-    turns = torch.stack((angles.cos(), angles.sin()), dim=-1)
-    return turns.to(arithmetic(dtype)) * scaling
+    angles = position_ids[..., None].to(_angle_dtype(position_ids.device)) * inv_freq
+    dtype = at_least_float32(dtype)
+    return angles.cos().to(dtype) * attention_scaling, angles.sin().to(dtype) * attention_scaling
 
 
-def rotate(x: Tensor, table: Tensor, interleave: bool = True) -> Tensor:
-    """Turn pair i of token m, (x_2i-1, x_2i) in the paper, by m * theta_i (equations 13 and 34).
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -> Tensor:
+    """Rotate pair i of the token at position m by m * theta_i (equations 13 and 34).
 
     Args:
         x: Queries, keys or values, [B, L, H, D], any floating dtype.
-        table: From `rotation_table`, [L, D'/2, 2] or [B, L, D'/2, 2]; with D' < D only the first D'
-            coordinates are turned.
-        interleave: Pair adjacent coordinates; False pairs i with i + D'/2.
+        cos: From `rotary_embeddings`, [L, R/2] or [B, L, R/2]. If R < D, only the first R
+            coordinates are rotated.
+        sin: Same shape as `cos`.
+        interleave: Pair adjacent coordinates; False pairs coordinate i with i + R/2.
 
     Returns:
-        The rotated x, same shape and dtype; the arithmetic is float32, or float64 of a float64 x.
+        Tensor of the shape and dtype of `x`; computed in float32, or float64 if `x` is float64.
     """
-    width = 2 * table.shape[-2]
-    if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], table, interleave), x[..., width:]), dim=-1)
-    table = table.unsqueeze(-3)  # one angle for all heads
-    dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))
-    first, second = x.to(arithmetic(x.dtype)).unflatten(-1, shape).unbind(dim)
-    cos, sin = table.unbind(-1)
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = apply_rotary(x[..., :rotary_dim], cos, sin, interleave)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
+    dim, pairs = (-1, (-1, 2)) if interleave else (-2, (2, -1))
+    first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, pairs).unbind(dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
 
 
-def half_split_order(width: int, rotated: int) -> Tensor:
-    """Where each coordinate of the half-split layout stands in the interleaved one.
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for float64 and float32 for every other dtype.
 
-    Args:
-        width: Head width D.
-        rotated: Coordinates that are turned, D' <= D; the others stay in place.
-
-    Returns:
-        [D], a permutation p with half_split[j] = interleaved[p[j]].
+    Used where a model in half precision must compute in float32.
     """
-    pairs = torch.arange(rotated).view(-1, 2).T.flatten()
-    return torch.cat((pairs, torch.arange(rotated, width)))
-
-
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """In what a model of this dtype computes what must not be rounded to half precision."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _exact(device: torch.device | None) -> torch.dtype:
-    """The most exact dtype of a device: float64, which Apple's GPUs lack."""
+def _angle_dtype(device: torch.device | None) -> torch.dtype:
+    # MPS has no float64
     return torch.float32 if device is not None and device.type == "mps" else torch.float64

@@ -91,7 +91,7 @@ def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBa
     """A folder as a user has it; for the first type with the call that makes it ours."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if model.config.is_stock:
+    if model.config.is_transformers_compatible:
         roformer.use_for_auto_classes()
 
 

@@ -11,14 +11,14 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
-from roformer.configuration_roformer import ADDED, ENCODINGS
-from roformer.position_encodings import alibi_slopes, sinusoids, t5_buckets
+from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
+from roformer.position_encodings import alibi_slopes, sinusoidal_embeddings, t5_buckets
 from tiny import TINY_MODEL, enlarge
 from train.loop.model_init import load_bert_weights
 from train.settings import InputError
 
 B, L, V = 2, 12, 60
-RELATIVE = ("rope", *ADDED)
+RELATIVE = ("rope", *POSITION_BIASES)
 
 
 def config_of(encoding: str, **fields: object) -> RoFormerConfig:
@@ -62,7 +62,7 @@ def test_with_learned_positions_it_is_transformers_bert(ids):
 
 
 def test_sinusoids_are_those_of_the_paper():
-    table = sinusoids(torch.arange(-3, 50), 32)
+    table = sinusoidal_embeddings(torch.arange(-3, 50), 32)
     for p in (-3, 0, 1, 17, 49):
         for i in range(16):
             angle = p / 10000 ** (2 * i / 32)
@@ -72,7 +72,9 @@ def test_sinusoids_are_those_of_the_paper():
 
 def test_sinusoids_are_added_to_words_of_their_size(ids):
     model = model_of("sinusoidal")
-    words = model.embeddings.word_embeddings(ids) * 32**0.5 + sinusoids(torch.arange(L), 32)
+    words = model.embeddings.word_embeddings(ids) * 32**0.5 + sinusoidal_embeddings(
+        torch.arange(L), 32
+    )
     words = words + model.embeddings.token_type_embeddings.weight[0]
     found = model.embeddings(ids, None, None, torch.arange(L)[None])
     same(found, model.embeddings.LayerNorm(words))
@@ -114,7 +116,7 @@ def test_transformer_xl_is_its_four_terms(ids):
     u, v, w = (x.double() for x in (relative.u, relative.v, relative.key_of_distance.weight))
 
     def scores_of(q, k, h, m, n):
-        r = (w @ sinusoids(torch.tensor(m - n), 32).double()).view(2, 16)[h]
+        r = (w @ sinusoidal_embeddings(torch.tensor(m - n), 32).double()).view(2, 16)[h]
         return q @ k + q @ r + u[h] @ k + v[h] @ r
 
     compare_with_oracle(model, layer, ids, scores_of)
@@ -153,7 +155,7 @@ def compare_with_oracle(model, layer, ids, scores_of) -> None:
 
 def test_without_positions_words_are_a_bag(ids):
     order = torch.randperm(L)
-    for encoding in ENCODINGS:
+    for encoding in POSITION_ENCODINGS:
         model = model_of(encoding)
         moved, straight = hidden(model, ids[:, order]), hidden(model, ids)[:, order]
         if encoding == "none":
@@ -166,11 +168,11 @@ def test_another_encoding_than_the_one_that_was_built_is_refused(ids):
     for built, edited in (("rope", "alibi"), ("none", "rope"), ("t5", "none")):
         model = model_of(built)
         model.config.position_encoding = edited
-        with pytest.raises(ValueError, match=f"must stay {built} in a built model, got '{edited}'"):
+        with pytest.raises(ValueError, match=f"position_encoding must .* got '{edited}'"):
             model(ids)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_a_checkpoint_without_an_encodings_weights_gets_drawn_ones(encoding, tmp_path):
     model_of("rope").save_pretrained(tmp_path)
     model = RoFormerModel.from_pretrained(tmp_path, position_encoding=encoding)
@@ -183,7 +185,7 @@ def test_a_checkpoint_without_an_encodings_weights_gets_drawn_ones(encoding, tmp
     )
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_relative_encodings_and_no_others_know_differences_alone(encoding, ids):
     model = model_of(encoding)
     shifted = hidden(model, ids, position_ids=torch.arange(L)[None] + 20)
@@ -198,7 +200,7 @@ def test_relative_encodings_and_no_others_know_differences_alone(encoding, ids):
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded", "flex_attention"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_padding_and_kernels_change_nothing(encoding, kernel, ids):
     model, plain = model_of(encoding, kernel), model_of(encoding)
     mask = torch.ones(B, L, dtype=torch.long)
@@ -209,7 +211,7 @@ def test_padding_and_kernels_change_nothing(encoding, kernel, ids):
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_packed_documents_come_out_as_alone(encoding, kernel, ids):
     model, plain = model_of(encoding, kernel), model_of(encoding)
     row = torch.cat((ids[0], ids[1, :7]))[None]
@@ -220,7 +222,7 @@ def test_packed_documents_come_out_as_alone(encoding, kernel, ids):
     same(hidden(model, row, cu_seq_lens_q=borders)[0], alone)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_a_decoder_generates_with_its_cache_what_it_would_without(encoding, ids):
     config = config_of(encoding, is_decoder=True)
     model = enlarge(RoFormerForCausalLM._from_config(config, attn_implementation="sdpa"))
@@ -235,7 +237,7 @@ def test_a_decoder_generates_with_its_cache_what_it_would_without(encoding, ids)
     same(after, whole[:, 5:])
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_every_weight_gets_a_gradient(encoding, kernel, ids):
     model = model_of(encoding, kernel).train()
@@ -248,7 +250,7 @@ def test_every_weight_gets_a_gradient(encoding, kernel, ids):
             assert parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(encoding, ids, tmp_path):
     model = model_of(encoding)
     model.save_pretrained(tmp_path)
@@ -263,7 +265,7 @@ def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(encoding, i
         assert isinstance(transformers.AutoModel.from_pretrained(tmp_path), RoFormerModel)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_and_in_half_precision_it_is_near(encoding, dtype, ids):
     model = model_of(encoding, "sdpa").to(dtype)
@@ -279,10 +281,10 @@ def test_compiled_and_in_half_precision_it_is_near(encoding, dtype, ids):
 
 def test_a_table_of_positions_ends_and_others_do_not():
     long = torch.randint(5, V, (1, 70))
-    for encoding in ENCODINGS:
+    for encoding in POSITION_ENCODINGS:
         model = model_of(encoding)
         if encoding == "learned":
-            with pytest.raises(ValueError, match="in the 64 rows of the table .* got 69"):
+            with pytest.raises(ValueError, match="position_ids must .* got 69"):
                 model(long)
             assert model.config.has_position_limit
         else:
@@ -291,38 +293,17 @@ def test_a_table_of_positions_ends_and_others_do_not():
 
 
 def test_what_an_encoding_cannot_do_is_refused_by_name(ids):
-    with pytest.raises(ValueError, match="set_rope_interleave must be called on a model that"):
+    with pytest.raises(ValueError, match="set_rope_interleave must"):
         model_of("transformer_xl").set_rope_interleave(False)
     decoder = enlarge(RoFormerForCausalLM(config_of("alibi")))
-    with pytest.raises(ValueError, match="must be a cache that grows .* got a StaticCache"):
+    with pytest.raises(ValueError, match="past_key_values must .* got a StaticCache"):
         decoder.generate(ids, max_new_tokens=4, cache_implementation="static", pad_token_id=0)
     learned, first = model_of("learned"), torch.arange(-1, L - 1)[None]
-    with pytest.raises(ValueError, match="in the 64 rows of the table .* got -1"):
+    with pytest.raises(ValueError, match="position_ids must .* got -1"):
         learned(ids, position_ids=first)
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**TINY_MODEL, vocab_size=V))
     with pytest.raises(InputError, match="must need no weights that a BERT lacks"):
         load_bert_weights(RoFormerForMaskedLM(config_of("t5")), bert)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"position_encoding": "rotary"}, "position_encoding must be one of rope, learned"),
-        ({"position_encoding": "t5", "rotary_value": True}, "rotary_value must be False with"),
-        ({"position_encoding": "t5", "rope_interleave": False}, "rope_interleave must be True"),
-        (
-            {"position_encoding": "sinusoidal", "embedding_size": 15},
-            "embedding_size must be even for sinusoids, got 15",
-        ),
-        (
-            {"position_encoding": "none", "rope_parameters": {"rope_theta": 500.0}},
-            "rope_parameters must be left out with position_encoding none",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RoFormerConfig(vocab_size=V, **TINY_MODEL, **fields)
 
 
 def test_half_precision_adds_no_bias_to_infinity(ids):

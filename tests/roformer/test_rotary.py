@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from roformer.convert import half_split_permutation
 from roformer.rotary import (
-    frequencies,
-    half_split_order,
-    inverse_frequencies,
-    rotate,
-    rotation_table,
+    apply_rotary,
+    compute_inv_freq,
+    compute_rope_parameters,
+    rotary_embeddings,
 )
 from tiny import ROPES, rope_config
 
@@ -31,8 +31,8 @@ def matrix_form(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0)
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, interleave: bool = True) -> torch.Tensor:
-    table = rotation_table(positions, inverse_frequencies(x.shape[-1]))
-    return rotate(x, table, interleave)
+    table = rotary_embeddings(positions, compute_inv_freq(x.shape[-1]))
+    return apply_rotary(x, *table, interleave)
 
 
 @pytest.mark.parametrize("start", [0, 1000, 100_000])
@@ -46,12 +46,12 @@ def test_rotation_is_the_papers_matrix_product(start):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_the_gradient_and_its_gradient_are_exact_for_any_order_in_memory(order):
     torch.manual_seed(0)
-    table = rotation_table(torch.arange(5), inverse_frequencies(6)) * 1.5  # as yarn scales it
+    table = rotary_embeddings(torch.arange(5), compute_inv_freq(6), 1.5)  # scaled as by yarn
     shape = [(2, 5, 3, 6)[axis] for axis in order]
     x = torch.randn(shape).permute([order.index(axis) for axis in range(4)]).requires_grad_()
     results = []
-    for function in (rotate, by_pairs):
-        y = function(x, table)
+    for function in (apply_rotary, by_pairs):
+        y = function(x, *table)
         (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         (curve,) = torch.autograd.grad(slope.pow(2).sum(), x)
         results.append((y, slope, curve))
@@ -59,9 +59,9 @@ def test_the_gradient_and_its_gradient_are_exact_for_any_order_in_memory(order):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def by_pairs(x, table):
+def by_pairs(x, cos, sin):
     """Each pair times its matrix."""
-    cos, sin = table[:, None].unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
 
@@ -113,7 +113,7 @@ def test_gradient_is_the_rotation_backwards():
 
 def test_only_the_first_coordinates_turn_in_a_partial_rotation():
     x = torch.randn(2, 9, 3, 16)
-    result = rotate(x, rotation_table(torch.arange(9), inverse_frequencies(4)))
+    result = apply_rotary(x, *rotary_embeddings(torch.arange(9), compute_inv_freq(4)))
     torch.testing.assert_close(result[..., 4:], x[..., 4:], atol=0, rtol=0)
     torch.testing.assert_close(result[..., :4], turned(x[..., :4], torch.arange(9)))
 
@@ -121,11 +121,11 @@ def test_only_the_first_coordinates_turn_in_a_partial_rotation():
 @pytest.mark.parametrize("rotated", [16, 8])
 def test_half_split_layout_is_the_same_rotation_of_permuted_coordinates(rotated):
     x = torch.randn(2, 9, 3, 16)
-    table = rotation_table(torch.arange(9), inverse_frequencies(rotated))
-    order = half_split_order(16, rotated)
+    table = rotary_embeddings(torch.arange(9), compute_inv_freq(rotated))
+    order = half_split_permutation(16, rotated)
     assert sorted(order.tolist()) == list(range(16))
-    split = rotate(x[..., order], table, interleave=False)
-    torch.testing.assert_close(split, rotate(x, table)[..., order], atol=1e-6, rtol=0)
+    split = apply_rotary(x[..., order], *table, interleave=False)
+    torch.testing.assert_close(split, apply_rotary(x, *table)[..., order], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rope", list(ROPES))
@@ -136,29 +136,30 @@ def test_rope_types_have_transformers_frequencies(rope, share):
         config = rope_config(rope, partial_rotary_factor=share, **halves)
     else:
         config = rope_config(rope, partial_rotary_factor=share)
-    lengths = torch.tensor([[16] * 3, [17] * 3]) if config.depends_on_length else None
-    theta, scaling = frequencies(config, lengths, torch.device("cpu"))
+    lengths = torch.tensor([[16] * 3, [17] * 3]) if config.has_dynamic_rope else None
+    theta, scaling = compute_rope_parameters(config, lengths, torch.device("cpu"))
     for row, length in enumerate((16, 17)):
         expected, factor = ROPE_INIT_FUNCTIONS[rope](config, "cpu", seq_len=length)
         assert len(expected) == 8 * share
         ours = theta if lengths is None else theta[row, 1]
         torch.testing.assert_close(ours.float(), expected)
         assert scaling == factor
-    table = rotation_table(torch.arange(3)[None], theta[:1] if theta.ndim > 1 else theta, scaling)
-    torch.testing.assert_close(
-        table.norm(dim=-1), torch.full(table.shape[:-1], float(scaling)), atol=1e-5, rtol=0
+    table = rotary_embeddings(
+        torch.arange(3)[None], theta[:1] if theta.ndim > 1 else theta, scaling
     )
+    norms = torch.hypot(*table)
+    torch.testing.assert_close(norms, torch.full_like(norms, scaling), atol=1e-5, rtol=0)
     assert (scaling > 1) == (rope in ("yarn", "longrope"))
 
 
 def test_default_frequencies_follow_theta_and_share():
     config = rope_config("default", rope_theta=500.0, partial_rotary_factor=0.5)
-    theta, scaling = frequencies(config, None, torch.device("cpu"))
+    theta, scaling = compute_rope_parameters(config, None, torch.device("cpu"))
     expected = [500 ** (-2 * i / 8) for i in range(4)]
     torch.testing.assert_close(theta, torch.tensor(expected, dtype=torch.float64))
     assert scaling == 1.0
 
 
 def test_odd_width_is_refused_by_name():
-    with pytest.raises(ValueError, match="head width must be even.*got 7"):
-        inverse_frequencies(7)
+    with pytest.raises(ValueError, match="dim must be even.*got 7"):
+        compute_inv_freq(7)

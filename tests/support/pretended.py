@@ -20,7 +20,7 @@ from torch.utils.backend_registration import (
 from transformers import BertConfig, BertForMaskedLM
 
 import roformer
-from roformer.configuration_roformer import ADDED, ENCODINGS
+from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
 from tiny import TINY_MODEL, enlarge
 from train.data.batching import IGNORED
 from train.loop.objective import LanguageModel
@@ -121,8 +121,8 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
     masked["labels"] = masked["input_ids"].masked_fill(masked["attention_mask"] == 0, IGNORED)
     kernels = "eager", "sdpa", "unpadded"
     for kernel in kernels:
-        for encoding in ENCODINGS:
-            if kernel == "unpadded" and encoding in ADDED:
+        for encoding in POSITION_ENCODINGS:
+            if kernel == "unpadded" and encoding in POSITION_BIASES:
                 continue  # refused
             options = {"position_encoding": encoding}
             yield f"{encoding}, {kernel}", model("MaskedLM", kernel, **options), masked

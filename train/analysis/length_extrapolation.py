@@ -139,7 +139,7 @@ def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
     if not random:
         linear = rope | {"rope_type": "linear", "factor": factor}
         found["positions / s"] = {"rope_parameters": linear}
-    d = config.rotated_width
+    d = config.rotary_dim
     if d > 2:  # a single pair turns by one radian a token whatever theta is
         theta = rope["rope_theta"] * factor ** (d / (d - 2))
         found["theta rescaled"] = {"rope_parameters": rope | {"rope_theta": theta}}

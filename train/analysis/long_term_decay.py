@@ -23,7 +23,7 @@ from torch import Tensor
 
 import roformer
 from roformer import RoFormerConfig
-from roformer.rotary import inverse_frequencies
+from roformer.rotary import compute_inv_freq
 from train.analysis.loss_curves import by_model
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.data import vocabulary
@@ -89,7 +89,7 @@ def bound(distances: Floats, width: int, theta: float) -> Floats:
         width: Head width d.
         theta: Base of the angles.
     """
-    turns = np.exp(1j * distances[:, None] * inverse_frequencies(width, theta).numpy())
+    turns = np.exp(1j * distances[:, None] * compute_inv_freq(width, theta).numpy())
     return np.abs(np.cumsum(turns, axis=1)).mean(axis=1)
 
 
@@ -121,7 +121,7 @@ def of_random_vectors(
     """Of queries and keys that are normally distributed, apart and equal."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(PAIRS, width, generator=generator) for _ in range(2))
-    angles = inverse_frequencies(width, theta)
+    angles = compute_inv_freq(width, theta)
     pairs = {"random, apart": key, "random, equal": query}
     return {name: scores(query, other, distances, angles) for name, other in pairs.items()}
 
@@ -153,11 +153,11 @@ def of_model(
     rows = np.arange(min(SEQUENCES, len(sequences)))
     batch = examples(sequences, rows, rows * 0, SpecialTokens.of(tokenizer), 0.15, 0)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    theta = inverse_frequencies(config.rotated_width, config.rope_parameters["rope_theta"])
+    theta = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     found = {}
     for name, settings in (("trained", trained), ("untrained", beginning)):
         model = build_model(settings, config, seed=0).eval()
-        query, key = queries_and_keys(model.base_model, inputs, config.rotated_width)
+        query, key = queries_and_keys(model.base_model, inputs, config.rotary_dim)
         found[f"{model_name(folder)}, {name}"] = scores(query, key, distances, theta)
     return found
 

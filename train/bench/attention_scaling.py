@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from roformer import RoFormerConfig, RoFormerModel
-from roformer.configuration_roformer import FEATURES
+from roformer.configuration_rules import FEATURE_MAPS
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.bench.baselines import keep_freed_memory
 from train.loop.launch import run_command, start_accelerator
@@ -27,7 +27,7 @@ from train.loop.run_log import collect_environment, peak_memory
 from train.settings import require
 
 SOFTMAX = "softmax"
-KINDS = (SOFTMAX, *FEATURES)
+KINDS = (SOFTMAX, *FEATURE_MAPS)
 
 LEAST = 4096
 """Tokens from which slopes are fitted: below, what does not depend on the length weighs in."""

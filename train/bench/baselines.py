@@ -224,11 +224,12 @@ def with_other(step: Step, *parts: tuple[Any, str, Any]) -> Step:
 def without_positions(step: Step) -> Step:
     """The step of a RoFormer that rotates nothing."""
 
-    def tables(positions: Tensor, *rest: object) -> Tensor:
-        return torch.zeros(*positions.shape, 1, 2, device=positions.device)
+    def tables(positions: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(*positions.shape, 1, device=positions.device)
+        return zeros, zeros
 
-    same = (modeling_roformer, "rotate", lambda x, *rest: x)
-    return with_other(step, same, (modeling_roformer, "rotation_table", tables))
+    same = (modeling_roformer, "apply_rotary", lambda x, *rest: x)
+    return with_other(step, same, (modeling_roformer, "rotary_embeddings", tables))
 
 
 def without_levers(step: Step) -> dict[str, Step]:

@@ -7,7 +7,7 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from roformer.rotary import frequencies, inverse_frequencies
+from roformer.rotary import compute_inv_freq, compute_rope_parameters
 from tiny import TINY_MODEL
 from train.analysis.length_extrapolation import LengthsSettings, main, same_text, ways
 from train.data.batching import Sequences
@@ -44,10 +44,11 @@ def test_a_text_too_short_for_the_longest_is_refused(long_text, tokenizer):
 
 def test_rescaled_theta_divides_the_slowest_angle_and_leaves_the_fastest():
     config = RoFormerConfig(hidden_size=256, num_attention_heads=4)
-    plain = inverse_frequencies(64)
+    plain = compute_inv_freq(64)
     found = {
-        way: frequencies(RoFormerConfig(hidden_size=256, num_attention_heads=4, **changes), None,
-                         plain.device)[0]
+        way: compute_rope_parameters(
+            RoFormerConfig(hidden_size=256, num_attention_heads=4, **changes), None, plain.device
+        )[0]
         for way, changes in ways(config, 8).items()
     }  # fmt: skip
     assert list(found) == ["as it is", "positions / s", "theta rescaled"]

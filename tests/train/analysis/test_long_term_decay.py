@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from roformer.rotary import inverse_frequencies, rotate, rotation_table
+from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import TINY_MODEL
 from train.analysis.long_term_decay import CutTextSettings, DecaySettings, bound, main, scores
 from train.settings import InputError
@@ -42,11 +42,11 @@ def test_no_score_is_above_the_papers_equation():
 def test_scores_are_those_of_rotated_queries_and_keys():
     torch.manual_seed(0)
     query, key = torch.randn(2, 30, 16)
-    theta = inverse_frequencies(16)
+    theta = compute_inv_freq(16)
     found = scores(query, key, np.arange(20.0), theta)
     for distance in (0, 1, 19):
-        table = rotation_table(torch.tensor([distance]), theta)
-        turned = rotate(query[:, None, None], table)[:, 0, 0]
+        table = rotary_embeddings(torch.tensor([distance]), theta)
+        turned = apply_rotary(query[:, None, None], *table)[:, 0, 0]
         cosines = torch.nn.functional.cosine_similarity(turned, key)
         assert found["mean"][distance] == pytest.approx(cosines.mean().item(), abs=1e-6)
         assert found["size"][distance] == pytest.approx(cosines.abs().mean().item(), abs=1e-6)

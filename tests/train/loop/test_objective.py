@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 import roformer
-from roformer.configuration_roformer import ENCODINGS
+from roformer.configuration_rules import POSITION_ENCODINGS
 from tiny import TINY_MODEL, enlarge
 from tiny_tokens import SPECIAL, store
 from train.data.batching import IGNORED, Sequences, examples
@@ -85,7 +85,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_what_is_added_to_scores_is_never_added_between_sequences(encoding):
     fields = {"vocab_size": 50, "position_encoding": encoding}
     config = roformer.RoFormerConfig(**TINY_MODEL, **fields)
