@@ -12,8 +12,8 @@ from tiny import ROOT
 MUTATIONS = {
     "query turned backwards": (
         "modeling_roformer.py",
-        "q = rotate(q, where, self.interleave)",
-        "q = rotate(q, where * where.new_tensor([1, -1]), self.interleave)",
+        "q = self._rotate(q, position_embeddings)",
+        "q = self._rotate(q, (position_embeddings[0], -position_embeddings[1]))",
     ),
     "no causal mask": (
         "attention_masks.py",
@@ -22,13 +22,13 @@ MUTATIONS = {
     ),
     "half-split pairs": (
         "rotary.py",
-        "    width = 2 * table.shape[-2]\n    if",
-        "    interleave = False\n    width = 2 * table.shape[-2]\n    if",
+        "    rotary_dim = 2 * cos.shape[-1]",
+        "    interleave = False\n    rotary_dim = 2 * cos.shape[-1]",
     ),
     "angles in bfloat16": (
         "rotary.py",
-        "angles = positions[..., None].to(_exact(positions.device)) * theta",
-        "angles = (positions[..., None] * theta).to(torch.bfloat16)",
+        "angles = position_ids[..., None].to(_angle_dtype(position_ids.device)) * inv_freq",
+        "angles = (position_ids[..., None] * inv_freq).to(torch.bfloat16)",
     ),
     "position_ids ignored": (
         "padding.py",
@@ -37,8 +37,8 @@ MUTATIONS = {
     ),
     "factor on sine and cosine ignored": (
         "rotary.py",
-        "turns.to(arithmetic(dtype)) * scaling",
-        "turns.to(arithmetic(dtype))",
+        "angles.sin().to(dtype) * attention_scaling",
+        "angles.sin().to(dtype)",
     ),
     "no dropout in attention": (
         "modeling_roformer.py",
@@ -81,6 +81,11 @@ def run(folder) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_every_mistake_can_be_planted():
+    for name, (file, right, _) in MUTATIONS.items():
+        assert (ROOT / "roformer" / file).read_text().count(right) == 1, name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
 def test_a_mistake_fails_a_fast_test(name, tmp_path):
@@ -88,7 +93,6 @@ def test_a_mistake_fails_a_fast_test(name, tmp_path):
     if name is not None:
         file, right, wrong = MUTATIONS[name]
         path = tmp_path / "roformer" / file
-        assert path.read_text().count(right) == 1
         path.write_text(path.read_text().replace(right, wrong))
     done = run(tmp_path)
     if name is None:  # the copy is what is tested
