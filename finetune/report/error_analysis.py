@@ -1,56 +1,51 @@
-"""What one run gets wrong: confusion of classes, its most confident mistakes, AX by category.
+"""Errors of one run: confusion of classes, its most confident mistakes, AX by category.
 
     python -m finetune.report.error_analysis --results results.jsonl --model M --task rte
     python -m finetune.report.error_analysis --model M --task mnli --diagnostic diagnostic-full.tsv
 
-Texts are read again from the data, and must be those the run was scored on: their labels are
-compared with the ones kept beside its logits. AX has no labels of its own; GLUE publishes them,
-with the category of each row, as diagnostic-full.tsv, whose rows are compared text by text.
-
-Legend: N rows, C classes.
+Texts are read again from the data, whose labels are compared with those stored beside the logits.
+AX has no labels of its own; GLUE publishes them, with the categories of each row, as
+diagnostic-full.tsv, whose texts are compared with the data row by row.
 """
 
+import csv
 import html
 import re
 import shlex
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.data import read_split_columns
 from finetune.metrics import accuracy, matthews
+from finetune.report.markdown_table import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS, Task
 from train.loop.launch import run_command
-from train.settings import InputError, require
+from train.settings import InputError, reason, require
 
-WORST = 20
-LONGEST = 240
+NUM_MISTAKES = 20
+MAX_CHARACTERS = 240
 """Characters of a text that are shown."""
-
 CATEGORIES = ("Lexical Semantics", "Predicate-Argument Structure", "Logic", "Knowledge", "Domain")
 DIAGNOSTIC = (*CATEGORIES, "Premise", "Hypothesis", "Label")
-"""Columns of diagnostic-full.tsv, tab-separated; a row has any number of categories of each."""
-
+"""Columns of diagnostic-full.tsv, tab-separated; categories of a cell are separated by `;`."""
 AX = TASKS["ax"]
-GET_LABELS = (
+NO_AX_LABELS = (
     "No scores: GLUE's AX data hold no labels (-1). It publishes labels and categories apart, as "
     "diagnostic-full.tsv (gluebenchmark.com/diagnostics): give that file as --diagnostic FILE."
 )
 
-Line = dict[str, Any]
-Columns = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
-class MistakesSettings:
+class ErrorAnalysisSettings:
     """Show what one run gets wrong."""
 
     results: str = "results.jsonl"
@@ -62,13 +57,13 @@ class MistakesSettings:
     seed: int = 0
     """The run's seed."""
     run: str | None = None
-    """Folder of the run in predictions/, where several fit; null leaves out random weights."""
+    """Folder of the run in predictions/, if several runs match; null leaves out random weights."""
     glue_dir: str | None = None
     """Folder of the data; null takes the run's."""
     diagnostic: str | None = None
     """GLUE's diagnostic-full.tsv, for AX by category."""
     output: str | None = None
-    """Markdown file; null only prints."""
+    """Markdown file to write; null only prints."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model", "glue_dir")
@@ -76,42 +71,40 @@ class MistakesSettings:
         remedy = "ax is part of mnli" if self.task == "ax" else "take one of them"
         rule = f"must be one of {', '.join(known)}"
         require(self.task in known, "task", rule, repr(self.task), remedy)
-        only = self.diagnostic is None or self.task == "mnli"
-        require(only, "diagnostic", "is for task mnli", self.task, "leave it out")
+        usable = self.diagnostic is None or self.task == "mnli"
+        require(usable, "diagnostic", "is for task mnli", self.task, "leave it out")
         folder = self.output is not None and Path(self.output).is_dir()
         require(not folder, "output", "must name a file", self.output, "add /mistakes.md")
 
 
-def main(settings: MistakesSettings) -> str:
-    """Print the analysis, and write it where asked.
-
-    Returns:
-        The Markdown.
+def main(settings: ErrorAnalysisSettings) -> str:
+    """Print the analysis as Markdown, and write it if asked to.
 
     Raises:
-        InputError: There is no such run, or its predictions, data or categories do not fit.
+        InputError: There is no such run, or its predictions, data or categories do not match.
     """
-    line = find_run(settings)
-    task = TASKS[settings.task]
-    again = [f"--{name} {shlex.quote(str(value))}" for name, value in _given(settings).items()]
+    result, task = find_run(settings), TASKS[settings.task]
+    flags = {name: value for name, value in vars(settings).items() if value is not None}
+    command = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()]
     parts = [
-        f"# Mistakes: {task.title}, {_plain(line['model'])}, seed {line['seed']}",
-        f"Run: `{line['command']}`",
-        f"This page: `python -m finetune.report.error_analysis {' '.join(again)}`",
+        f"# Mistakes: {task.title}, {escape_text(result['model'])}, seed {result['seed']}",
+        f"Run: `{result['command']}`",
+        f"This page: `python -m finetune.report.error_analysis {' '.join(command)}`",
     ]
-    if line["collapsed"]:
+    if result["collapsed"]:
         parts.append("**The run collapsed: it gives one answer for all rows of a split.**")
-    glue_dir = settings.glue_dir or line["glue_dir"]
+    glue_dir = settings.glue_dir or result["glue_dir"]
     for split in task.validation_splits:
-        labels, logits = read_predictions(prediction_file(settings.results, line, split))
+        labels, logits = read_predictions(prediction_file(settings.results, result, split))
         columns = read_split_columns(task, split, glue_dir)
-        require_same_rows(labels, columns["label"], f"{task.name}/{split}")
-        title, *shown = section(task, split, labels, logits, columns)
-        scores = line["metrics"][split].items()
-        listed = ", ".join(f"{name} {100 * value:.1f}" for name, value in scores)
-        parts += [title, f"{listed} (x 100, development set).", *shown]
+        check_same_labels(labels, columns["label"], f"{task.name}/{split}")
+        title, *tables = analyse_split(task, labels, logits, columns)
+        metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
+        scores = f"{', '.join(metrics)} (x 100, development set)."
+        parts += [f"## {split}: {title}", scores, *tables]
     if task.name == "mnli":
-        parts += ax_section(settings, line, glue_dir)
+        file = prediction_file(settings.results, result, "ax")
+        parts += analyse_ax(file, settings.diagnostic, glue_dir)
     text = "\n\n".join(parts) + "\n"
     print(text)
     try:
@@ -123,209 +116,162 @@ def main(settings: MistakesSettings) -> str:
     return text
 
 
-def find_run(settings: MistakesSettings) -> Line:
-    """The one scored line that the settings name.
+def find_run(settings: ErrorAnalysisSettings) -> dict[str, Any]:
+    """Find the one scored line that the settings name.
 
     Raises:
-        InputError: None fits, several do, or the one has no scores.
+        InputError: There is none, there are several, or it has no scores.
     """
-    lines = read_results(settings.results)
+    results = read_results(settings.results)
     wanted = {"model": settings.model, "task": settings.task, "seed": settings.seed}
-    fits = [line for line in lines if all(line[name] == v for name, v in wanted.items())]
+    found = [x for x in results if all(x[name] == value for name, value in wanted.items())]
     if settings.run is None:
-        fits = [line for line in fits if not line["random_weights"]]
+        found = [x for x in found if not x["random_weights"]]
     else:
-        fits = [line for line in fits if run_name(line) == settings.run]
+        found = [x for x in found if run_name(x) == settings.run]
     asked = ", ".join(f"{name} {value}" for name, value in wanted.items())
-    if not fits:
-        runs = ", ".join(sorted({f"{line['model']} {line['task']}" for line in lines})) or "none"
-        raise InputError(f"results must hold a run of {asked}, got {runs}; check the names")
-    if len(fits) > 1:
-        differ = [name for name in RUN_KEY if len({str(line[name]) for line in fits}) > 1]
-        found = "; ".join(
-            f"{run_name(line)} ({', '.join(f'{name} {line[name]}' for name in differ)})"
-            for line in fits
+    runs = ", ".join(sorted({f"{x['model']} {x['task']}" for x in results})) or "none"
+    require(bool(found), "results", f"must hold a run of {asked}", runs, "check the names")
+    if len(found) > 1:
+        differing = [name for name in RUN_KEY if len({str(x[name]) for x in found}) > 1]
+        runs = "; ".join(
+            f"{run_name(x)} ({', '.join(f'{name} {x[name]}' for name in differing)})" for x in found
         )
-        raise InputError(f"results must hold one run of {asked}, got {found}; give its --run")
-    status = fits[0]["status"]
+        raise InputError(f"results must hold one run of {asked}, got {runs}; give its --run")
+    status = found[0]["status"]
     require(status == "done", "run", "must have been scored", status, "make it again")
-    return fits[0]
+    return found[0]
 
 
-def section(
-    task: Task, split: str, labels: NDArray, logits: NDArray[np.float32], columns: Columns
+def analyse_split(
+    task: Task, labels: NDArray, logits: NDArray[np.float32], columns: dict[str, Any]
 ) -> list[str]:
-    """One split: the table of errors and the worst of them.
+    """Describe the errors on one split: a heading, the table of all, and the worst of them.
 
     Args:
         task: Names of classes and columns.
-        split: Its name.
-        labels: [N].
-        logits: [N, C], or values [N, 1].
+        labels: Class ids or values, [N].
+        logits: [N, classes], or predicted values, [N, 1].
         columns: The texts, each N strings.
     """
-    texts = {name: columns[name] for name in task.columns}
+    texts = pd.DataFrame({name: columns[name] for name in task.columns}).map(shorten)
     if task.labels is None:
-        values = logits[:, 0].astype(np.float64)
-        title = f"## {split}: {len(labels):,} rows"
-        return [title, binned(labels, values), *largest_errors(labels, values, texts)]
-    wrong = int((logits.argmax(axis=1) != labels).sum())
-    title = f"## {split}: {wrong:,} of {len(labels):,} rows wrong"
-    classes = range(len(task.labels))
-    counts = confusion_matrix(labels.astype(np.int64), logits.argmax(axis=1), labels=classes)
-    worst = confident_mistakes(labels, logits, texts, task.labels)
-    return [title, confusion_table(counts, task.labels), *worst]
+        frame = pd.DataFrame({"label": labels, "prediction": logits[:, 0].astype(np.float64)})
+        frame["error"] = frame["prediction"] - frame["label"]
+        worst = frame["error"].abs().sort_values(ascending=False, kind="stable")[:NUM_MISTAKES]
+        shown = frame.map("{:.2f}".format).assign(error=frame["error"].map("{:+.2f}".format))
+        heading = f"### The {len(worst)} largest errors"
+        table = _with_row_numbers(shown.join(texts).loc[worst.index])
+        return [f"{len(labels):,} rows", errors_by_label(frame), heading, table]
+    names, answers = np.array(task.labels), logits.argmax(axis=1)
+    probability = pd.Series(softmax(logits.astype(np.float64), axis=1).max(axis=1))
+    ids = labels.astype(np.int64)
+    wrong = probability[answers != ids].sort_values(ascending=False, kind="stable")
+    frame = pd.DataFrame({"label": names[ids], "prediction": names[answers]})
+    frame["probability"] = probability.map("{:.4f}".format)
+    counts = confusion_matrix(ids, answers, labels=range(len(names)))
+    parts = [f"{len(wrong):,} of {len(labels):,} rows wrong", confusion_table(counts, names)]
+    if wrong.empty:
+        return [*parts, "No row is wrong."]
+    heading = f"### The {min(len(wrong), NUM_MISTAKES)} most confident mistakes"
+    return [*parts, heading, _with_row_numbers(frame.join(texts).loc[wrong.index[:NUM_MISTAKES]])]
 
 
-def confusion_table(counts: NDArray[np.int64], names: Sequence[str]) -> str:
-    """Counts and, of each label's rows, shares."""
-    header = ["label / prediction", *names, "rows"]
-    rows = []
-    for name, row in zip(names, counts):
-        cells = [f"{n:,} ({_share(n, row.sum())})" for n in row]
-        rows.append([name, *cells, f"{row.sum():,}"])
-    return _table(header, rows)
+def confusion_table(counts: NDArray[np.int64], names: NDArray) -> str:
+    """Counts [label, prediction] and their share of each label's rows."""
+    rows = [[f"{n:,} ({_share(n, row.sum())})" for n in row] for row in counts]
+    frame = pd.DataFrame(rows, columns=names)
+    frame.insert(0, "label / prediction", names)
+    return markdown_table(frame.assign(rows=[f"{n:,}" for n in counts.sum(axis=1)]))
 
 
-def confident_mistakes(
-    labels: NDArray, logits: NDArray[np.float32], texts: Columns, names: Sequence[str]
-) -> list[str]:
-    """The wrong answers with the highest probability, the surest first."""
-    probabilities, answers = softmax(logits.astype(np.float64), axis=1), logits.argmax(axis=1)
-    sure = np.where(answers != labels, probabilities.max(axis=1), -1.0)
-    order = [row for row in np.argsort(-sure, kind="stable")[:WORST] if sure[row] >= 0]
-    rows = [
-        [
-            str(row),
-            names[int(labels[row])],
-            names[answers[row]],
-            f"{sure[row]:.4f}",
-            *(_shortened(text[row]) for text in texts.values()),
-        ]
-        for row in order
-    ]
-    header = ["row", "label", "prediction", "probability", *texts]
-    title = f"### The {len(rows)} most confident mistakes"
-    return [title, _table(header, rows)] if rows else ["No row is wrong."]
+def errors_by_label(frame: pd.DataFrame) -> str:
+    """Mean errors of a regression for labels in [0, 1), [1, 2), ..., [4, 5]."""
+    frame = frame.assign(absolute=frame["error"].abs())
+    bins = frame.groupby(np.clip(np.floor(frame["label"]), 0, 4).astype(int))
+    means = bins.mean().reindex(range(5)).map(lambda mean: "-" if np.isnan(mean) else f"{mean:.2f}")
+    means.columns = [f"mean {x}" for x in ("label", "prediction", "error", "absolute error")]
+    ranges = [f"{low} to below {low + 1}" for low in range(4)]
+    means.insert(0, "label", [*ranges, "4 to 5"])
+    means.insert(1, "rows", [f"{n:,}" for n in bins.size().reindex(range(5), fill_value=0)])
+    return markdown_table(means)
 
 
-def binned(labels: NDArray, values: NDArray[np.float64]) -> str:
-    """Errors of values by their label: [0, 1), [1, 2), ..., [4, 5]."""
-    header = ["label", "rows", "mean label", "mean prediction", "mean error", "mean absolute error"]
-    bins = np.clip(np.floor(labels), 0, 4)
-    rows = []
-    for low in range(5):
-        inside = bins == low
-        name = f"{low} to {low + 1}" if low == 4 else f"{low} to below {low + 1}"
-        if not inside.any():
-            rows.append([name, "0", *["-"] * 4])
-            continue
-        errors = (values - labels)[inside]
-        means = (labels[inside].mean(), values[inside].mean(), errors.mean(), abs(errors).mean())
-        rows.append([name, f"{inside.sum():,}", *(f"{mean:.2f}" for mean in means)])
-    return _table(header, rows)
-
-
-def largest_errors(labels: NDArray, values: NDArray[np.float64], texts: Columns) -> list[str]:
-    """The values furthest from their labels, the furthest first."""
-    errors = values - labels
-    rows = [
-        [
-            str(row),
-            f"{labels[row]:.2f}",
-            f"{values[row]:.2f}",
-            f"{errors[row]:+.2f}",
-            *(_shortened(text[row]) for text in texts.values()),
-        ]
-        for row in np.argsort(-abs(errors), kind="stable")[:WORST]
-    ]
-    header = ["row", "label", "prediction", "error", *texts]
-    return [f"### The {len(rows)} largest errors", _table(header, rows)]
-
-
-def ax_section(settings: MistakesSettings, line: Line, glue_dir: str | None) -> list[str]:
-    """AX as far as its labels are known: by category, or how often each class is predicted."""
-    file = prediction_file(settings.results, line, "ax")
+def analyse_ax(file: Path, diagnostic: str | None, glue_dir: str | None) -> list[str]:
+    """Scores of AX by category; without a file of its labels, how often each class is predicted."""
     if not file.exists():
-        asked, remedy = settings.diagnostic is not None, "make the run again with --test true"
-        require(not asked, "diagnostic", "needs the run's predictions of ax", "none", remedy)
+        remedy = "make the run again with --test true"
+        rule = "needs the run's predictions of ax"
+        require(diagnostic is None, "diagnostic", rule, "none", remedy)
         return []
-    _, logits = read_predictions(file)
+    names, (_, logits) = np.array(AX.labels), read_predictions(file)
     answers = logits.argmax(axis=1)
     title = f"## {AX.title}: {len(answers):,} rows"
-    assert AX.labels is not None
-    if settings.diagnostic is None:
-        counts = np.bincount(answers, minlength=len(AX.labels))
-        rows = [[n, f"{c:,}", _share(c, len(answers))] for n, c in zip(AX.labels, counts)]
-        return [title, _table(["prediction", "rows", "share"], rows), GET_LABELS]
-    table = read_diagnostic(settings.diagnostic)
-    found = f"{len(table['Label']):,}"
+    if diagnostic is None:
+        counts = np.bincount(answers, minlength=len(names))
+        frame = pd.DataFrame({"prediction": names, "rows": [f"{n:,}" for n in counts]})
+        shares = [_share(n, len(answers)) for n in counts]
+        return [title, markdown_table(frame.assign(share=shares)), NO_AX_LABELS]
+    table = read_diagnostic(diagnostic)
     rule = f"must have the {len(answers):,} rows that were predicted"
-    whole = len(table["Label"]) == len(answers)
-    require(whole, settings.diagnostic, rule, found, "take GLUE's whole file")
-    checked = require_same_texts(table, settings.diagnostic, glue_dir)
-    labels = np.array([AX.labels.index(name) for name in table["Label"]])
-    columns = dict(zip(AX.columns, (table["Premise"], table["Hypothesis"])))
+    complete = len(table) == len(answers)
+    require(complete, diagnostic, rule, f"{len(table):,}", "take GLUE's whole file")
     note = (
-        f"Matthews correlation over the three classes x 100, 0.0 where labels or predictions are "
-        f"one class. A row with several categories counts in each. {checked}"
+        "Matthews correlation over the three classes x 100, 0.0 where labels or predictions are "
+        "one class. A row with several categories counts in each. "
     )
-    return [
-        title,
-        category_table(labels, answers, table),
-        note,
-        *section(AX, "AX", labels, logits, columns)[1:],
-    ]
+    note += check_same_texts(table, diagnostic, glue_dir)
+    labels = np.array([names.tolist().index(name) for name in table["Label"]])
+    columns = dict(zip(AX.columns, (table["Premise"], table["Hypothesis"])))
+    by_category = category_table(labels, answers, table)
+    return [title, by_category, note, *analyse_split(AX, labels, logits, columns)[1:]]
 
 
-def category_table(labels: NDArray, answers: NDArray, table: dict[str, list[str]]) -> str:
+def category_table(labels: NDArray, answers: NDArray, table: pd.DataFrame) -> str:
     """Scores of all rows, of each coarse category, and of the fine ones in it."""
-    groups = [("all", np.ones(len(labels), bool))]
+    groups: dict[str, NDArray] = {"all": np.ones(len(labels), dtype=bool)}
     for coarse in CATEGORIES:
-        cells = [[part.strip() for part in cell.split(";")] for cell in table[coarse]]
-        groups.append((f"**{coarse}**", np.array([any(parts) for parts in cells])))
-        groups += [
-            (_plain(fine), np.array([fine in parts for parts in cells]))
-            for fine in sorted({part for parts in cells for part in parts if part})
-        ]
+        fine = [[part.strip() for part in cell.split(";")] for cell in table[coarse]]
+        groups[f"**{coarse}**"] = np.array([any(parts) for parts in fine])
+        for name in sorted({part for parts in fine for part in parts if part}):
+            groups[escape_text(name)] = np.array([name in parts for parts in fine])
     rows = [
-        [
-            name,
-            f"{rows.sum():,}",
-            f"{100 * matthews(labels[rows], answers[rows]):.1f}",
-            f"{100 * accuracy(labels[rows], answers[rows]):.1f}",
-        ]
-        for name, rows in groups
+        {
+            "category": name,
+            "rows": f"{rows.sum():,}",
+            "Matthews": f"{100 * matthews(labels[rows], answers[rows]):.1f}",
+            "accuracy": f"{100 * accuracy(labels[rows], answers[rows]):.1f}",
+        }
+        for name, rows in groups.items()
         if rows.any()
     ]
-    return _table(["category", "rows", "Matthews", "accuracy"], rows)
+    return markdown_table(pd.DataFrame(rows))
 
 
-def read_diagnostic(file: str) -> dict[str, list[str]]:
-    """The columns of diagnostic-full.tsv.
+def read_diagnostic(file: str) -> pd.DataFrame:
+    """Read diagnostic-full.tsv.
 
     Raises:
         InputError: It cannot be read or is not that file; the message names the line.
     """
-    try:
-        content = Path(file).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"diagnostic must be GLUE's diagnostic-full.tsv, got {error}; check the path"
-        ) from error
-    rows = [line.rstrip("\r").split("\t") for line in content.removesuffix("\n").split("\n")]
-    header, names = tuple(rows[0]), AX.labels or ()
     rule = f"must begin with the columns {', '.join(DIAGNOSTIC)}"
-    require(header == DIAGNOSTIC, file, rule, ", ".join(header), "take GLUE's diagnostic-full.tsv")
-    for number, row in enumerate(rows[1:], 2):
-        where, width = f"{file} line {number}", len(header)
-        require(len(row) == width, where, f"must have {width} cells", len(row), "mend it")
-        rule = f"must end in one of {', '.join(names)}"
-        require(row[-1] in names, where, rule, repr(row[-1]), "mend it")
-    return {name: [row[place] for row in rows[1:]] for place, name in enumerate(header)}
+    remedy = "take GLUE's diagnostic-full.tsv"
+    options = {"dtype": str, "keep_default_na": False, "skip_blank_lines": False}
+    try:
+        table = pd.read_csv(
+            file, sep="\t", quoting=csv.QUOTE_NONE, encoding="utf-8-sig", index_col=False, **options
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"diagnostic {rule}, got {reason(error)}; {remedy}") from error
+    require(tuple(table.columns) == DIAGNOSTIC, file, rule, ", ".join(table.columns), remedy)
+    wrong = ~table["Label"].isin(AX.labels)
+    if wrong.any():
+        row, rule = int(wrong.argmax()), f"must end in one of {', '.join(AX.labels or ())}"
+        require(False, f"{file} line {row + 2}", rule, repr(table["Label"][row]), "mend it")
+    return table
 
 
-def require_same_texts(table: dict[str, list[str]], file: str, glue_dir: str | None) -> str:
+def check_same_texts(table: pd.DataFrame, file: str, glue_dir: str | None) -> str:
     """Refuse categories of other rows than those that were predicted.
 
     Returns:
@@ -338,58 +284,51 @@ def require_same_texts(table: dict[str, list[str]], file: str, glue_dir: str | N
         columns = read_split_columns(AX, "test", glue_dir)
     except InputError:
         return f"The order of rows was not checked: {glue_dir or 'the hub'} gave no {AX.name}."
-    count, found = len(columns["label"]), f"{len(table['Label']):,}"
-    rule = f"must have the {count:,} rows of {AX.name}"
-    require(len(table["Label"]) == count, file, rule, found, "take GLUE's whole file")
-    for name, there in zip(("Premise", "Hypothesis"), AX.columns):
-        for number, (text, wanted) in enumerate(zip(table[name], columns[there]), 2):
-            rule = f"must have the {there} {wanted[:60]!r}"
-            same = wanted.split() in (text.split(), _unquoted(text).split())
+    rule = f"must have the {len(columns['label']):,} rows of {AX.name}"
+    complete = len(table) == len(columns["label"])
+    require(complete, file, rule, f"{len(table):,}", "take GLUE's whole file")
+    for name, column in zip(("Premise", "Hypothesis"), AX.columns):
+        for number, (text, wanted) in enumerate(zip(table[name], columns[column]), 2):
+            unquoted = text[1:-1].replace('""', '"')  # a spreadsheet may have quoted the cell
+            same = wanted.split() in (text.split(), unquoted.split())
+            rule = f"must have the {column} {wanted[:60]!r}"
             require(same, f"{file} line {number}", rule, repr(text[:60]), "use GLUE's order")
     return "The texts are those that were predicted, row by row."
 
 
-def require_same_rows(labels: NDArray, read: NDArray, where: str) -> None:
-    """Refuse data that are not those a run was scored on.
+def check_same_labels(labels: NDArray, read: NDArray, split: str) -> None:
+    """Refuse data other than those the run was scored on.
 
     Raises:
-        InputError: Their number or a label differs.
+        InputError: The number of rows or a label differs.
     """
-    rule, remedy = "must be the data the run was scored on", "name their folder"
-    found = f"{len(read):,} rows for {len(labels):,} predictions"
-    require(len(labels) == len(read), f"glue_dir's {where}", rule, found, remedy)
-    same = np.asarray(labels) == np.asarray(read)
-    found = f"another label in row {int(same.argmin())}"
-    require(bool(same.all()), f"glue_dir's {where}", rule, found, remedy)
+    found = ""
+    if len(labels) != len(read):
+        found = f"{len(read):,} rows for {len(labels):,} predictions"
+    elif (labels != read).any():
+        found = f"another label in row {int((labels != read).argmax())}"
+    rule = "must be the data the run was scored on"
+    require(not found, f"glue_dir's {split}", rule, found, "name their folder")
 
 
-def _given(settings: MistakesSettings) -> dict[str, Any]:
-    return {name: value for name, value in vars(settings).items() if value is not None}
-
-
-def _unquoted(text: str) -> str:
-    """What a cell says if a spreadsheet has put it in quotes."""
-    quoted = len(text) > 1 and text[0] == text[-1] == '"'
-    return text[1:-1].replace('""', '"') if quoted else text
-
-
-def _shortened(text: str) -> str:
-    return _plain(text if len(text) <= LONGEST else text[: LONGEST - 2].rstrip() + " …")
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, in a table too."""
+def escape_text(text: str) -> str:
+    """Text that Markdown shows as it is, also in a table."""
     return re.sub(r"([\\`*_{}\[\]|~#])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def shorten(text: str) -> str:
+    """The beginning of a text, escaped."""
+    short = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 2].rstrip() + " …"
+    return escape_text(short)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _with_row_numbers(frame: pd.DataFrame) -> str:
+    return markdown_table(frame.reset_index(names="row").astype({"row": str}))
+
+
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else "-"
 
 
 if __name__ == "__main__":
-    run_command(main, MistakesSettings)
+    run_command(main, ErrorAnalysisSettings)

@@ -12,7 +12,13 @@ import pytest
 from scipy.special import softmax
 from sklearn.metrics import accuracy_score, confusion_matrix, matthews_corrcoef
 
-from finetune.report.error_analysis import DIAGNOSTIC, LONGEST, WORST, MistakesSettings, main
+from finetune.report.error_analysis import (
+    DIAGNOSTIC,
+    MAX_CHARACTERS,
+    NUM_MISTAKES,
+    ErrorAnalysisSettings,
+    main,
+)
 from finetune.results import RUN_KEY, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
@@ -67,9 +73,9 @@ def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, *
     return data
 
 
-def asked(folder: Path, task: str, **changes) -> MistakesSettings:
+def asked(folder: Path, task: str, **changes) -> ErrorAnalysisSettings:
     given = {"results": str(folder / "results.jsonl"), "model": "runs/small/model", "task": task}
-    return MistakesSettings(**(given | changes))
+    return ErrorAnalysisSettings(**(given | changes))
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -78,7 +84,7 @@ def tables(text: str) -> list[list[list[str]]]:
     for line in [*text.splitlines(), ""]:
         if line.startswith("| "):
             cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
-            rows.append([re.sub(r"\\(.)", r"\1", cell) for cell in cells])
+            rows.append([re.sub(r"\\(.)", r"\1", cell.strip()) for cell in cells])
         elif rows:
             assert {len(row) for row in rows} == {len(rows[0])}
             found.append([rows[0], *rows[2:]])
@@ -136,12 +142,12 @@ def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
     found = [t for t in tables(text) if "probability" in t[0]]
     for table, split in zip(found, TASKS["mnli"].validation_splits):
         labels, logits, texts = data[split]
-        assert len(table) == 1 + WORST
+        assert len(table) == 1 + NUM_MISTAKES
         probabilities = softmax(logits.astype(np.float64), axis=1)
         answers = logits.argmax(axis=1)
         wrong = {int(row): probabilities[row].max() for row in np.flatnonzero(answers != labels)}
         shown = [int(row[0]) for row in table[1:]]
-        assert [wrong[row] for row in shown] == sorted(wrong.values(), reverse=True)[:WORST]
+        assert [wrong[row] for row in shown] == sorted(wrong.values(), reverse=True)[:NUM_MISTAKES]
         for number, gold, answer, probability, premise, hypothesis in table[1:]:
             row = int(number)
             assert (gold, answer) == (NAMES[labels[row]], NAMES[answers[row]])
@@ -160,7 +166,7 @@ def test_texts_are_shown_as_they_are_and_shortened(tmp_path):
     shown = [html.unescape(row[4]) for row in table[1:]]
     assert shown[0] == " ".join(odd[0].split())
     for text, full in zip(shown[1:], odd[1:]):
-        assert len(text) <= LONGEST
+        assert len(text) <= MAX_CHARACTERS
         assert text.endswith(" …")
         assert full.startswith(text.removesuffix(" …"))
 
@@ -179,8 +185,8 @@ def test_a_regression_shows_its_largest_errors_and_bins(tmp_path):
             inside.sum(),
             *(pytest.approx(part.mean(), abs=0.0051) for part in parts),
         ]
-    assert len(largest) == 1 + WORST
-    assert [int(row[0]) for row in largest[1:]] == list(np.argsort(-abs(errors))[:WORST])
+    assert len(largest) == 1 + NUM_MISTAKES
+    assert [int(row[0]) for row in largest[1:]] == list(np.argsort(-abs(errors))[:NUM_MISTAKES])
     for row in largest[1:]:
         assert float(row[3]) == pytest.approx(errors[int(row[0])], abs=0.0051)
         assert row[4] == texts["sentence1"][int(row[0])]
@@ -265,8 +271,8 @@ BROKEN = {
     ),
     "short": (lambda t: t[:-1], "must have the 120 rows that were predicted, got 119"),
     "label": (lambda t: [*t[:4], t[4].rpartition("\t")[0] + "\tno", *t[5:]], "line 5 must end in"),
-    "cells": (lambda t: [*t[:9], t[9] + "\t", *t[10:]], "line 10 must have 8 cells, got 9"),
-    "blank": (lambda t: [*t[:3], "", *t[3:]], "line 4 must have 8 cells, got 1"),
+    "cells": (lambda t: [*t[:9], t[9] + "\t", *t[10:]], "line 10,"),
+    "blank": (lambda t: [*t[:3], "", *t[3:]], "line 4 must end in"),
     "header": (lambda t: t[1:], "must begin with the columns Lexical Semantics, "),
 }
 
@@ -282,7 +288,7 @@ def test_categories_of_other_rows_are_refused_with_the_line(tmp_path, fault):
 
 def test_a_diagnostic_file_that_cannot_serve_is_refused(tmp_path):
     add_run(tmp_path, "mnli")
-    with pytest.raises(InputError, match="diagnostic must be GLUE's diagnostic-full.tsv, got"):
+    with pytest.raises(InputError, match="diagnostic .*absent.tsv"):
         main(asked(tmp_path, "mnli", diagnostic=str(tmp_path / "absent.tsv")))
     for file in (tmp_path / "predictions").rglob("ax.parquet"):
         file.unlink()
@@ -340,9 +346,9 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
     assert capsys.readouterr().out.strip() == text.strip()
     assert "accelerate launch finetune/glue.py --task x" in text
     again = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
-    assert parse(MistakesSettings, shlex.split(again)) == settings
+    assert parse(ErrorAnalysisSettings, shlex.split(again)) == settings
     with pytest.raises(SystemExit) as left:
-        run_command(main, MistakesSettings, [*shlex.split(again), "--seed=7"])
+        run_command(main, ErrorAnalysisSettings, [*shlex.split(again), "--seed=7"])
     assert left.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(InputError, match="output must be writable"):
