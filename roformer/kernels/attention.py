@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .blocked import blocked_attention
 from .dispatch import is_plain
 from .dropout import dropout as drop
 
@@ -28,8 +27,8 @@ except ImportError:  # not in this torch: the loop below serves every device
 
 UNPADDED = "unpadded"
 
-SHORT = 512
-"""Tokens up to which keeping the weights costs a CPU less than computing them twice."""
+CHUNK = 512
+"""Queries of one head whose scores are computed at a time in inference on a CPU."""
 
 
 def eager_attention(
@@ -125,17 +124,23 @@ def _attend(
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D]: documents of one length, as the device does it fastest."""
     causal = bool(module.is_causal)
-    # torch's kernel for the CPU has no dropout, and hardly uses the processor's bfloat16 units
-    weak = query.dtype == torch.bfloat16 or dropout > 0
-    if not weak or causal or not is_plain(query):
+    # sdpa on a CPU has no dropout kernel and makes little use of bfloat16 instructions
+    if not is_plain(query) or causal or not (query.dtype == torch.bfloat16 or dropout > 0):
         mixed = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=causal
         )
         return mixed.transpose(1, 2)
-    # what draws must not go by gradients: who computes twice (checkpoints) expects the same draws
-    if query.shape[-2] <= SHORT and (dropout or torch.is_grad_enabled()):
+    # with dropout, ignore grad mode, so that gradient checkpointing redraws the same mask
+    if dropout or torch.is_grad_enabled():
         return eager_attention(module, query, key, value, None, scaling, dropout)[0]
-    return blocked_attention(query, key, value, scaling, dropout).transpose(1, 2)
+    mixed = torch.empty_like(query.transpose(1, 2))
+    for head in range(query.shape[1]):  # scores of one head and CHUNK queries stay in the cache
+        k, v = key[:, head : head + 1], value[:, head : head + 1]
+        for start in range(0, query.shape[2], CHUNK):
+            q = query[:, head : head + 1, start : start + CHUNK]
+            part = eager_attention(module, q, k, v, None, scaling)[0]
+            mixed[:, start : start + CHUNK, head : head + 1] = part
+    return mixed
 
 
 def _has_kernel(query: Tensor, dropout: float) -> bool:

@@ -389,3 +389,16 @@ def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
     found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
     alone = model(ids.view(12, 1))[0]
     torch.testing.assert_close(found.view(12, 1, -1), alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [7, 600])
+def test_inference_in_bfloat16_is_as_exact_for_long_rows_as_the_eager_kernel(length, config):
+    """Scores are computed some queries at a time, with the same arithmetic."""
+    ids = torch.randint(5, 60, (2, length))
+    with torch.no_grad():
+        exact = model_with(config, "eager").double()(ids)[0]
+        eager, unpadded = (
+            (model_with(config, kernel).bfloat16()(ids)[0].double() - exact).norm()
+            for kernel in ("eager", "unpadded")
+        )
+    assert unpadded < 1.2 * eager

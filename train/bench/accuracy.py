@@ -3,18 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 
 import roformer
-from roformer.kernels import attention
 from roformer.kernels.attention import UNPADDED
 from train.loop.objective import cross_entropy
 from train.settings import InputError
-
-BY_BLOCKS = "unpadded by blocks"
 
 
 def differences(device: torch.device) -> Iterator[tuple[str, float, float]]:
@@ -35,12 +31,10 @@ def differences(device: torch.device) -> Iterator[tuple[str, float, float]]:
     expected = outputs_and_gradients(exact.double(), ids, mask, weigh)
     for bf16, limit in ((False, 1e-4), (True, 0.05)):
         dtype = torch.bfloat16 if bf16 else torch.float32
-        for name in ("eager", "sdpa", UNPADDED, BY_BLOCKS):
-            kernel = UNPADDED if name == BY_BLOCKS else name
-            model = roformer.RoFormerModel._from_config(config, attn_implementation=kernel).eval()
+        for name in ("eager", "sdpa", UNPADDED):
+            model = roformer.RoFormerModel._from_config(config, attn_implementation=name).eval()
             model.load_state_dict(weights)
-            with patch.object(attention, "SHORT", 0 if name == BY_BLOCKS else attention.SHORT):
-                found = outputs_and_gradients(model.to(device, dtype), ids, mask, weigh)
+            found = outputs_and_gradients(model.to(device, dtype), ids, mask, weigh)
             yield compare(name, bf16, found, expected, limit)
         scores = torch.randn(64, 3000, dtype=torch.float64)
         targets = torch.randint(0, 3000, (64,))

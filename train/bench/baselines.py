@@ -242,14 +242,11 @@ def without_levers(step: Step) -> dict[str, Step]:
         right = (scores.argmax(dim=-1) == targets).sum()
         return F.cross_entropy(scores.float(), targets, reduction="sum"), right
 
-    whole = (attention, "SHORT", 10**9)
     return {
         DENSE: with_other(step, (linear, "is_plain", never)),
         "torch's cross-entropy": with_other(step, (objective, "cross_entropy", loss)),
         "torch's attention": with_other(step, (attention, "is_plain", never)),
-        "attention by blocks": with_other(step, (attention, "SHORT", 0)),
-        "attention all at once": with_other(step, whole),
-        "that with torch's dropout": with_other(step, whole, (dropout, "is_plain", never)),
+        "torch's dropout": with_other(step, (dropout, "is_plain", never)),
     }
 
 

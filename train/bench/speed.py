@@ -261,7 +261,7 @@ def levers(bench: Bench) -> None:
     for batch, length, dropout in ((8, 512, 0.1), (2, 2048, 0.1), (2, 2048, 0.0)):
         work = bench.work(batch=batch, length=length, bf16=True, dropout=dropout)
         step = training_step(OURS, work, Batch.of(work))
-        idle = {DENSE, "attention by blocks" if length > 512 else "attention all at once"}
+        idle = {DENSE}
         idle |= set() if dropout else {"that with torch's dropout"}
         others = {name: x for name, x in without_levers(step).items() if name not in idle}
         _levers(bench, str(work), step, others)

@@ -67,7 +67,11 @@ def zero(model):
 
 WRONG = {
     "unpadded in fp32": (attention, "_attend", lambda m, q, k, v, *rest: v.transpose(1, 2)),
-    "unpadded by blocks in bf16": (attention, "blocked_attention", lambda q, k, v, *rest: v),
+    "unpadded in bf16": (
+        attention,
+        "eager_attention",
+        lambda m, q, k, v, *rest: (v.transpose(1, 2), None),
+    ),
     "loss in fp32": (
         objective._CrossEntropy,
         "backward",
