@@ -1,12 +1,11 @@
 """Fine-tune one model on one task with one seed: `accelerate launch finetune/glue.py`.
 
-Read `main`, then `fine_tune`: that is the whole run. The score is the last epoch's on the
-validation split: nothing is selected by the split that is reported. Each run appends one line.
+Read `main`, then `fine_tune`: together they are the whole run. The score is that of the weights
+after the last epoch on the validation split; nothing is selected on the split that is reported.
+Each run appends one line to the results file and writes its predictions beside it.
 """
 
-import dataclasses
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -31,59 +30,54 @@ from transformers import (
 import roformer
 from finetune.data import (
     Examples,
-    data_of,
+    check_tokenizer,
     epoch_batches,
-    find_file,
+    find_split_file,
     load_examples,
-    require_fit,
 )
-from finetune.metrics import GlueMetric
+from finetune.metrics import headline, is_collapsed, score_logits
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
-    RUN_KEY,
-    RunLocks,
     append_result,
     delete_stale_predictions,
-    hash_weights,
     prediction_file,
     write_predictions,
 )
+from finetune.run_info import describe_run, format_result
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
 from train.data import stateless_rng
 from train.loop.launch import run_command, start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
-from train.loop.run_log import git_commit
-from train.settings import InputError, require
+from train.settings import InputError, reason, require
 
-Data = dict[str, Examples]  # split -> rows; AX is the split "ax" of mnli
-Logits = dict[str, NDArray[np.float32]]  # split -> [N, outputs]
-Scores = dict[str, dict[str, float]]  # split -> metric -> value
-Watch = Callable[[int, int, float], None]  # steps made, steps in all, loss
-LOOK_EVERY = 20
-"""Steps between two looks at the loss: each makes the host wait for the device."""
+Data = dict[str, Examples]
+"""The tokenized splits of a run by name; the test split of AX is "ax"."""
+Logits = dict[str, NDArray[np.float32]]
+"""Split -> [N, num_labels]."""
+OnStep = Callable[[int, int, float], None]
+"""Called with the steps done, the steps of the run and the mean loss of the last batch."""
+
+CHECK_EVERY = 20
+"""Steps between two checks for divergence, each of which synchronizes host and device."""
 
 
 class DivergedError(ArithmeticError):
-    """The loss, a gradient or a logit is no longer a number."""
+    """The loss, a gradient or a logit is not finite."""
 
 
 def main(
-    settings: GlueSettings,
-    accelerator: Accelerator | None = None,
-    locks: RunLocks | None = None,
-    watch: Watch | None = None,
+    settings: GlueSettings, accelerator: Accelerator | None = None, on_step: OnStep | None = None
 ) -> dict[str, Any]:
-    """Fine-tune, score, keep the predictions, append the line.
+    """Fine-tune, score, write the predictions, append the line to the results.
 
     Args:
         settings: The run.
-        accelerator: One that exists, when a process makes several runs; None starts one.
-        locks: The results file, when a process makes several runs.
-        watch: Told how far the run is; None shows a bar.
+        accelerator: Accelerator of this run; None creates one.
+        on_step: Progress callback; None draws a progress bar.
 
     Returns:
-        The line; of a run that diverged it has no scores.
+        The line. The scores of a diverged run are None.
 
     Raises:
         InputError: Settings, model and data do not fit together.
@@ -92,40 +86,38 @@ def main(
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
         check_save_folder(settings.save)
-        sharded, remedy = accelerator.distributed_type.value, "take a configuration without it"
-        require(sharded != "FSDP", "save", "must be null with sharded weights", sharded, remedy)
+        distribution, remedy = accelerator.distributed_type.value, "launch without FSDP"
+        rule = "must be null with sharded weights"
+        require(distribution != "FSDP", "save", rule, distribution, remedy)
     config, tokenizer = load_config_and_tokenizer(settings, task)
     data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
-    require_run(model, longest(data), task)
-    result = describe(settings, config, data, accelerator)
+    check_forward(model, data, task)
+    labels = {split: examples.labels for split, examples in data.items()}
+    result = describe_run(settings, config.model_type, labels, accelerator)
+    logits: Logits = {}
     try:
-        losses, logits = fine_tune(settings, model, data, accelerator, watch)
-    except DivergedError as error:
-        result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
-        logits = {}
-    else:
-        scores = {
-            split: score(task, logits[split], data[split]) for split in task.validation_splits
-        }
+        losses, logits = fine_tune(settings, model, data, accelerator, on_step)
+        splits = task.validation_splits
+        scores = {split: score_logits(task, logits[split], labels[split]) for split in splits}
         result |= {
             "status": "done",
-            "collapsed": all(is_collapsed(task, logits[split]) for split in task.validation_splits),
+            "collapsed": all(is_collapsed(task, logits[split]) for split in splits),
             "metrics": scores,
             "headline": headline(task, scores),
             "loss": losses[-1],
             "losses": losses,
         }
-    result |= {
-        "parameters": model.num_parameters(),
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+    except DivergedError as error:
+        result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
+    result["parameters"] = model.num_parameters()
+    result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
         delete_stale_predictions(settings.output, result, kept=logits)
         for split, values in logits.items():
             file = prediction_file(settings.output, result, split)
-            write_predictions(file, data[split].labels, values)
-        append_result(locks or RunLocks(settings.output), result)
+            write_predictions(file, labels[split], values)
+        append_result(settings.output, result)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -136,97 +128,118 @@ def fine_tune(
     model: PreTrainedModel,
     data: Data,
     accelerator: Accelerator,
-    watch: Watch | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[list[float], Logits]:
-    """The loop: train in place, then predict; nothing is selected by what is predicted.
+    """Train the model in place, then predict every split but train.
 
     Returns:
-        Each epoch's mean training loss, and the logits of every split but train.
+        losses: Mean training loss of each epoch.
+        logits: Of every split but train.
 
     Raises:
-        DivergedError: A number is not finite.
+        DivergedError: A loss, gradient or logit is not finite.
     """
-    train = data["train"]
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
-    factor = schedule_factor(settings.schedule, round(settings.warmup_share * steps), steps)
+    train, batch_size = data["train"], settings.batch_size
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    total_steps = settings.epochs * math.ceil(len(train) / batch_size)
+    warmup_steps = round(settings.warmup_share * total_steps)
+    factor = schedule_factor(settings.schedule, warmup_steps, total_steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
-    scaler = optimizer.scaler  # of fp16: it leaves steps out to find its scale
+    scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
+    on_step = on_step or progress_bar(settings, enabled=accelerator.is_main_process)
     step, losses = 0, []
-    watch = watch or progress(settings, steps, accelerator)
     for epoch in range(settings.epochs):
         model.train()
-        total = torch.zeros((), device=accelerator.device)
-        for rows in epoch_batches(train.lengths, settings.batch_size, settings.seed, epoch):
+        epoch_loss = torch.zeros((), device=accelerator.device)
+        for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
+            # dropout is a function of seed, step and rank
             torch.manual_seed(int(stateless_rng.bits(settings.seed, step, rank)) >> 1)
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
-            mine = rows[rank::processes]
-            batch = train.batch(mine if len(mine) else rows[:1], accelerator.device)
-            labels = batch.pop("labels")[: len(mine)]
-            loss = summed_loss(model(**batch).logits[: len(mine)], labels)
+            shard = rows[rank::world_size]
+            # a process without a row joins the gradient reduction with an empty loss
+            batch = train.batch(shard if len(shard) else rows[:1], accelerator.device)
+            labels = batch.pop("labels")[: len(shard)]
+            loss = loss_sum(model(**batch).logits[: len(shard)], labels)
             # gradients are averaged over processes: this makes it the mean over the global batch
-            accelerator.backward(loss * processes / len(rows))
-            norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
+            accelerator.backward(loss * world_size / len(rows))
+            gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            # a batch that a loss scaler leaves out does not count
-            total += loss.detach() if scaler is None else loss.detach().nan_to_num(0, 0, 0)
+            # batches that the loss scaler skips count as 0
+            epoch_loss += loss.detach() if scaler is None else loss.detach().nan_to_num(0, 0, 0)
             step += 1
-            if step % LOOK_EVERY == 0 or step == steps:
+            if step % CHECK_EVERY == 0 or step == total_steps:
                 if scaler is None:
-                    require_finite(norm, "gradient", step)  # the same in every process
+                    check_finite(gradient_norm, "gradient", step)  # the same on every process
                 elif scaler.get_scale() <= MIN_LOSS_SCALE:
                     raise DivergedError(f"gradient not finite at any scale ({step})")
-                watch(step, steps, loss.item() / max(1, len(mine)))
-        losses.append(accelerator.reduce(total).item() / len(train))
-    logits = {
-        split: predict(model, data[split], settings, accelerator)
-        for split in data
-        if split != "train"
-    }
+                on_step(step, total_steps, loss.item() / max(1, len(shard)))
+        losses.append(accelerator.reduce(epoch_loss).item() / len(train))
+    splits = (split for split in data if split != "train")
+    num_labels = TASKS[settings.task].num_labels
+    logits = {s: predict(model, data[s], batch_size, num_labels, accelerator) for s in splits}
     return losses, logits
 
 
-def prepare_transformers() -> None:
-    """Our RoFormer behind the Auto classes; no bars and load reports beside the loop's own bar."""
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss summed over rows.
+
+    Args:
+        logits: [B, num_labels].
+        labels: [B]. Floating point labels take squared error, class ids cross-entropy.
+    """
+    if labels.is_floating_point():
+        return F.mse_loss(logits.float().squeeze(-1), labels, reduction="sum")
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
-    """Every split the run needs: train, the validation splits, and the test ones if asked for.
+@torch.no_grad()
+def predict(
+    model: PreTrainedModel,
+    examples: Examples,
+    batch_size: int,
+    num_labels: int,
+    accelerator: Accelerator,
+) -> NDArray[np.float32]:
+    """Compute the logits of all rows, [N, num_labels], the same on every process.
+
+    Each process fills its own rows of a tensor of zeros and the tensors are summed, so that every
+    row counts once whatever the numbers of rows and processes.
 
     Raises:
-        InputError: The data are missing or not what the task says.
+        DivergedError: A logit is not finite.
     """
-    tests = unlabelled(settings) if settings.test else {}
-    places = {s: (task, s) for s in ("train", *task.validation_splits)} | tests
-    return {
-        name: load_examples(*place, settings.glue_dir, tokenizer, settings.length, settings.cache)
-        for name, place in places.items()
-    }
+    model.eval()
+    logits = torch.zeros(len(examples), num_labels, device=accelerator.device)
+    order = np.argsort(examples.lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        shard = rows[accelerator.process_index :: accelerator.num_processes]
+        batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
+        batch.pop("labels")
+        indices = torch.from_numpy(shard).to(logits.device)
+        logits[indices] = model(**batch).logits.float()[: len(shard)]
+    reduced = accelerator.reduce(logits).cpu().numpy()
+    check_finite(reduced, "logits", len(reduced))
+    return reduced
 
 
-def unlabelled(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
-    """The test splits of a task and, with MNLI, AX, as far as the folder has them: reduced data may
-    have none. Each by its name among the predictions.
-    """  # noqa: D205 one sentence
-    task, folder = TASKS[settings.task], settings.glue_dir
-    places = {split: (task, split) for split in task.splits if split.startswith("test")}
-    if task.name == "mnli":
-        places["ax"] = TASKS["ax"], "test"
-    return {k: v for k, v in places.items() if folder is None or find_file(*v, folder) is not None}
+def check_finite(values: Tensor | NDArray, name: str, count: int) -> None:
+    """Raise DivergedError with `name` and `count` if a value is infinite or nan."""
+    if not bool(torch.isfinite(torch.as_tensor(values)).all()):
+        raise DivergedError(f"{name} not finite ({count})")
 
 
 def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
-    """Configuration, with the task's head, and tokenizer, checked to fit each other and the length.
+    """Load the configuration with the task's head, and the tokenizer; check that they fit.
 
     Raises:
-        InputError: One of them cannot be read, or they do not fit.
+        InputError: One of them cannot be read, or the length or the vocabulary does not fit.
     """
-    prepare_transformers()
+    roformer.use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     names = task.labels or ("value",)
     try:
         config = AutoConfig.from_pretrained(
@@ -236,28 +249,55 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
             problem_type="single_label_classification" if task.labels else "regression",
         )
     except (OSError, ValueError) as error:
-        raise unreadable("model", settings.model, "a config.json", error) from error
-    name = settings.tokenizer or settings.model
+        raise loading_error("model", settings.model, "a config.json", error) from error
+    path = settings.tokenizer or settings.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of many kinds, and the Rust library's is bare
-        raise unreadable("tokenizer", name, "a tokenizer", error) from error
-    require_fit(config, tokenizer, settings.length)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise loading_error("tokenizer", path, "a tokenizer", error) from error
+    check_tokenizer(config, tokenizer, settings.length)
     inputs = tokenizer.model_input_names
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:
-        # transformers' Chinese RoFormerTokenizer leaves out what tells its models two texts apart
+        # transformers' RoFormerTokenizer (Chinese) omits them, though its models have segments
         tokenizer.model_input_names = [*inputs, "token_type_ids"]
     return config, tokenizer
 
 
-def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
-    """The model in float32 with a head drawn from the seed; with all weights so for the control.
-
-    After MNLI the layers of the head that fit are kept: what BERT calls its pooler is one of them.
+def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
+    """Load train, the validation splits and, with `settings.test`, the test splits.
 
     Raises:
-        InputError: The folder has no weights, they are not this architecture's, or it has no such
-            head or attention kernel.
+        InputError: The data are missing or do not match the task.
+    """
+    splits = {split: (task, split) for split in ("train", *task.validation_splits)}
+    splits |= test_splits(settings) if settings.test else {}
+    return {
+        name: load_examples(*source, settings.glue_dir, tokenizer, settings.length, settings.cache)
+        for name, source in splits.items()
+    }
+
+
+def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
+    """Map names of predictions to (task, split) of the test splits that `glue_dir` holds.
+
+    AX belongs to MNLI. Reduced data may have no test splits.
+    """
+    task, folder = TASKS[settings.task], settings.glue_dir
+    splits = {split: (task, split) for split in task.splits if split.startswith("test")}
+    if task.name == "mnli":
+        splits["ax"] = TASKS["ax"], "test"
+    return {k: v for k, v in splits.items() if folder is None or find_split_file(*v, folder)}
+
+
+def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
+    """Load the model in float32 with a new head drawn from the seed.
+
+    `random_weights` draws all weights. From an MNLI model the layers of the head that have the
+    same shape are kept, such as BERT's pooler.
+
+    Raises:
+        InputError: The folder has no weights or those of another architecture, or the model has
+            no such head or attention kernel.
     """
     torch.manual_seed(settings.seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
@@ -268,35 +308,37 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder,
             config=config,
-            ignore_mismatched_sizes=True,  # the head of another task is replaced
+            ignore_mismatched_sizes=True,  # replaces the head of another task
             output_loading_info=True,
             **options,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         key = "model" if settings.mnli is None else "mnli"
         needed = "weights with a sequence-classification head"
-        raise unreadable(key, folder, needed, error) from error
-    fresh = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+        raise loading_error(key, folder, needed, error) from error
+    new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
-    share = sum(sizes.get(name, 0) for name in fresh) / sum(sizes.values())
+    share = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
     rule = "must hold the weights of its config.json"
     found = f"{folder} without {share:.0%} of them"
     require(share < 0.5, "model", rule, found, "use --random_weights true for a control")
     return model
 
 
-def longest(data: Data) -> Examples:
-    """The split with the longest row: whatever takes that takes all."""
-    return max(data.values(), key=lambda examples: int(examples.lengths.max()))
+def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
+    """Create the error for a folder or hub id that transformers cannot load."""
+    found = f"{path!r} ({reason(error)})"
+    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; check it")
 
 
 @torch.no_grad()
-def require_run(model: PreTrainedModel, examples: Examples, task: Task) -> None:
-    """Send the longest and the shortest example through the model, before any work is done.
+def check_forward(model: PreTrainedModel, data: Data, task: Task) -> None:
+    """Send the longest and the shortest example of the longest split through the model.
 
     Raises:
-        InputError: The model cannot take what its tokenizer makes, or its head is not the task's.
+        InputError: The model cannot take the tokenizer's output, or its head is not the task's.
     """
+    examples = max(data.values(), key=lambda examples: int(examples.lengths.max()))
     order = np.argsort(examples.lengths, kind="stable")
     batch = examples.batch(order[[-1, 0]])
     batch.pop("labels")
@@ -305,185 +347,37 @@ def require_run(model: PreTrainedModel, examples: Examples, task: Task) -> None:
     try:
         found = str(tuple(model.eval()(**batch).logits.shape))
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        found = next(iter(str(error).splitlines()), type(error).__name__)
+        found = reason(error)
     require(found == str((2, task.num_labels)), "model", rule, found, remedy)
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over the rows of squared error, for one output, or cross-entropy; logits [B, outputs]."""
-    if labels.is_floating_point():
-        return F.mse_loss(logits.float().squeeze(-1), labels, reduction="sum")
-    return F.cross_entropy(logits.float(), labels, reduction="sum")
+def progress_bar(settings: GlueSettings, enabled: bool = True, position: int = 0) -> OnStep:
+    """Create a progress bar, drawn on terminals only.
 
-
-@torch.no_grad()
-def predict(
-    model: PreTrainedModel, examples: Examples, settings: GlueSettings, accelerator: Accelerator
-) -> NDArray[np.float32]:
-    """Logits of all rows, [N, outputs], the same in every process.
-
-    Each process fills its own rows of a table of zeros and the tables are summed, so that every row
-    counts once, however many rows and processes there are.
-
-    Raises:
-        DivergedError: A logit is not finite.
+    Args:
+        settings: The run, which names the bar.
+        enabled: False draws nothing.
+        position: Line of the terminal, counted from the cursor.
     """
-    model.eval()
-    table = torch.zeros(len(examples), TASKS[settings.task].num_labels, device=accelerator.device)
-    order = np.argsort(examples.lengths, kind="stable")
-    for start in range(0, len(order), settings.batch_size):
-        rows = order[start : start + settings.batch_size]
-        mine = rows[accelerator.process_index :: accelerator.num_processes]
-        batch = examples.batch(mine if len(mine) else rows[:1], accelerator.device)
-        batch.pop("labels")
-        places = torch.from_numpy(mine).to(table.device)
-        table[places] = model(**batch).logits.float()[: len(mine)]
-    logits = accelerator.reduce(table).cpu().numpy()
-    require_finite(logits, "logits", len(logits))
-    return logits
-
-
-def score(task: Task, logits: NDArray, examples: Examples) -> dict[str, float]:
-    """The task's metrics on one split; logits [N, outputs]."""
-    predictions = logits[:, 0] if task.labels is None else logits.argmax(axis=1)
-    return GlueMetric(task.name).compute(predictions=predictions, references=examples.labels)
-
-
-def majority(task: Task, train: Examples, examples: Examples) -> dict[str, float]:
-    """The metrics of always saying the training split's commonest class, or its mean value."""
-    labels = train.labels
-    constant = labels.mean() if task.labels is None else np.bincount(labels).argmax()
-    predictions = np.full(len(examples), constant)
-    return GlueMetric(task.name).compute(predictions=predictions, references=examples.labels)
-
-
-def headline(task: Task, scores: Scores) -> float:
-    """The task's one number: the headline metric, averaged over MNLI's two validation splits."""
-    return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
-
-
-def is_collapsed(task: Task, logits: NDArray) -> bool:
-    """Whether every row gets the same answer: the class most often, or one value."""
-    if task.labels is None:
-        return float(np.ptp(logits)) < 1e-2  # of values from 0 to 5
-    return len(np.unique(logits.argmax(axis=1))) == 1
-
-
-def describe(
-    settings: GlueSettings, config: Any, data: Data, accelerator: Accelerator
-) -> dict[str, Any]:
-    """What a line says of a run beside its outcome: the key, data, baseline, machine, settings."""
-    task, values = TASKS[settings.task], dataclasses.asdict(settings)
-    precision, device = accelerator.mixed_precision, accelerator.device.type
-    processes = accelerator.num_processes
-    rows = {split: len(data[split]) for split in ("train", *task.validation_splits)}
-    guess = {split: majority(task, data["train"], data[split]) for split in task.validation_splits}
-    return {
-        **{name: values[name] for name in RUN_KEY},
-        **inputs_of(settings),
-        "model_type": config.model_type,
-        "label": task.result_label(rows),
-        "official": task.is_official(rows),
-        "rows": rows,
-        "headline_metric": task.headline,
-        "majority_metrics": guess,
-        "majority": headline(task, guess),
-        "precision": precision,
-        "device": device,
-        "processes": processes,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "commit": git_commit(),
-        },
-        "settings": values,
-        "command": command_of(settings, precision, device == "cpu", processes),
-    }
-
-
-def inputs_of(settings: GlueSettings) -> dict[str, str | None]:
-    """Hashes of what a run reads, as `INPUT_HASHES` names them; None where nothing is local."""
-    weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
-    return {"weights": weights, "data": data_of(TASKS[settings.task], settings.glue_dir)}
-
-
-def command_of(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
-    """The command that makes a run again; where it writes is left out.
-
-    Sums over rows depend on how many threads share them, so on a CPU their number is in it.
-    """
-    threads = [f"OMP_NUM_THREADS={torch.get_num_threads()}"] * cpu
-    # without a number accelerate takes every GPU there is
-    launch = [*threads, "accelerate", "launch", "--num_processes", "1"]
-    launch += ["--mixed_precision", precision, *["--cpu"] * cpu]
-    if processes > 1:
-        launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
-        launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]
-    flags: list[str] = []
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if value != field.default and field.name not in ("output", "cache", "save"):
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            flags += [f"--{field.name}", text]
-    return shlex.join([*launch, "finetune/glue.py", *flags])
-
-
-def progress(settings: GlueSettings, steps: int, accelerator: Accelerator) -> Watch:
-    """The run's bar, shown by one process and only on a terminal."""
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    bar = tqdm(total=steps, desc=title, disable=None if accelerator.is_main_process else True)
+    bar = tqdm(desc=title, position=position, disable=None if enabled else True)
 
-    def watch(step: int, steps: int, loss: float) -> None:
+    def on_step(step: int, total_steps: int, loss: float) -> None:
+        bar.total = total_steps
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         bar.update(step - bar.n)
-        if step == steps:
+        if step == total_steps:
             bar.close()
 
-    return watch
-
-
-def require_finite(values: Tensor | NDArray, name: str, count: int) -> None:
-    """Stop a run whose numbers are no longer numbers.
-
-    Raises:
-        DivergedError: A value is infinite or not a number.
-    """
-    if not bool(torch.isfinite(torch.as_tensor(values)).all()):
-        raise DivergedError(f"{name} not finite ({count})")
-
-
-def unreadable(key: str, name: str, needed: str, error: Exception) -> InputError:
-    """The one-line error for a folder or hub id that transformers could not use."""
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return InputError(
-        f"{key} must be a folder or hub id with {needed}, got {name!r} ({reason}); check the path"
-    )
-
-
-def summary(result: dict[str, Any]) -> str:
-    """A results line in words."""
-    control = ", random weights," if result["random_weights"] else ""
-    control += " from MNLI" if result["mnli"] else ""
-    name = (
-        f"{result['task']} {result['model']}{control} rate {result['learning_rate']:g} "
-        f"seed {result['seed']}"
-    )
-    if result["status"] != "done":
-        return f"{name}: {result['status']}: {result['error']}"
-    collapsed = ", one answer for every row" if result["collapsed"] else ""
-    return (
-        f"{name}: {result['headline_metric']} {100 * result['headline']:.1f} "
-        f"(majority {100 * result['majority']:.1f}{collapsed}), {result['seconds']:.0f} s"
-    )
+    return on_step
 
 
 def command(settings: GlueSettings) -> None:
-    """One run and its outcome in one line; exit code 1 when it diverged."""
+    """Run, print the outcome in one line, and exit with code 1 if the run diverged."""
     accelerator = start_accelerator()
     result = main(settings, accelerator)
-    accelerator.print(summary(result))
+    accelerator.print(format_result(result))
     accelerator.end_training()
     if result["status"] != "done":
         sys.exit(1)

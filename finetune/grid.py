@@ -1,86 +1,89 @@
-"""Many runs: `accelerate launch -m finetune.grid --models '[a, b]' --tasks '[cola]'`.
+"""Many fine-tuning runs: `accelerate launch -m finetune.grid --models '[a, b]' --tasks '[cola]'`.
 
-This process reads and checks everything, hands out the runs and watches; its workers make them. A
-run that has a line in the results is left out, so the same command goes on after a stop, whatever
-stopped it. The launcher decides the precision; let it start one process and give `--workers`: a run
-is too small to be worth spreading over processes.
+This process validates everything first and then hands out the runs to worker processes. A run that
+has a line in the results is skipped, so the same command continues after any interruption, and
+several grids may share a results file. The launcher decides the precision; launch one process and
+set `--workers`, as a run is too small to gain from several processes.
 """
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections import deque
-from contextlib import suppress
+from collections import defaultdict, deque
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields, replace
 from itertools import product
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune import glue
-from finetune.progress_table import Board
 from finetune.results import (
-    RunLocks,
     append_result,
     hash_differs,
     prediction_file,
     read_results,
     run_key,
+    run_locks,
     run_name,
 )
+from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
 from train.loop.launch import launcher_pid, run_command, start_accelerator
 from train.settings import InputError, require
 
-FROM_MNLI = ("rte", "mrpc", "stsb")
-SECONDS = 0.5
-"""Between two signs of life of a worker."""
+MNLI_TASKS = ("rte", "mrpc", "stsb")
+"""Tasks that `from_mnli` also starts from the model fine-tuned on MNLI."""
+POLL_SECONDS = 0.5
+Line = dict[str, Any]
+Finished = dict[tuple, Line]
+"""Lines of finished runs by their key."""
 
 
 def main(settings: GridSettings) -> None:
     """Make every run that has no line in the results yet.
 
     Raises:
-        InputError: A run cannot be made (said before any is), or some failed (after the rest).
+        InputError: A run cannot be made (before any run starts), or runs failed (at the end).
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     remedy = "launch one and give --workers"
     require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
-    runs = all_runs(settings)
-    done = finished(settings.output)
-    missing = [run for run in runs if not is_done(run, done)]
-    again = {run.save for run in missing if run.save}  # and what starts from these
-    missing += [run for run in runs if run.mnli in again and run not in missing]
+    runs = list_runs(settings)
+    finished = read_finished(settings.output)
+    pending = [run for run in runs if not is_finished(run, finished)]
+    remade = {run.save for run in pending if run.save}  # runs that start from them follow
+    pending += [run for run in runs if run.mnli in remade and run not in pending]
     for run in runs:
-        require_precision(run, done)
-    stale = {what for run in missing if (what := other_inputs(run, done))}
-    if stale:
-        print(f"not what their results are of: {', '.join(sorted(stale))}; made again")
-    check(missing)
-    failures = 0
-    if missing:
-        locks = RunLocks(settings.output)
-        with Board(runs, missing, settings.workers) as board:
-            failures = hand_out(missing, settings.workers, locks, board)
-    else:
-        print(f"0 runs to make, {len(runs)} done already")
+        check_precision(run, finished)
+    changed = {description for run in pending if (description := changed_input(run, finished))}
+    if changed:
+        print(f"changed since their results: {', '.join(sorted(changed))}; made again")
+    check_runs(pending)
+    print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
+    progress, failures = Progress(len(pending), settings.workers), 0
+    for from_mnli in (False, True):  # runs that start from MNLI need its models
+        runs = [run for run in pending if (run.mnli is not None) == from_mnli]
+        failures += make_runs(runs, settings.workers, progress)
     if failures:
         raise InputError(
-            f"grid must finish every run, got {failures} of {len(missing)} that failed (above); "
-            "mend them and start the same command again"
+            f"grid must finish every run, got {failures} of {len(pending)} that failed (above); "
+            "remove the causes and start the same command again"
         )
 
 
-def all_runs(settings: GridSettings) -> list[GlueSettings]:
-    """Every combination, checked; all models meet a task before the next task begins.
+def list_runs(settings: GridSettings) -> list[GlueSettings]:
+    """List all combinations, runs that start from MNLI last.
 
     Raises:
-        InputError: One of them cannot be run.
+        InputError: The settings of a run are invalid.
     """
     recipe = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
     rates = settings.learning_rates or [settings.learning_rate]
@@ -94,242 +97,229 @@ def all_runs(settings: GridSettings) -> list[GlueSettings]:
         if settings.from_mnli and not control:
             if task == "mnli":
                 run = replace(run, save=mnli_folder(run))
-            elif task in FROM_MNLI:
+            elif task in MNLI_TASKS:
                 runs.append(replace(run, mnli=mnli_folder(run)))
         runs.append(run)
     unique = {run_key(asdict(run)): run for run in runs}
     return sorted(unique.values(), key=lambda run: run.mnli is not None)
 
 
+def mnli_run(run: GlueSettings) -> GlueSettings:
+    """The MNLI run of the same model, recipe and seed."""
+    return replace(run, task="mnli", mnli=None)
+
+
 def mnli_folder(run: GlueSettings) -> str:
-    """Where the model that MNLI's run of the same recipe and seed makes is kept."""
-    name = run_name(asdict(replace(run, task="mnli", mnli=None)))
-    return str(Path(run.output).parent / "mnli" / name)
+    """Where `mnli_run` saves its model."""
+    return str(Path(run.output).parent / "mnli" / run_name(asdict(mnli_run(run))))
 
 
-def finished(output: str) -> dict[tuple, dict[str, Any]]:
-    """The lines that need not be made again, by their key; a torn one is none."""
+def read_finished(output: str) -> Finished:
+    """Read the lines of all runs that did not fail."""
     if not Path(output).is_file():
         return {}
-    return {run_key(x): x for x in read_results(output) if x["status"] != "failed"}
+    return {run_key(line): line for line in read_results(output) if line["status"] != "failed"}
 
 
-def is_done(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> bool:
-    """Whether a run has its line, and what others need of it is there."""
-    line = done.get(run_key(asdict(run)))
-    if line is None or other_inputs(run, done):
+def is_finished(run: GlueSettings, finished: Finished) -> bool:
+    """Whether a run has its line, for its current inputs, and all files that are asked for."""
+    line = finished.get(run_key(asdict(run)))
+    if line is None or changed_input(run, finished):
         return False
     if line["status"] == "diverged":
         return True
-    wanted = glue.unlabelled(run) if run.test else ()
-    files = [prediction_file(run.output, line, split) for split in wanted]
-    return all(f.exists() for f in files) and (run.save is None or Path(run.save).exists())
+    splits = glue.test_splits(run) if run.test else ()
+    files = [prediction_file(run.output, line, split) for split in splits]
+    return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 
 
-def other_inputs(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> str | None:
-    """What is no longer what a run's line is of: its model's weights, or its data; None is none."""
-    line = done.get(run_key(asdict(run)))
+def changed_input(run: GlueSettings, finished: Finished) -> str | None:
+    """Name the input of a finished run, weights or data, that has changed since; None if none."""
+    line = finished.get(run_key(asdict(run)))
     if line is None:
         return None
     names = {
         "weights": f"the weights of {run.mnli or run.model}",
         "data": f"{run.task} of {run.glue_dir}",
     }
-    found = glue.inputs_of(run).items()
-    return next((names[name] for name, value in found if hash_differs(value, line, name)), None)
+    hashes = hash_inputs(run).items()
+    return next((names[name] for name, value in hashes if hash_differs(value, line, name)), None)
 
 
-def require_precision(run: GlueSettings, done: dict[tuple, dict[str, Any]]) -> None:
-    """Refuse to go on in another precision: the runs of one table are made alike.
+def check_precision(run: GlueSettings, finished: Finished) -> None:
+    """Refuse to continue in another precision, which would mix precisions in one table.
 
     Raises:
-        InputError: A run's line is of another than this launch's.
+        InputError: A finished run was made in another precision than this launch's.
     """
-    here = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    there = done.get(run_key(asdict(run)), {}).get("precision", here)
-    rule = f"must have the mixed precision {there} of the runs in {run.output}"
+    precision = launch_precision()
+    earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
+    rule = f"must have the mixed precision {earlier} of the runs in {run.output}"
     remedy = "launch as before, or choose another output"
-    require(there == here, "launch", rule, here, remedy)
+    require(earlier == precision, "launch", rule, precision, remedy)
 
 
-def check(runs: list[GlueSettings]) -> None:
-    """Read every model's description and every task's data, and send a batch through each model.
+def launch_precision() -> str:
+    """Mixed precision of this launch by Accelerate's name."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def check_runs(runs: list[GlueSettings]) -> None:
+    """Load every model and every task's data, and send a batch through each model.
 
     Raises:
-        InputError: One of them cannot be used, before any run is made.
+        InputError: One of them cannot be used.
     """
-    first = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
-    for run in first.values():
+    unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
+    for run in unique.values():
         task = TASKS[run.task]
         config, tokenizer = glue.load_config_and_tokenizer(run, task)
         data = glue.load_data(run, task, tokenizer)
-        glue.require_run(glue.load_model(run, config), glue.longest(data), task)
+        glue.check_forward(glue.load_model(run, config), data, task)
 
 
-def hand_out(runs: list[GlueSettings], count: int, locks: RunLocks, board: Board) -> int:
-    """Give every run to a worker; one that dies fails its run alone and is replaced.
+def make_runs(runs: list[GlueSettings], workers: int, progress: "Progress") -> int:
+    """Make runs in parallel and print a line for each.
+
+    Each worker is a pool of one process: when a process dies, its run fails and its pool is
+    replaced, and the other workers go on.
 
     Returns:
-        How many runs failed.
+        Number of failed runs.
     """
-    pending, failures, started_by = deque(runs), 0, launcher_pid()
-    workers = [Worker(number, count) for number in range(min(count, len(runs)))]
+    pending, failures, launcher = deque(runs), 0, launcher_pid()
+    count = min(workers, len(runs))
+    pools = {slot: start_worker(slot, count) for slot in range(count)}
+    futures: dict[Future, tuple[int, GlueSettings]] = {}
     try:
-        while pending or any(worker.run for worker in workers):
-            making = [worker.run for worker in workers if worker.run]
-            for worker in (worker for worker in workers if not worker.run):
-                run = next_run(pending, making, locks)
-                if run is not None:
-                    worker.start(run)
-                    making.append(run)
-            ready = wait_for(workers, started_by)
-            for worker in [w for w in workers if w.connection in ready]:
-                run, (what, value) = worker.run, worker.hear()
-                assert run is not None
-                if what == "dead":
-                    workers[worker.number] = Worker(worker.number, count)
-                    lines = finished(run.output)  # it may have written its line before
-                    if is_done(run, lines):
-                        what, value = "done", lines[run_key(asdict(run))]
-                if what in ("dead", "failed"):
-                    failures += 1
-                    value = failed_line(run, value)
-                    append_result(locks, value)
-                board.show(worker.number, run, what, value)
+        while pending or futures:
+            for slot in pools.keys() - {slot for slot, _ in futures.values()}:
+                if pending:
+                    try:
+                        future = pools[slot].submit(make_run, pending[0], slot)
+                    except BrokenProcessPool:  # the process died between two runs
+                        pools[slot] = start_worker(slot, count)
+                    else:
+                        futures[future] = slot, pending.popleft()
+            done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                slot, run = futures.pop(future)
+                line = collect_line(future, run)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    pools[slot] = start_worker(slot, count)
+                failures += line is not None and line["status"] == "failed"
+                progress.print_line(run, line)
+            alive = launcher in (None, os.getppid())
+            rule, remedy = "must live as long as its grid", "start the same command again"
+            require(alive, "launcher", rule, "its end", remedy)
     except KeyboardInterrupt:
-        raise InputError(
-            "grid must be left alone, got an interrupt; the same command goes on"
-        ) from None
+        raise InputError("grid must run to its end, got an interrupt; start it again") from None
     finally:
-        for worker in workers:
-            worker.process.kill()
+        for process in multiprocessing.active_children():
+            process.kill()
     return failures
 
 
-def next_run(
-    pending: deque[GlueSettings], making: list[GlueSettings], locks: RunLocks
-) -> GlueSettings | None:
-    """Take the first run that can begin: one that starts from MNLI waits for that run."""
-    others = {run.save for run in (*pending, *making) if run.save}
-    for run in pending:
-        if run.mnli is None or not (run.mnli in others or is_made_elsewhere(run, locks)):
-            pending.remove(run)
-            return run
-    return None
+def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:
+    """Create a pool of one process, which uses GPU `slot` and its share of the CPU threads."""
+    threads = max(1, torch.get_num_threads() // workers)
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    return ProcessPoolExecutor(1, context, initialize_worker, (slot, threads, os.getpid()))
 
 
-def is_made_elsewhere(run: GlueSettings, locks: RunLocks) -> bool:
-    """Whether another grid is at the run of MNLI that this one starts from."""
-    source = asdict(replace(run, task="mnli", mnli=None))
-    if Path(str(run.mnli)).exists():
-        return False
-    if not locks.acquire(source):
-        return True
-    locks.release(source)
-    return False
+def initialize_worker(slot: int, threads: int, parent: int) -> None:
+    """Prepare a worker process, which ends when its parent does."""
 
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
 
-def failed_line(run: GlueSettings, error: str) -> dict[str, Any]:
-    """The line of a run that has no outcome; a grid makes it again."""
-    values, precision = asdict(run), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    command = glue.command_of(run, precision, cpu=not torch.cuda.is_available())
-    return {
-        **values,
-        **glue.inputs_of(run),
-        "status": "failed",
-        "error": error,
-        "settings": values,
-        "command": command,
-    }
-
-
-def wait_for(workers: list["Worker"], started_by: int | None) -> list[Any]:
-    """Connections on which a worker has something to say; those without a run say nothing.
-
-    Raises:
-        InputError: The launcher died.
-    """
-    alive, rule = started_by in (None, os.getppid()), "must live as long as its grid"
-    require(alive, "launcher", rule, "its end", "the same command goes on")
-    return wait([worker.connection for worker in workers if worker.run], timeout=SECONDS)
-
-
-class Worker:
-    """A process that makes runs one after the other.
-
-    Args:
-        number: Counts from 0; chooses the GPU.
-        count: Workers in all, which share the processor's threads.
-    """
-
-    def __init__(self, number: int, count: int) -> None:
-        self.number = number
-        self.run: GlueSettings | None = None
-        context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-        self.connection, theirs = context.Pipe()
-        threads = max(1, torch.get_num_threads() // count)
-        self.process = context.Process(target=work, args=(number, threads, theirs), daemon=True)
-        self.process.start()
-        theirs.close()  # or its end would not be noticed
-
-    def start(self, run: GlueSettings) -> None:
-        """Give it a run."""
-        self.run = run
-        with suppress(OSError):  # it is gone, as `hear` will find
-            self.connection.send(run)
-
-    def hear(self) -> tuple[str, Any]:
-        """What it says: step, done, failed or elsewhere; dead when it is gone."""
-        try:
-            what, value = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            what, value = "dead", f"its process ended with {self.process.exitcode}"
-        if what != "step":
-            self.run = None
-        return what, value
-
-
-def work(number: int, threads: int, connection: Connection) -> None:
-    """A worker's life: make the run it is given, say how far it is and how it ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the watching process to obey
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
-    locks: RunLocks | None = None
-    said = 0.0
-
-    def watch(*progress: float) -> None:
-        nonlocal said
-        if time.monotonic() > said + SECONDS:
-            said = time.monotonic()
-            connection.send(("step", progress))
-
-    while True:
-        run = connection.recv()
-        locks = locks or RunLocks(run.output)
-        if not locks.acquire(asdict(run)):
-            connection.send(("elsewhere", None))
-            continue
-        accelerator = start_accelerator()  # of its own: in fp16 it holds the scale of the losses
-        try:
-            if is_done(run, finished(run.output)):  # by another grid, meanwhile
-                connection.send(("elsewhere", None))
-            else:
-                connection.send(("done", glue.main(run, accelerator, locks, watch)))
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            connection.send(("failed", f"{type(error).__name__}: {reason}"))
-        finally:
-            locks.release(asdict(run))
-            accelerator.free_memory()
+        torch.cuda.set_device(slot % torch.cuda.device_count())
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(SECONDS)
-    os._exit(1)
+def make_run(run: GlueSettings, slot: int) -> Line | None:
+    """Make one run in a worker process; None if another grid is making it or has made it."""
+    locks, source = run_locks(run.output), asdict(mnli_run(run))
+    while run.mnli is not None and not Path(run.mnli).exists():
+        if locks.acquire(source):  # else another grid is making the MNLI run
+            locks.release(source)
+            break
+        time.sleep(POLL_SECONDS)
+    if not locks.acquire(asdict(run)):
+        return None
+    accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
+    try:
+        if is_finished(run, read_finished(run.output)):
+            return None
+        return glue.main(run, accelerator, glue.progress_bar(run, position=slot))
+    finally:
+        locks.release(asdict(run))
+        accelerator.free_memory()
+
+
+def collect_line(future: Future, run: GlueSettings) -> Line | None:
+    """Get the line of a finished future; that of a failed run is appended to the results here."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    message = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if isinstance(error, BrokenProcessPool):
+        lines = read_finished(run.output)
+        if is_finished(run, lines):  # the process died after its last action
+            return lines[run_key(asdict(run))]
+        message = "its process died, which a kill or a lack of memory can cause"
+    values = asdict(run)
+    line = {
+        **values,
+        **hash_inputs(run),
+        "status": "failed",
+        "error": message,
+        "settings": values,
+        "command": rerun_command(run, launch_precision(), cpu=not torch.cuda.is_available()),
+    }
+    append_result(run.output, line)
+    return line
+
+
+class Progress:
+    """Prints one line per run: its score, the mean over seeds so far, and the time left.
+
+    Args:
+        total: Number of runs to make.
+        workers: Runs made in parallel.
+    """
+
+    def __init__(self, total: int, workers: int) -> None:
+        self.total, self.workers, self.done = total, workers, 0
+        self.seconds: list[float] = []
+        self.scores: dict[tuple, list[float]] = defaultdict(list)
+
+    def print_line(self, run: GlueSettings, line: Line | None) -> None:
+        """Print the outcome of a run; None means that another grid made it."""
+        self.done += 1
+        if line is None:
+            text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
+        else:
+            text = format_result(line)
+            self.seconds += [line["seconds"]] if "seconds" in line else []
+            if line.get("headline") is not None:
+                scores = self.scores[run_key(asdict(replace(run, seed=0)))]
+                scores.append(100 * line["headline"])
+                text += f"; mean {np.mean(scores):.1f} of {len(scores)}"
+        erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
+        print(f"{erase}[{self.done}/{self.total}] {text}; {self.time_left()}", flush=True)
+
+    def time_left(self) -> str:
+        """Estimate the time of the remaining runs by the mean time of those made."""
+        if not self.seconds:
+            return "time left unknown"
+        seconds = float(np.mean(self.seconds)) * (self.total - self.done) / self.workers
+        return f"{seconds / 60:.0f} min left"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """GLUE's metrics as a metric of the `evaluate` library that works offline.
 
-`evaluate` ships no metric: `evaluate.load` fetches code from the hub. This class is the same
-interface over scikit-learn and scipy. A correlation with a constant is undefined; it is 0.0 here,
-as scikit-learn's Matthews is: a model that predicts one class scores 0 and prints no warning.
+`evaluate.load` fetches code from the hub; `GlueMetric` has the same interface over scikit-learn and
+scipy. A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
+correlation: a model that predicts one class scores 0, without a warning.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import datasets
@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Task
 
 Values = NDArray[np.float64]
-
-
-def matthews(references: Values, predictions: Values) -> float:
-    """Matthews correlation of class ids; 0.0 when either side is constant."""
-    if _is_constant(references) or _is_constant(predictions):
-        return 0.0
-    return float(sklearn_metrics.matthews_corrcoef(references, predictions))
+Metric = Callable[[Values, Values], float]
+Scores = dict[str, dict[str, float]]
+"""Validation split -> metric -> value."""
 
 
 def accuracy(references: Values, predictions: Values) -> float:
@@ -37,22 +33,27 @@ def f1(references: Values, predictions: Values) -> float:
     return float(sklearn_metrics.f1_score(references, predictions, zero_division=0.0))
 
 
-def pearson(references: Values, predictions: Values) -> float:
-    """Pearson correlation; 0.0 when either side is constant."""
-    if _is_constant(references) or _is_constant(predictions):
-        return 0.0
-    return float(stats.pearsonr(references, predictions).statistic)
+def _correlation(function: Callable[[Values, Values], Any]) -> Metric:
+    """Make a correlation 0.0 if references or predictions are constant."""
+
+    def correlation(references: Values, predictions: Values) -> float:
+        for values in (references, predictions):
+            # nearly equal values count as equal: their correlation is rounding noise
+            if np.allclose(values, values.flat[0], rtol=1e-9, atol=0.0):
+                return 0.0
+        result = function(references, predictions)
+        return float(getattr(result, "statistic", result))
+
+    return correlation
 
 
-def spearman(references: Values, predictions: Values) -> float:
-    """Spearman's rank correlation; 0.0 when either side is constant."""
-    if _is_constant(references) or _is_constant(predictions):
-        return 0.0
-    return float(stats.spearmanr(references, predictions).statistic)
-
-
-METRICS: dict[str, Callable[[Values, Values], float]] = {
-    function.__name__: function for function in (matthews, accuracy, f1, pearson, spearman)
+matthews = _correlation(sklearn_metrics.matthews_corrcoef)
+METRICS: dict[str, Metric] = {
+    "matthews": matthews,
+    "accuracy": accuracy,
+    "f1": f1,
+    "pearson": _correlation(stats.pearsonr),
+    "spearman": _correlation(stats.spearmanr),
 }
 
 
@@ -63,7 +64,7 @@ class GlueMetric(evaluate.Metric):
     """
 
     def __init__(self, task: str) -> None:
-        # in memory: nothing is left on disk and concurrent runs do not wait for each other's lock
+        # in memory: leaves no file, and concurrent runs do not wait for a lock
         super().__init__(config_name=task, keep_in_memory=True)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -77,10 +78,34 @@ class GlueMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        truth, guess = np.asarray(references), np.asarray(predictions)
-        return {name: METRICS[name](truth, guess) for name in TASKS[self.config_name].metrics}
+        values = np.asarray(references), np.asarray(predictions)
+        return {name: METRICS[name](*values) for name in TASKS[self.config_name].metrics}
 
 
-def _is_constant(values: Values) -> bool:
-    # nearly equal values count as equal: their correlation is rounding noise, and scipy warns
-    return bool(np.allclose(values, values.flat[0], rtol=1e-9, atol=0.0))
+def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
+    """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
+    return GlueMetric(task.name).compute(predictions=predictions, references=labels)
+
+
+def score_logits(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
+    """Compute the task's metrics from logits [N, num_labels] and labels [N]."""
+    predictions = logits[:, 0] if task.labels is None else logits.argmax(axis=1)
+    return score(task, predictions, labels)
+
+
+def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:
+    """Score the constant prediction: the most frequent training class, or the mean value."""
+    constant = train_labels.mean() if task.labels is None else np.bincount(train_labels).argmax()
+    return {split: score(task, np.full(len(x), constant), x) for split, x in labels.items()}
+
+
+def headline(task: Task, scores: Scores) -> float:
+    """Average the headline metric over the validation splits, of which MNLI has two."""
+    return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
+
+
+def is_collapsed(task: Task, logits: NDArray) -> bool:
+    """Whether all rows get the same class, or values within 0.01 on the scale from 0 to 5."""
+    if task.labels is None:
+        return float(np.ptp(logits)) < 1e-2
+    return len(np.unique(logits.argmax(axis=1))) == 1

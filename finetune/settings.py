@@ -1,7 +1,7 @@
-"""Every knob of fine-tuning; a YAML under configs/glue/ lists what a protocol decides.
+"""Settings of fine-tuning; a YAML under configs/glue/ lists what a protocol decides.
 
 Keys are flat. `Recipe` is what a protocol fixes for all its runs; `GlueSettings` adds which run,
-`GridSettings` which runs. Defaults stand here and nowhere else.
+`GridSettings` which runs. This file is the only place of defaults.
 """
 
 import math
@@ -16,11 +16,12 @@ from train.settings import SCHEDULES, require, require_seed
 
 
 def normalize_paths(settings: Any, *names: str) -> None:
-    """Write the places that settings name in one way: `runs/a/` is `runs/a`, as are its runs."""
+    """Normalize paths of frozen settings: `runs/a/` and `runs/a` name the same run."""
     for name in names:
         value = getattr(settings, name)
-        alike = list(map(normpath, value)) if isinstance(value, list) else value and normpath(value)
-        object.__setattr__(settings, name, alike)
+        is_list = isinstance(value, list)
+        normal = [normpath(path) for path in value] if is_list else value and normpath(value)
+        object.__setattr__(settings, name, normal)
 
 
 @dataclass(frozen=True)
@@ -30,25 +31,25 @@ class Recipe:
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
     output: str = "results.jsonl"
-    """File to which each run appends its line; predictions go to a folder beside it."""
+    """Results file, to which each run appends a line; predictions go to a folder beside it."""
     cache: str = "runs/tokens"
-    """Folder where tokens are kept, for all runs."""
+    """Folder of cached tokens, shared by all runs."""
     test: bool = False
-    """Also predict the test splits that are there, and AX after MNLI, for the submission."""
+    """Also predict the test splits that exist, and AX after MNLI, for a submission."""
     length: int = 128
-    """Longest input in tokens, special ones included; of a longer pair the longer text is cut."""
+    """Longest input in tokens, special tokens included; of a pair the longer text is truncated."""
     batch_size: int = 32
-    """Examples an optimiser step, over all processes."""
+    """Examples per optimizer step, over all processes."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     epochs: int = 3
-    """Passes over the training split; the score is that of the last one."""
+    """Passes over the training split; the weights after the last one are scored."""
     schedule: str = "linear"
     """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
     warmup_share: float = 0.1
-    """Share of the steps over which the rate rises from 0 to its peak."""
+    """Share of the steps over which the learning rate rises from 0 to its peak."""
     weight_decay: float = 0.01
-    """Decoupled decay of matrices; biases and LayerNorms are exempt."""
+    """Decoupled weight decay of matrices; biases and LayerNorms are exempt."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     attention: str = "sdpa"
@@ -59,31 +60,16 @@ class Recipe:
         for name in ("batch_size", "learning_rate", "epochs", "clip_norm"):
             value, remedy = getattr(self, name), "leave it out for the default"
             require(0 < value < math.inf, name, "must be positive and finite", value, remedy)
-        require(
-            self.length >= 8, "length", "must be at least 8", self.length, "128 and 512 are usual"
-        )
-        decay = self.weight_decay
+        length, decay, share = self.length, self.weight_decay, self.warmup_share
+        require(length >= 8, "length", "must be at least 8", length, "128 and 512 are usual")
         require(decay >= 0, "weight_decay", "must not be negative", decay, "0 turns it off")
-        share = self.warmup_share
-        require(
-            0 <= share < 1, "warmup_share", "must be at least 0 and below 1", share, "0.1 is usual"
-        )
-        listed = ", ".join(SCHEDULES)
-        require(
-            self.schedule in SCHEDULES,
-            "schedule",
-            f"must be one of {listed}",
-            repr(self.schedule),
-            "linear is BERT's",
-        )
-        folder = Path(self.output).is_dir()
-        require(
-            not folder,
-            "output",
-            "must name a file",
-            f"the folder {self.output}",
-            "add /results.jsonl",
-        )
+        rule = "must be at least 0 and below 1"
+        require(0 <= share < 1, "warmup_share", rule, share, "0.1 is usual")
+        rule, known = f"must be one of {', '.join(SCHEDULES)}", self.schedule in SCHEDULES
+        require(known, "schedule", rule, repr(self.schedule), "linear is BERT's")
+        found = f"the folder {self.output}"
+        is_folder = Path(self.output).is_dir()
+        require(not is_folder, "output", "must name a file", found, "add /results.jsonl")
         check_writable(Path(self.output).parent, "output")
         check_writable(Path(self.cache), "cache")
         normalize_paths(self, "glue_dir")
@@ -94,17 +80,17 @@ class GlueSettings(Recipe):
     """Fine-tune one model on one task with one seed and append a line to the results."""
 
     model: str
-    """Folder or hub id of a model that can carry a sequence-classification head."""
+    """Folder or hub id of a model that has a sequence-classification class."""
     task: str
     """Task by the name of its folder: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, ..."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; null means the model's own."""
     seed: int = 0
-    """Decides the new head, the order of examples and dropout, each as a pure function."""
+    """Seed of the new head, the order of examples and dropout."""
     random_weights: bool = False
-    """Control: the same architecture and tokenizer with weights that were never pretrained."""
+    """Control: the same architecture and tokenizer with random instead of pretrained weights."""
     mnli: str | None = None
-    """Folder of this model fine-tuned on MNLI, which the run begins from instead; RoBERTa and
+    """Folder of this model fine-tuned on MNLI, from which the run starts instead; RoBERTa and
     ModernBERT do so for RTE, MRPC and STS-B. Tables label it."""
     save: str | None = None
     """Folder for the fine-tuned model, its tokenizer and a model card."""
@@ -113,36 +99,23 @@ class GlueSettings(Recipe):
         super().__post_init__()
         normalize_paths(self, "model", "tokenizer", "mnli")
         known = [name for name, task in TASKS.items() if "train" in task.splits]
-        remedy = (
-            "ax has no training rows: fine-tune mnli" if self.task == "ax" else "take one of them"
-        )
-        require(
-            self.task in known,
-            "task",
-            f"must be one of {', '.join(known)}",
-            repr(self.task),
-            remedy,
-        )
+        remedy = "fine-tune mnli, which predicts ax" if self.task == "ax" else "take one of them"
+        rule = f"must be one of {', '.join(known)}"
+        require(self.task in known, "task", rule, repr(self.task), remedy)
         require_seed(self.seed, "seed")
-        local = self.glue_dir is not None or TASKS[self.task].official
-        require(
-            local,
-            "glue_dir",
-            "must name the folder of a demo task",
-            "null",
-            "the hub has GLUE only",
-        )
-        twice = self.mnli is not None and self.random_weights
-        remedy = "leave one of them out"
-        require(not twice, "mnli", "needs pretrained weights", "random_weights true", remedy)
+        has_data = self.glue_dir is not None or TASKS[self.task].official
+        rule = "must name the folder of a demo task"
+        require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")
+        both, rule = self.mnli is not None and self.random_weights, "needs pretrained weights"
+        require(not both, "mnli", rule, "random_weights true", "leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridSettings(Recipe):
-    """Fine-tune every model on every task with every rate and seed, leaving out what is done."""
+    """Fine-tune every model on every task with every rate and seed, except for finished runs."""
 
     models: list[str]
-    """Folders or hub ids, as `model` of a single run."""
+    """Folders or hub ids, like `model` of a single run."""
     tasks: list[str]
     """Tasks by name."""
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -153,9 +126,9 @@ class GridSettings(Recipe):
     """Run each model a second time from random weights."""
     from_mnli: bool = False
     """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same rate
-    and seed, which must be among the tasks."""
+    and seed; `tasks` must contain mnli."""
     workers: int = 1
-    """Processes that make runs side by side; each has a GPU where there is one."""
+    """Processes that make runs in parallel, one GPU each where there are GPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,5 +136,5 @@ class GridSettings(Recipe):
             require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
         normalize_paths(self, "models")
         require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
-        there = not self.from_mnli or "mnli" in self.tasks
-        require(there, "tasks", "must hold mnli for from_mnli", self.tasks, "add mnli")
+        valid = not self.from_mnli or "mnli" in self.tasks
+        require(valid, "tasks", "must contain mnli for from_mnli", self.tasks, "add mnli")

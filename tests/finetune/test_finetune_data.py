@@ -10,7 +10,7 @@ from transformers import BertConfig
 
 import roformer
 from finetune import data
-from finetune.data import epoch_batches, load_examples, require_fit
+from finetune.data import check_tokenizer, epoch_batches, load_examples
 from finetune.tasks import TASKS
 from tiny_glue import tiny_tokenizer, write_split, write_stsb
 from train.settings import InputError
@@ -147,7 +147,7 @@ def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp
 def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
     write_stsb(tmp_path)
     whole = load(tmp_path, "stsb")
-    monkeypatch.setattr(data, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(data, "ROWS_PER_CALL", 7)
     (file,) = (tmp_path / "tokens").iterdir()
     file.unlink()
     parts = load(tmp_path, "stsb")
@@ -161,11 +161,11 @@ def test_words_cut_in_python_are_tokenised_too(tmp_path):
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = transformers.RoFormerTokenizer(vocab=vocabulary)
     asked = [["今天天气"], ["好"]], tokenizer, 16, str(tmp_path)
-    made = data.tokenised(*asked)
+    made = data.tokenize(*asked)
     assert made["input_ids"].tolist() == [2, 5, 6, 6, 7, 3, 8, 3]
     assert "token_type_ids" not in made
     tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-    assert data.tokenised(*asked)["token_type_ids"].tolist() == [0] * 6 + [1, 1]
+    assert data.tokenize(*asked)["token_type_ids"].tolist() == [0] * 6 + [1, 1]
 
 
 def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):
@@ -210,17 +210,15 @@ def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
     refused(["glue_dir", "got null", "--glue_dir FOLDER"], call)
 
 
-def test_a_length_over_the_table_is_refused_unless_there_is_none():
+def test_a_length_or_a_tokenizer_that_does_not_fit_the_model_is_refused():
+    tokenizer = tiny_tokenizer()
     bert = BertConfig(max_position_embeddings=64, vocab_size=100)
-    refused(["length", "64 positions", "got 65"], lambda: require_fit(bert, tiny_tokenizer(), 65))
-    require_fit(bert, tiny_tokenizer(), 64)
+    refused(["length", "64 positions", "got 65"], lambda: check_tokenizer(bert, tokenizer, 65))
+    check_tokenizer(bert, tokenizer, 64)
     ours = roformer.RoFormerConfig(max_position_embeddings=64, vocab_size=100)
-    require_fit(ours, tiny_tokenizer(), 65)
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused():
+    check_tokenizer(ours, tokenizer, 65)
     small = SimpleNamespace(vocab_size=16)
-    refused(["tokenizer", "16 entries", "got 17"], lambda: require_fit(small, tiny_tokenizer(), 8))
+    refused(["tokenizer", "16 entries", "got 17"], lambda: check_tokenizer(small, tokenizer, 8))
 
 
 def refused(words, call):
@@ -255,5 +253,5 @@ def test_tokens_that_were_cut_on_the_other_side_are_made_anew(tmp_path):
     for side in ("right", "left"):
         tokenizer = tiny_tokenizer()
         tokenizer.truncation_side = side
-        made.append(data.tokenised([["good bad film"]], tokenizer, 4, str(tmp_path)))
+        made.append(data.tokenize([["good bad film"]], tokenizer, 4, str(tmp_path)))
     assert made[0]["input_ids"].tolist() != made[1]["input_ids"].tolist()

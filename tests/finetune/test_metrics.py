@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics as sk
 
-from finetune.metrics import GlueMetric
+from finetune.metrics import GlueMetric, headline, is_collapsed, score_majority
 from finetune.tasks import TASKS
 
 draw = np.random.default_rng(7)
@@ -71,3 +71,19 @@ def test_values_close_together_still_have_a_correlation():
     truth = np.linspace(0, 5, 50)
     found = GlueMetric("stsb").compute(predictions=2.5 + 1e-3 * truth, references=truth)
     assert found == pytest.approx({"pearson": 1.0, "spearman": 1.0})
+
+
+def test_the_majority_is_that_of_the_training_split():
+    found = score_majority(TASKS["sst2"], np.array([1, 1, 0]), {"split": np.array([0, 0, 0, 1])})
+    assert found == {"split": {"accuracy": 0.25}}
+
+
+def test_the_headline_of_mnli_is_the_mean_of_both_splits():
+    scores = {"validation_matched": {"accuracy": 0.8}, "validation_mismatched": {"accuracy": 0.6}}
+    assert headline(TASKS["mnli"], scores) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(("width", "collapsed"), [(0.005, True), (0.02, False)])
+def test_values_that_hardly_differ_are_one_answer(width, collapsed):
+    logits = np.linspace(2.5, 2.5 + width, 9)[:, None]
+    assert is_collapsed(TASKS["stsb"], logits) == collapsed

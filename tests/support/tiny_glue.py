@@ -79,6 +79,16 @@ def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -
     return file
 
 
+PAIR = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+
+
+def write_mnli(folder: Path, tests: tuple[str, ...] = ()) -> None:
+    """Nine rows in each split, of class 1 most often."""
+    for split in ("train", "validation_matched", "validation_mismatched", *tests):
+        labels = [-1] * 9 if split in tests else [0, 1, 1] * 3
+        write_split(folder, "mnli", split, {**PAIR, "label": labels})
+
+
 def write_sst2(folder: Path, train: int = 192, validation: int = 37) -> str:
     for split, rows, seed in (("train", train, 0), ("validation", validation, 1)):
         texts, labels = sentences(rows, seed)

@@ -1,0 +1,105 @@
+"""What a line of the results says of a run beside its scores, and how to repeat the run."""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from numpy.typing import NDArray
+
+from finetune.data import hash_task_files
+from finetune.metrics import headline, score_majority
+from finetune.results import RUN_KEY, hash_weights
+from finetune.settings import GlueSettings
+from finetune.tasks import TASKS
+from train.loop.run_log import git_commit
+
+
+def describe_run(
+    settings: GlueSettings,
+    model_type: str,
+    labels: Mapping[str, NDArray],
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """Describe a run: key, inputs, majority baseline, machine, versions, settings, command.
+
+    Args:
+        settings: The run.
+        model_type: Of the model's configuration.
+        labels: Those of train and the validation splits, [N] each; other splits are ignored.
+        accelerator: Accelerator of the run.
+    """
+    task, values = TASKS[settings.task], dataclasses.asdict(settings)
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    validation = {split: labels[split] for split in task.validation_splits}
+    rows = {split: len(labels[split]) for split in ("train", *validation)}
+    majority = score_majority(task, labels["train"], validation)
+    return {
+        **{name: values[name] for name in RUN_KEY},
+        **hash_inputs(settings),
+        "model_type": model_type,
+        "label": task.result_label(rows),
+        "official": task.is_official(rows),
+        "rows": rows,
+        "headline_metric": task.headline,
+        "majority_metrics": majority,
+        "majority": headline(task, majority),
+        "precision": precision,
+        "device": device,
+        "processes": accelerator.num_processes,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "commit": git_commit(),
+        },
+        "settings": values,
+        "command": rerun_command(settings, precision, device == "cpu", accelerator.num_processes),
+    }
+
+
+def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
+    """Hash the weights and the data of a run (`INPUT_HASHES`); None for what is on the hub."""
+    weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
+    return {"weights": weights, "data": hash_task_files(TASKS[settings.task], settings.glue_dir)}
+
+
+def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
+    """Compose the shell command that repeats a run, without the paths it writes to.
+
+    On a CPU it sets the number of threads, on which the rounding of sums depends.
+    """
+    threads = [f"OMP_NUM_THREADS={torch.get_num_threads()}"] * cpu
+    # without --num_processes accelerate uses every GPU
+    launch = [*threads, "accelerate", "launch", "--num_processes", "1"]
+    launch += ["--mixed_precision", precision, *["--cpu"] * cpu]
+    if processes > 1:
+        launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
+        launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]
+    flags: list[str] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default and field.name not in ("output", "cache", "save"):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            flags += [f"--{field.name}", text]
+    return shlex.join([*launch, "finetune/glue.py", *flags])
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """Format a line of the results for the terminal."""
+    control = ", random weights," if result["random_weights"] else ""
+    control += " from MNLI" if result["mnli"] else ""
+    name = (
+        f"{result['task']} {result['model']}{control} rate {result['learning_rate']:g} "
+        f"seed {result['seed']}"
+    )
+    if result["status"] != "done":
+        return f"{name}: {result['status']}: {result['error']}"
+    collapsed = ", one answer for every row" if result["collapsed"] else ""
+    return (
+        f"{name}: {result['headline_metric']} {100 * result['headline']:.1f} "
+        f"(majority {100 * result['majority']:.1f}{collapsed}), {result['seconds']:.0f} s"
+    )
