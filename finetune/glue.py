@@ -35,7 +35,7 @@ from finetune.data import (
     find_split_file,
     load_examples,
 )
-from finetune.metrics import headline, is_collapsed, score_logits
+from finetune.metrics import score_splits
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
     append_result,
@@ -53,6 +53,8 @@ from train.settings import InputError, reason, require
 
 Data = dict[str, Examples]
 """The tokenized splits of a run by name; the test split of AX is "ax"."""
+Labels = dict[str, NDArray]
+"""Split -> [N]."""
 Logits = dict[str, NDArray[np.float32]]
 """Split -> [N, num_labels]."""
 OnStep = Callable[[int, int, float], None]
@@ -98,26 +100,14 @@ def main(
     logits: Logits = {}
     try:
         losses, logits = fine_tune(settings, model, data, accelerator, on_step)
-        splits = task.validation_splits
-        scores = {split: score_logits(task, logits[split], labels[split]) for split in splits}
-        result |= {
-            "status": "done",
-            "collapsed": all(is_collapsed(task, logits[split]) for split in splits),
-            "metrics": scores,
-            "headline": headline(task, scores),
-            "loss": losses[-1],
-            "losses": losses,
-        }
+        result |= {"status": "done"} | score_splits(task, logits, labels)
+        result |= {"loss": losses[-1], "losses": losses}
     except DivergedError as error:
         result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
     result["parameters"] = model.num_parameters()
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
-        delete_stale_predictions(settings.output, result, kept=logits)
-        for split, values in logits.items():
-            file = prediction_file(settings.output, result, split)
-            write_predictions(file, labels[split], values)
-        append_result(settings.output, result)
+        write_outcome(settings.output, result, logits, labels)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -180,6 +170,14 @@ def fine_tune(
     num_labels = TASKS[settings.task].num_labels
     logits = {s: predict(model, data[s], batch_size, num_labels, accelerator) for s in splits}
     return losses, logits
+
+
+def write_outcome(output: str, result: dict[str, Any], logits: Logits, labels: Labels) -> None:
+    """Write the predictions, then append the line; predictions of an earlier run are deleted."""
+    delete_stale_predictions(output, result, kept=logits)
+    for split, values in logits.items():
+        write_predictions(prediction_file(output, result, split), labels[split], values)
+    append_result(output, result)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

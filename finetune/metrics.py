@@ -87,10 +87,29 @@ def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]
     return GlueMetric(task.name).compute(predictions=predictions, references=labels)
 
 
-def score_logits(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
-    """Compute the task's metrics from logits [N, num_labels] and labels [N]."""
-    predictions = logits[:, 0] if task.labels is None else logits.argmax(axis=1)
-    return score(task, predictions, labels)
+def score_splits(
+    task: Task, logits: Mapping[str, NDArray], labels: Mapping[str, NDArray]
+) -> dict[str, Any]:
+    """Score the validation splits.
+
+    Args:
+        task: The task.
+        logits: Split -> [N, num_labels].
+        labels: Split -> [N].
+
+    Returns:
+        The fields `collapsed`, `metrics` and `headline` of a line of the results.
+    """
+    scores = {}
+    for split in task.validation_splits:
+        values = logits[split]
+        predictions = values[:, 0] if task.labels is None else values.argmax(axis=1)
+        scores[split] = score(task, predictions, labels[split])
+    return {
+        "collapsed": all(is_collapsed(task, logits[split]) for split in task.validation_splits),
+        "metrics": scores,
+        "headline": headline(task, scores),
+    }
 
 
 def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:

@@ -1,29 +1,29 @@
-"""The tasks as one table: what a task's files hold, how it is scored, how large its splits are.
+"""The table of tasks: columns, labels, splits with their official sizes, and metrics.
 
 Source: Wang et al. 2019, "GLUE" (arXiv:1804.07461); column names and label ids are those of
 `nyu-mll/glue`, headline metrics those of the RoFormer paper (F1 for MRPC and QQP, Spearman for
-STS-B, accuracy otherwise) and Matthews for CoLA. The demo tasks are ours: they have GLUE's schemas
-and are not GLUE. A folder without the official number of rows gives no official result either.
+STS-B, accuracy otherwise) and Matthews for CoLA. The demo tasks have GLUE's schemas but are not
+GLUE. Results on a split without its official number of rows are not official either.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 HUB_DATA = "nyu-mll/glue"
-"""GLUE on the hub."""
+"""Hub id of GLUE."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One row of the table.
+    """A task: one row of the table.
 
     Attributes:
         name: Folder name, and configuration name in `nyu-mll/glue`.
-        title: The name in print.
-        columns: One or two text columns, in the order they enter the model.
-        labels: Label names in the order of their ids; None for a regression on values in [0, 5].
-        splits: Split -> official number of rows; None for the demo tasks, which have none.
-        metrics: Names in `finetune.metrics`, all reported.
+        title: Name in tables.
+        columns: One or two text columns, in the order of the model's input.
+        labels: Names of the classes in the order of their ids; None for a regression on [0, 5].
+        splits: Split -> official number of rows, None for the demo tasks.
+        metrics: Keys of `finetune.metrics.METRICS`, all reported.
         headline: The one of `metrics` that tables show.
         official: Whether GLUE has this task.
     """
@@ -39,20 +39,20 @@ class Task:
 
     @property
     def validation_splits(self) -> tuple[str, ...]:
-        """The splits that are scored; MNLI has two, each under its own key."""
+        """The splits that are scored, of which MNLI has two."""
         return tuple(split for split in self.splits if split.startswith("validation"))
 
     @property
     def num_labels(self) -> int:
-        """Width of the classification head."""
+        """Number of outputs of the classification head; 1 for a regression."""
         return 1 if self.labels is None else len(self.labels)
 
     def is_official(self, rows: Mapping[str, int]) -> bool:
-        """Whether this is GLUE with the official number of rows in each of the splits given."""
+        """Whether this is a GLUE task and each split in `rows` has its official number of rows."""
         return self.official and all(self.splits[split] == count for split, count in rows.items())
 
     def result_label(self, rows: Mapping[str, int]) -> str:
-        """The name a result is reported under: `mnli`, or `mnli (9k)` when rows are missing."""
+        """Name a result by its data: `mnli`, or `mnli (9k)` when rows are missing."""
         if not self.official or self.is_official(rows):
             return self.name
         train = rows["train"]
@@ -95,7 +95,7 @@ _ROWS = (
          ("accuracy",), "accuracy"),
     Task("wnli", "WNLI", _PAIR, ("not_entailment", "entailment"), _rows(635, 71, 146),
          ("accuracy",), "accuracy"),
-    # the diagnostic set: predicted by a model fine-tuned on mnli, whose labels it has
+    # the diagnostic set, predicted by models fine-tuned on mnli
     Task("ax", "AX", _NLI, _NLI_LABELS, {"test": 1104}, ("matthews",), "matthews"),
     Task("demo-order", "demo-order", ("sentence",), ("natural", "shuffled"), _DEMO_SPLITS,
          ("accuracy",), "accuracy", official=False),

@@ -438,16 +438,3 @@ def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(tmp_path):
     with pytest.raises(InputError, match="model must take"):
         glue.main(settings(tmp_path, length=32))
     assert not (tmp_path / "results.jsonl").exists()
-
-
-def test_each_results_file_has_predictions_of_its_own(tmp_path):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=16)
-    files = set()
-    for name in ("results", "one", "two"):
-        asked = settings(tmp_path, epochs=1, output=str(tmp_path / f"{name}.jsonl"))
-        files.add(prediction_file(asked.output, glue.main(asked), "validation"))
-    assert all(file.is_file() for file in files)
-    assert {file.parent.parent.name for file in files} == {
-        "predictions", "one-predictions", "two-predictions",
-    }  # fmt: skip

@@ -1,6 +1,5 @@
 """Grids: no result is lost or made twice, whatever is killed; changed inputs are made again."""
 
-import errno
 import json
 import os
 import signal
@@ -15,16 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune import grid, results
+from finetune import grid
 from finetune.results import (
-    RunLocks,
     append_result,
     prediction_file,
     read_results,
     run_key,
-    run_locks,
 )
-from finetune.settings import GlueSettings, GridSettings
+from finetune.settings import GridSettings
 from real_runs import wait_for
 from tiny_glue import PAIR, tiny_model, write_mnli, write_split, write_sst2, write_stsb
 from train.settings import InputError
@@ -310,82 +307,6 @@ def test_a_run_waits_for_mnli_of_another_grid_unless_its_model_is_there(
     assert calls == [*waits, "acquire", "run", "release"]
 
 
-def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
-    run = GlueSettings(model="m", task="rte", glue_dir="d", output=str(tmp_path / "results.jsonl"))
-    code = (
-        "import sys, time, json; from finetune.results import RunLocks; c = RunLocks(sys.argv[1]);"
-        "print(c.acquire(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, run.output, json.dumps(asdict(run))]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "True\n"
-    locks = RunLocks(run.output)
-    assert not locks.acquire(asdict(run))
-    assert locks.acquire({**asdict(run), "seed": 1})
-    other.kill()
-    other.communicate()
-    wait_for(lambda: locks.acquire(asdict(run)), 10)
-
-
-def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
-    file = tmp_path / "results.jsonl"
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
-    run["status"] = "done"
-    append_result(str(file), run)
-    with file.open("a") as stream:
-        stream.write('{"model": "x", "ta')
-    assert read_results(str(file)) == [run]
-    assert capsys.readouterr().err.count("line 2 is torn") == 1
-    append_result(str(file), {**run, "seed": 1})
-    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
-    assert file.read_text().count("\n") == 2
-    assert capsys.readouterr().err.count("ended in a torn line") == 1
-
-
-def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path):
-    """The kernel writes what fits of a line, and says so only by how much it wrote."""
-    file = tmp_path / "results.jsonl"
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
-    run["status"] = "done"
-    append_result(str(file), run)
-    code = (
-        "import json, resource, sys; from finetune.results import append_result, run_locks;"
-        "run_locks(sys.argv[1]); size = int(sys.argv[3]);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
-        "append_result(sys.argv[1], json.loads(sys.argv[2]) | {'seed': 1})"
-    )
-    for more in (20, 0):  # a part of it fits, nothing does
-        size = str(file.stat().st_size + more)
-        command = [sys.executable, "-c", code, str(file), json.dumps(run), size]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        last = done.stderr.splitlines()[-1]
-        assert "InputError: output must have room, got " in last
-        assert f" in {tmp_path}; make some" in last
-        assert [line["seed"] for line in read_results(str(file))] == [0]
-    append_result(str(file), {**run, "seed": 1})
-    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
-    assert file.read_text().count("\n") == 2
-
-
-def test_reading_what_is_done_changes_no_file_to_which_another_grid_may_be_writing(tmp_path):
-    file = tmp_path / "results.jsonl"
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d", output=str(file)))
-    append_result(str(file), {**run, "status": "done"})
-    with file.open("a") as stream:
-        stream.write('{"model": "x", "ta')
-    before = file.read_bytes()
-    assert len(grid.read_finished(str(file))) == 1
-    assert file.read_bytes() == before
-
-
-def test_a_run_that_fails_when_made_again_keeps_its_line(tmp_path):
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    file = tmp_path / "results.jsonl"
-    for status in ("failed", "done", "failed"):
-        append_result(str(file), {**run, "status": status})
-    assert [line["status"] for line in read_results(str(file))] == ["done"]
-
-
 @pytest.mark.usefixtures("in_process")
 def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, capsys):
     models = [tiny_model(tmp_path / name, "roformer") for name in ("model", "other")]
@@ -410,23 +331,6 @@ def test_new_weights_in_an_old_folder_are_run_again_and_said_once(tmp_path, caps
     assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]
     grid.main(settings)
     assert lines_of(settings) == [*first, new]
-
-
-def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypatch, capsys):
-    """Lustre as it is often mounted; two grids at once would make runs twice."""
-
-    def no_locks(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(results.fcntl, "lockf", no_locks)
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    file = str(tmp_path / "results.jsonl")
-    locks = run_locks(file)
-    assert locks.acquire(run)
-    append_result(file, {**run, "status": "done"})
-    locks.release(run)
-    assert len(read_results(file)) == 1
-    assert capsys.readouterr().out.count("warning: no lock on") == 1
 
 
 @pytest.mark.usefixtures("in_process")
@@ -459,36 +363,3 @@ def test_a_line_that_does_not_say_its_weights_counts(tmp_path):
     for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
         line = {**asdict(run), "status": "diverged"} | weights
         assert grid.is_finished(run, {key: line}) == done
-
-
-def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    file = str(tmp_path / "results.jsonl")
-    for status, weights, left in (
-        ("done", "a", "done"), ("failed", "a", "done"), ("failed", "b", "failed"),
-        ("done", "b", "done"), ("failed", None, "done"),
-    ):  # fmt: skip
-        append_result(file, {**run, "status": status, "weights": weights})
-        assert [line["status"] for line in read_results(file)] == [left]
-
-
-def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
-    tiny_model(tmp_path / "model", "roformer")
-    read = []
-    digest = results.hashlib.file_digest
-    monkeypatch.setattr(
-        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
-    )
-    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
-    tiny_model(tmp_path / "model", "roformer")
-    results.hash_weights(str(tmp_path / "model"))
-    assert len(read) == 2
-    assert results.hash_weights("owner/name") is None
-
-
-def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
-    run = asdict(GlueSettings(model="m", task="rte", glue_dir="d"))
-    for name in ("output", "cache", "test", "attention", "save"):
-        assert run_key({**run, name: "other"}) == run_key(run)
-    for name in run.keys() - {"output", "cache", "test", "attention", "save"}:
-        assert run_key({**run, name: "other"}) != run_key(run)

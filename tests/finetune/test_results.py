@@ -1,0 +1,131 @@
+"""Results files: locks between processes, appending, reading, and what identifies a run."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+from finetune import results
+from finetune.results import (
+    RunLocks,
+    append_result,
+    prediction_file,
+    read_results,
+    run_key,
+    run_locks,
+)
+from finetune.settings import GlueSettings
+from real_runs import wait_for
+from tiny_glue import tiny_model
+
+RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
+
+
+def test_each_results_file_has_predictions_of_its_own():
+    files = {prediction_file(f"out/{name}.jsonl", RUN, "x") for name in ("results", "one", "two")}
+    folders = {str(file.parent.parent) for file in files}
+    assert folders == {"out/predictions", "out/one-predictions", "out/two-predictions"}
+
+
+def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
+    file = str(tmp_path / "results.jsonl")
+    code = (
+        "import sys, time, json; from finetune.results import RunLocks; c = RunLocks(sys.argv[1]);"
+        "print(c.acquire(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, file, json.dumps(RUN)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "True\n"
+    locks = RunLocks(file)
+    assert not locks.acquire(RUN)
+    assert locks.acquire({**RUN, "seed": 1})
+    other.kill()
+    other.communicate()
+    wait_for(lambda: locks.acquire(RUN), 10)
+
+
+def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    append_result(str(file), RUN)
+    with file.open("a") as stream:
+        stream.write('{"model": "x", "ta')
+    before = file.read_bytes()
+    assert read_results(str(file)) == [RUN]
+    assert file.read_bytes() == before  # another grid may be writing
+    assert capsys.readouterr().err.count("line 2 is torn") == 1
+    append_result(str(file), {**RUN, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+    assert capsys.readouterr().err.count("ended in a torn line") == 1
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path):
+    """The kernel writes what fits of a line, and says so only by how much it wrote."""
+    file = tmp_path / "results.jsonl"
+    append_result(str(file), RUN)
+    code = (
+        "import json, resource, sys; from finetune.results import append_result, run_locks;"
+        "run_locks(sys.argv[1]); size = int(sys.argv[3]);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
+        "append_result(sys.argv[1], json.loads(sys.argv[2]) | {'seed': 1})"
+    )
+    for more in (20, 0):  # a part of it fits, nothing does
+        size = str(file.stat().st_size + more)
+        command = [sys.executable, "-c", code, str(file), json.dumps(RUN), size]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = done.stderr.splitlines()[-1]
+        assert "InputError: output must have room, got " in last
+        assert f" in {tmp_path}; make some" in last
+        assert [line["seed"] for line in read_results(str(file))] == [0]
+    append_result(str(file), {**RUN, "seed": 1})
+    assert [line["seed"] for line in read_results(str(file))] == [0, 1]
+    assert file.read_text().count("\n") == 2
+
+
+def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypatch, capsys):
+    """Lustre as it is often mounted; two grids at once would make runs twice."""
+
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(results.fcntl, "lockf", no_locks)
+    file = str(tmp_path / "results.jsonl")
+    locks = run_locks(file)
+    assert locks.acquire(RUN)
+    append_result(file, {**RUN, "status": "done"})
+    locks.release(RUN)
+    assert len(read_results(file)) == 1
+    assert capsys.readouterr().out.count("warning: no lock on") == 1
+
+
+def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):
+    file = str(tmp_path / "results.jsonl")
+    for status, weights, left in (
+        ("failed", "a", "failed"), ("done", "a", "done"), ("failed", "a", "done"),
+        ("failed", "b", "failed"), ("done", "b", "done"), ("failed", None, "done"),
+    ):  # fmt: skip
+        append_result(file, {**RUN, "status": status, "weights": weights})
+        assert [line["status"] for line in read_results(file)] == [left]
+
+
+def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    read = []
+    digest = results.hashlib.file_digest
+    monkeypatch.setattr(
+        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
+    )
+    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    tiny_model(tmp_path / "model", "roformer")
+    results.hash_weights(str(tmp_path / "model"))
+    assert len(read) == 2
+    assert results.hash_weights("owner/name") is None
+
+
+def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
+    for name in ("output", "cache", "test", "attention", "save"):
+        assert run_key({**RUN, name: "other"}) == run_key(RUN)
+    for name in RUN.keys() - {"output", "cache", "test", "attention", "save", "status"}:
+        assert run_key({**RUN, name: "other"}) != run_key(RUN)
