@@ -29,9 +29,9 @@ from torch import Tensor
 from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.data import vocabulary
-from train.data.stateless_rng import permuted
+from train.data.stateless_rng import permute
 from train.loop.atomic_dir import report_full_disk
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 Rows = NDArray[np.int64]
 ROWS_PER_CALL = 8192
@@ -202,7 +202,7 @@ def tokenize(
 def identify_tokenizer(tokenizer: Any) -> str:
     """Describe all that determines a tokenizer's output: class, options, vocabulary, rules."""
     options = tokenizer.truncation_side, *tokenizer.model_input_names
-    return " ".join((type(tokenizer).__name__, *options, vocabulary.rules_of(tokenizer)))
+    return " ".join((type(tokenizer).__name__, *options, vocabulary.tokenizer_state(tokenizer)))
 
 
 def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iterator[Rows]:
@@ -220,13 +220,13 @@ def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iter
     Yields:
         Row numbers, [B].
     """
-    rows = permuted(np.arange(len(lengths)), len(lengths), seed, epoch)
+    rows = permute(np.arange(len(lengths)), len(lengths), seed, epoch)
     size = BUCKET_BATCHES * batch_size
     for start in range(0, len(rows), size):
         window = rows[start : start + size]
         rows[start : start + size] = window[np.argsort(lengths[window], kind="stable")]
     count = -(-len(rows) // batch_size)
-    for index in permuted(np.arange(count), count, seed, epoch, 1):
+    for index in permute(np.arange(count), count, seed, epoch, 1):
         yield rows[index * batch_size : (index + 1) * batch_size]
 
 
@@ -271,7 +271,7 @@ def _read_hub(task: Task, split: str) -> dict[str, list]:
     except (OSError, ValueError) as error:
         raise InputError(
             "glue_dir must name a folder where the hub cannot be read, got null "
-            f"({reason(error)}); give --glue_dir FOLDER"
+            f"({first_line(error)}); give --glue_dir FOLDER"
         ) from error
     return table.to_dict()
 
@@ -288,7 +288,7 @@ def _read_folder(task: Task, split: str, glue_dir: str) -> dict[str, list]:
     try:
         table = _READERS[file.suffix](file, {name: pyarrow.string() for name in task.columns})
     except (pyarrow.ArrowException, OSError) as error:
-        rule, found = f"must be readable as {file.suffix}", reason(error)
+        rule, found = f"must be readable as {file.suffix}", first_line(error)
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error
     names = table.column_names
     wanted = [*task.columns, *([] if split.startswith("test") else ["label"])]

@@ -55,7 +55,7 @@ class DemoTasksSettings:
 
 def read_sequences(part: str, cache: str) -> Iterator[list[str]]:
     """Read sequences of consecutive sentences from the prose paragraphs of a corpus part."""
-    with demo_corpus.written(part, cache).open(encoding="utf-8") as stream:
+    with demo_corpus.corpus_file(part, cache).open(encoding="utf-8") as stream:
         for line in stream:
             for paragraph in re.split(r"\n\s*\n", json.loads(line)["text"]):
                 sequence: list[str] = []

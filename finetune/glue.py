@@ -49,7 +49,7 @@ from finetune.tasks import TASKS, Task
 from train.data import stateless_rng
 from train.loop.launch import run_command, start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 Data = dict[str, Examples]
 """The tokenized splits of a run by name; the test split of AX is "ax"."""
@@ -144,7 +144,7 @@ def fine_tune(
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
-            torch.manual_seed(int(stateless_rng.bits(settings.seed, step, rank)) >> 1)
+            torch.manual_seed(int(stateless_rng.random_bits(settings.seed, step, rank)) >> 1)
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
             shard = rows[rank::world_size]
             # a process without a row joins the gradient reduction with an empty loss
@@ -325,7 +325,7 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
 
 def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
     """Create the error for a folder or hub id that transformers cannot load."""
-    found = f"{path!r} ({reason(error)})"
+    found = f"{path!r} ({first_line(error)})"
     return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; check it")
 
 
@@ -345,7 +345,7 @@ def check_forward(model: PreTrainedModel, data: Data, task: Task) -> None:
     try:
         found = str(tuple(model.eval()(**batch).logits.shape))
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        found = reason(error)
+        found = first_line(error)
     require(found == str((2, task.num_labels)), "model", rule, found, remedy)
 
 

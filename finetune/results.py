@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from train.loop.atomic_dir import model_name, report_full_disk
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 RECIPE_FIELDS = (
     "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
@@ -117,7 +117,7 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
         table = parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(
-            f"predictions must be in {file}, got {reason(error)}; make the run again"
+            f"predictions must be in {file}, got {first_line(error)}; make the run again"
         ) from error
     logits = np.stack(table["logits"].to_numpy()).astype(np.float32)
     return table["label"].to_numpy(), logits

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.tasks import TASKS
 from train.loop.atomic_dir import check_writable
-from train.settings import SCHEDULES, require, require_seed
+from train.settings import SCHEDULES, check_seed, require
 
 
 def normalize_paths(settings: Any, *names: str) -> None:
@@ -102,7 +102,7 @@ class GlueSettings(Recipe):
         remedy = "fine-tune mnli, which predicts ax" if self.task == "ax" else "take one of them"
         rule = f"must be one of {', '.join(known)}"
         require(self.task in known, "task", rule, repr(self.task), remedy)
-        require_seed(self.seed, "seed")
+        check_seed(self.seed, "seed")
         has_data = self.glue_dir is not None or TASKS[self.task].official
         rule = "must name the folder of a demo task"
         require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")

@@ -16,7 +16,7 @@ import transformers
 import yaml
 
 import roformer
-from real_runs import starting
+from launched_runs import process_starter
 from tiny import TINY_MODEL, sentences
 from train.data import vocabulary
 
@@ -56,13 +56,13 @@ def real_data() -> Path:
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = sorted({w for s in sentences(400, 3) for w in s.split()})
     folder = tmp_path_factory.mktemp("tokenizer") / "tiny"
-    vocabulary.save([*vocabulary.SPECIAL, *words], folder)
+    vocabulary.save_tokenizer([*vocabulary.SPECIAL_TOKENS, *words], folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> transformers.PreTrainedTokenizerBase:
-    return vocabulary.load(str(tokenizer_folder))
+    return vocabulary.load_tokenizer(str(tokenizer_folder))
 
 
 @pytest.fixture
@@ -99,5 +99,5 @@ def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable]:
     """Starts a command; whatever is started is gone when the test ends."""
-    with starting(tmp_path) as begin:
+    with process_starter(tmp_path) as begin:
         yield begin

@@ -25,11 +25,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import roformer
 from train.data import stateless_rng, vocabulary
-from train.data.batching import Sequences, Steps, mask_capacity, require_shares
-from train.data.corpus import require_unlike, said, tokenise
-from train.data.documents import require_apart
-from train.data.masking import SpecialTokens
-from train.data.stages import Stages, seed_of, stages_of
+from train.data.batching import SequenceIndex, StepDataset, check_batch_size, max_predictions
+from train.data.corpus import check_disjoint_contents, describe_store, tokenize_corpus
+from train.data.documents import check_disjoint_files
+from train.data.masking import Vocab
+from train.data.stages import StagedDataset, split_stages, stage_seed
 from train.data.token_store import TokenStore
 from train.loop import checkpoint
 from train.loop.atomic_dir import check_writable, report_full_disk
@@ -75,7 +75,7 @@ def main(settings: PretrainSettings) -> Path:
     check_writable(Path(settings.corpus.cache), "corpus.cache")
     check_settings_unchanged(folder, settings, precision)
     preemption = PreemptionHandler(started, settings.run.max_hours, is_compiled(accelerator))
-    stages = stages_of(settings)
+    stages = split_stages(settings)
     for stage in stages:
         refuse_misfits(stage, accelerator)
     if settings.run.dry:
@@ -108,8 +108,8 @@ def train(
     settings: PretrainSettings,
     accelerator: Accelerator,
     objective: LanguageModel,
-    steps: Stages,
-    held_out: Sequences,
+    steps: StagedDataset,
+    held_out: SequenceIndex,
     folder: Path,
     preemption: PreemptionHandler,
 ) -> int | None:
@@ -124,7 +124,8 @@ def train(
         objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
     )
     model, optimizer = accelerator.prepare(objective, optimizer)
-    data = [*(part.sequences.store.folder.name for part in steps.parts), held_out.store.folder.name]
+    text = [*(stage.sequences for stage in steps.stages), held_out]
+    data = [sequences.store.folder.name for sequences in text]
     state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data, total)
     peak = peak_flops(run, accelerator)
     fit(steps, model, objective, accelerator)
@@ -137,7 +138,7 @@ def train(
         loader = make_loader(steps, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(journal.clock.timed(loader), start=state["step"]):
             preemption.heartbeat()
-            seed = stateless_rng.bits(run.seed, step, accelerator.process_index)
+            seed = stateless_rng.random_bits(run.seed, step, accelerator.process_index)
             torch.manual_seed(int(seed) >> 1)
             rate_now = rate(step, hours)
             set_learning_rate(optimizer, rate_now)
@@ -163,7 +164,7 @@ def train(
                     scores = evaluate(
                         model,
                         held_out,
-                        steps.special,
+                        steps.vocab,
                         accelerator,
                         batch=held_out_batch(steps, held_out),
                         chosen=first_indices(held_out, run.validation_sequences),
@@ -192,28 +193,28 @@ def refuse_misfits(settings: PretrainSettings, accelerator: Accelerator) -> None
         fresh = dataclasses.replace(settings.model, init=None)
         LanguageModel(build_model(fresh, config, settings.run.seed))
     optim = settings.optim
-    require_shares(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-    require_apart(settings.corpus)
+    check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+    check_disjoint_files(settings.corpus)
 
 
 def prepare_data(
     settings: PretrainSettings, stages: list[PretrainSettings], accelerator: Accelerator
-) -> tuple[PreTrainedTokenizerBase, list[TokenStore], Sequences]:
+) -> tuple[PreTrainedTokenizerBase, list[TokenStore], SequenceIndex]:
     """Tokenizer, the text of each stage, held-out text; one process a machine does the work."""
     corpus = settings.corpus
     with accelerator.local_main_process_first():
-        vocabulary.learn_if_missing(stages[0].corpus)
-        tokenizer = vocabulary.load(corpus.tokenizer)
+        vocabulary.train_if_missing(stages[0].corpus)
+        tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {corpus.tokenizer}")
         for stage in stages:
             build_config(stage.model, stage.corpus.length, tokenizer)
-        stores = [tokenise(stage.corpus, "train", tokenizer) for stage in stages]
-        held_out = tokenise(corpus, "validation", tokenizer)
+        stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
+        held_out = tokenize_corpus(corpus, "validation", tokenizer)
     for store in stores:
-        require_unlike(store, held_out)
-        accelerator.print(said("train", store))
-    accelerator.print(said("validation", held_out))
-    return tokenizer, stores, Sequences(held_out, corpus.length)
+        check_disjoint_contents(store, held_out)
+        accelerator.print(describe_store("train", store))
+    accelerator.print(describe_store("validation", held_out))
+    return tokenizer, stores, SequenceIndex(held_out, corpus.length)
 
 
 def make_objective(settings: PretrainSettings, config: PreTrainedConfig) -> LanguageModel:
@@ -232,7 +233,7 @@ def make_steps(
     tokenizer: PreTrainedTokenizerBase,
     objective: LanguageModel,
     accelerator: Accelerator,
-) -> Stages:
+) -> StagedDataset:
     """This process's share of every step.
 
     Raises:
@@ -241,23 +242,23 @@ def make_steps(
     compiled, parts = is_compiled(accelerator), []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
-        sequences = Sequences(store, corpus.length, corpus.weights)
+        sequences = SequenceIndex(store, corpus.length, corpus.weights)
         rate = None if objective.causal else corpus.mask_rate
-        most = mask_capacity(optim.micro_batch * corpus.length, rate)
-        steps = Steps(
+        most = max_predictions(optim.micro_batch * corpus.length, rate)
+        steps = StepDataset(
             sequences,
-            SpecialTokens.of(tokenizer, corpus.whole_word),
+            Vocab.from_tokenizer(tokenizer, corpus.whole_word),
             optim.batch_size,
             optim.micro_batch,
             rate,
-            seed_of(stage.run.seed, number),
+            stage_seed(stage.run.seed, number),
             accelerator.num_processes,
             accelerator.process_index,
             packed=objective.packed,
-            capacity=most if compiled else None,
+            pad_predictions_to=most if compiled else None,
         )
         parts.append((number_of_steps(optim, sequences.mean_length), steps))
-    whole = Stages(parts)
+    whole = StagedDataset(parts)
     require_warmup(stages[0].optim.warmup_steps, whole.total)
     return whole
 
@@ -294,7 +295,7 @@ def dry_run(
     """
     corpus, model, tokenizer = settings.corpus, settings.model, None
     if corpus.vocabulary_size is None or Path(corpus.tokenizer).exists():
-        tokenizer = vocabulary.load(corpus.tokenizer)
+        tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
     else:  # not learned yet: as large as it may become
         sizes = {"vocab_size": corpus.vocabulary_size} | model.config
         model = dataclasses.replace(model, config=sizes)
@@ -308,27 +309,29 @@ def dry_run(
 
 
 def fit(
-    steps: Stages, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
+    steps: StagedDataset, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
 ) -> None:
     """Make micro-batches smaller where they would not fit; what was tried is no peak of the run."""
-    for part in steps.parts:
-        length = part.sequences.content + 2
+    for part in steps.stages:
+        length = part.sequences.length
         part.micro_batch = fit_micro_batch(
             model, objective, length, part.micro_batch, part.mask_rate, accelerator
         )
-        if part.capacity is not None:  # or smaller micro-batches would predict as many as before
-            part.capacity = mask_capacity(part.micro_batch * length, part.mask_rate)
+        if (
+            part.pad_predictions_to is not None
+        ):  # or smaller micro-batches would predict as many as before
+            part.pad_predictions_to = max_predictions(part.micro_batch * length, part.mask_rate)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
-def held_out_batch(steps: Stages, held_out: Sequences) -> int:
+def held_out_batch(steps: StagedDataset, held_out: SequenceIndex) -> int:
     """Held-out sequences of a forward pass: as many tokens as every micro-batch holds."""
-    tokens = min(part.micro_batch * (part.sequences.content + 2) for part in steps.parts)
-    return max(1, tokens // (held_out.content + 2))
+    tokens = min(part.micro_batch * part.sequences.length for part in steps.stages)
+    return max(1, tokens // held_out.length)
 
 
-def make_loader(steps: Stages, start: int, workers: int, device: torch.device) -> DataLoader:
+def make_loader(steps: StagedDataset, start: int, workers: int, device: torch.device) -> DataLoader:
     """The steps from `start` on, made ahead of time by `workers` processes for the device."""
     end = sys.maxsize if steps.total is None else steps.total
     quiet = ignore_signals if workers else None
@@ -364,7 +367,7 @@ def all_reduce_step_info(
         Predicted tokens of the step, at least 1, on the device; and for the host seconds of the run
         and how many processes have heard each reason to end it.
     """
-    predicted = sum(int((batch["targets"] >= 0).sum()) for batch in micro_batches)
+    predicted = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
     seconds = journal.clock.seconds if accelerator.is_main_process else 0.0
     values = [predicted, seconds, *preemption.stop_requests()]
     device = accelerator.device
@@ -373,7 +376,7 @@ def all_reduce_step_info(
     return sums[0].clamp(min=1), AsyncScalars(sums[1:])
 
 
-def skipped(journal: RunLog, steps: Stages) -> Callable[[int, int, Tensor], None]:
+def skipped(journal: RunLog, steps: StagedDataset) -> Callable[[int, int, Tensor], None]:
     """What to do about a step whose gradient was not finite: name it and its sequences."""
 
     def report(step: int, in_a_row: int, lost: Tensor) -> None:
@@ -387,7 +390,7 @@ def skipped(journal: RunLog, steps: Stages) -> Callable[[int, int, Tensor], None
     return report
 
 
-def blame(steps: Stages, step: int, lost: Tensor) -> str:
+def blame(steps: StagedDataset, step: int, lost: Tensor) -> str:
     """Where the loss of a step was not finite, in at most eight numbers of sequences.
 
     Args:

@@ -5,20 +5,9 @@ several `--config` files are merged, later ones win, flags win over all (`--opti
 """
 
 import dataclasses
-import difflib
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
-
-import jsonargparse
-import yaml
-
-jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-SettingsT = TypeVar("SettingsT")
+from typing import Any
 
 SCHEDULES = ("linear", "cosine", "constant")
 """What the rate does after the warm-up; the first two end at 0."""
@@ -38,12 +27,12 @@ def require(holds: bool, key: str, rule: str, found: object, remedy: str) -> Non
         raise InputError(f"{key} {rule}, got {found}; {remedy}")
 
 
-def reason(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of what an error says, or its kind where it says nothing."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def require_seed(seed: int, key: str) -> None:
+def check_seed(seed: int, key: str) -> None:
     """Refuse a seed that torch would not take.
 
     Raises:
@@ -242,7 +231,7 @@ class RunSettings:
             repr(self.name),
             "put the path in run.folder",
         )
-        require_seed(self.seed, "run.seed")
+        check_seed(self.seed, "run.seed")
 
 
 @dataclass(frozen=True)
@@ -306,79 +295,3 @@ def stage_settings(settings: PretrainSettings, number: int) -> PretrainSettings:
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-class _OneLineParser(jsonargparse.ArgumentParser):
-    """A parser whose complaints are exceptions of one line, and that guesses no abbreviation."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **(options | {"allow_abbrev": False}))
-
-    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        """Raise what argparse would print."""
-        line = " ".join(message.split()).removeprefix("Parser key ")
-        typed = (
-            line.removeprefix("unrecognized arguments: ").split(" ")[0].lstrip("-").split("=")[0]
-        ).strip("\"':")
-        known = difflib.get_close_matches(typed, self.get_defaults().as_flat().__dict__, n=1)
-        hint = f"did you mean {known[0]}?" if known and known[0] != typed else "see --help"
-        raise InputError(f"{line}; {hint}") from ex
-
-
-def _refuse_repeats(file: str) -> None:
-    """Refuse a YAML that says a key twice, of which only the last would count.
-
-    Raises:
-        InputError: It does.
-    """
-    try:
-        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)]
-    except (OSError, ValueError, yaml.YAMLError):
-        return  # the parser says what is wrong
-    for node in nodes:  # which grows
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-            require(not twice, file, "must say a key once", ", ".join(twice), "join the two")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-
-
-def parse(
-    settings: type[SettingsT], argv: Sequence[str] | None = None, default_config: str | None = None
-) -> SettingsT:
-    """YAML files and flags to settings.
-
-    Args:
-        settings: The frozen dataclass to fill.
-        argv: Flags; None means the command line's.
-        default_config: YAML read when no `--config` is given.
-
-    Returns:
-        An instance of `settings`.
-
-    Raises:
-        InputError: A key, type or value is wrong; the message is one line.
-    """
-    flags = list(sys.argv[1:] if argv is None else argv)
-    if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
-        flags = ["--config", default_config, *flags]
-    for flag, value in zip(flags, [*flags[1:], ""]):
-        name, equals, given = flag.partition("=")
-        if name == "--config":
-            _refuse_repeats(given if equals else value)
-        field_of, _, inside = name.removeprefix("--model.config.").partition(".")
-        whole = not (inside and name.startswith("--model.config."))
-        rule, found = "must be given as a whole", f"its key {inside} alone"
-        remedy = f"write --model.config.{field_of} '{{KEY: VALUE}}'"
-        require(whole, f"model.config.{field_of}", rule, found, remedy)
-    try:
-        return jsonargparse.auto_cli(
-            settings, args=flags, parser_class=_OneLineParser, as_positional=False
-        )
-    except (TypeError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
-        raise InputError(
-            f"settings must be sections of keys in UTF-8, got {line}; see --help"
-        ) from error

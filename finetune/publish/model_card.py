@@ -25,7 +25,7 @@ from finetune.results import RECIPE_FIELDS, run_name
 from finetune.tasks import HUB_DATA, TASKS
 from train.loop.atomic_dir import check_writable, write_dir_atomically
 from train.loop.launch import run_command
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "<!-- written by finetune/publish/model_card.py -->"
@@ -265,7 +265,7 @@ def push(folder: str, repo_id: str, private: bool) -> str:
     except _UNREACHABLE as error:
         raise InputError(
             f"push_to_hub must name a repository you may write to, got {repo_id} "
-            f"({reason(error)}); check the network and {login}"
+            f"({first_line(error)}); check the network and {login}"
         ) from error
     return str(url)
 

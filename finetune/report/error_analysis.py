@@ -29,7 +29,7 @@ from finetune.results import RUN_KEY, prediction_file, read_predictions, read_re
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS, Task
 from train.loop.launch import run_command
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 NUM_MISTAKES = 20
 MAX_CHARACTERS = 240
@@ -262,7 +262,7 @@ def read_diagnostic(file: str) -> pd.DataFrame:
             file, sep="\t", quoting=csv.QUOTE_NONE, encoding="utf-8-sig", index_col=False, **options
         )
     except (OSError, ValueError) as error:
-        raise InputError(f"diagnostic {rule}, got {reason(error)}; {remedy}") from error
+        raise InputError(f"diagnostic {rule}, got {first_line(error)}; {remedy}") from error
     require(tuple(table.columns) == DIAGNOSTIC, file, rule, ", ".join(table.columns), remedy)
     wrong = ~table["Label"].isin(AX.labels)
     if wrong.any():

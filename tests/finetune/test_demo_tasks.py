@@ -48,7 +48,7 @@ def test_what_is_not_of_these_tasks_is_not_replaced(tmp_path):
 def test_shuffled_sentences_hold_the_words_of_a_sentence_in_another_order(tasks):
     found = rows(tasks, "demo-order")
     assert abs(sum(row["label"] for row in found) - len(found) / 2) <= 1
-    texts = " ".join(text for text, _ in demo_corpus.documents())
+    texts = " ".join(text for text, _ in demo_corpus.read_docstrings())
     flat = " ".join(texts.split())
     assert all(row["sentence"] in flat for row in found if not row["label"])
     assert sum(row["sentence"] in flat for row in found if row["label"]) < len(found) / 50
@@ -56,7 +56,7 @@ def test_shuffled_sentences_hold_the_words_of_a_sentence_in_another_order(tasks)
 
 def test_half_of_the_second_sentences_follow_the_first(tasks):
     found = rows(tasks, "demo-next")
-    flat = [" ".join(text.split()) for text, _ in demo_corpus.documents()]
+    flat = [" ".join(text.split()) for text, _ in demo_corpus.read_docstrings()]
     joined = [f"{row['sentence1']} {row['sentence2']}" for row in found]
     followed = [any(pair in text for text in flat) for pair in joined[:100]]
     assert followed == [bool(row["label"]) for row in found[:100]]

@@ -22,7 +22,7 @@ from finetune.results import (
     run_key,
 )
 from finetune.settings import GridSettings
-from real_runs import wait_for
+from launched_runs import wait_for
 from tiny_glue import PAIR, tiny_model, write_mnli, write_split, write_sst2, write_stsb
 from train.settings import InputError
 

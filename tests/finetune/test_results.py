@@ -17,7 +17,7 @@ from finetune.results import (
     run_locks,
 )
 from finetune.settings import GlueSettings
-from real_runs import wait_for
+from launched_runs import wait_for
 from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}

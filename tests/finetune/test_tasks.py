@@ -2,7 +2,8 @@ import pytest
 
 from finetune.settings import GlueSettings, GridSettings
 from finetune.tasks import TASKS
-from train.settings import InputError, parse
+from train.command_line import parse_settings
+from train.settings import InputError
 
 
 def test_glue_has_nine_tasks_and_ax():
@@ -60,7 +61,7 @@ def test_a_validation_split_with_rows_missing_is_not_official():
 )
 def test_a_wrong_setting_is_refused_in_one_line(flags, words):
     with pytest.raises(InputError) as caught:
-        parse(GlueSettings, ["--model", "m", *flags])
+        parse_settings(GlueSettings, ["--model", "m", *flags])
     message = str(caught.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
@@ -69,6 +70,6 @@ def test_a_wrong_setting_is_refused_in_one_line(flags, words):
 def test_grid_flags_parse():
     flags = ["--models", "[a, b]", "--tasks", "[cola]", "--seeds", "[0, 1]"]
     rates = ["--learning_rates", "[1e-4, 2e-5]", "--random_control", "true"]
-    grid = parse(GridSettings, [*flags, *rates])
+    grid = parse_settings(GridSettings, [*flags, *rates])
     assert grid.models == ["a", "b"]
     assert grid.learning_rates == [1e-4, 2e-5]

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.publish.pretrained import PublishSettings
 from finetune.publish.pretrained import main as publish
 from tiny import TINY_MODEL, log_rows
+from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.batching import Sequences, examples
-from train.data.corpus import tokenise
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex, make_batch
+from train.data.corpus import tokenize_corpus
+from train.data.masking import Vocab
 from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.pretrain import main
-from train.settings import CorpusSettings, InputError, PretrainSettings, parse
+from train.settings import CorpusSettings, InputError, PretrainSettings
 
 CAUSAL = {"is_decoder": True}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
@@ -28,7 +29,7 @@ BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 def run(flags: list[str], *more: str, **fields: object) -> PretrainSettings:
     config = json.dumps(TINY_MODEL | CAUSAL | fields)
-    settings = parse(PretrainSettings, [*flags, f"--model.config={config}", *more])
+    settings = parse_settings(PretrainSettings, [*flags, f"--model.config={config}", *more])
     main(settings)
     return settings
 
@@ -41,19 +42,21 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
         tokenizer=str(tokenizer_folder),
         cache=str(tmp_path),
     )
-    sequences = Sequences(tokenise(corpus, "validation", tokenizer), 16)
+    sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 16)
     rows = np.arange(6)
     for packed in (False, True):
-        found = examples(sequences, rows, rows * 0, SpecialTokens.of(tokenizer), None, 0, packed)
-        ids, places = found["input_ids"].flatten(), found["places"]
-        assert torch.equal(ids[places + 1], found["targets"])
+        found = make_batch(
+            sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), None, 0, packed
+        )
+        ids, places = found["input_ids"].flatten(), found["label_positions"]
+        assert torch.equal(ids[places + 1], found["labels"])
         text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
         assert len(places) == text.sum() == sequences.spans(rows)[1].sum()
         assert text[places + 1].all()
 
 
 def test_bytes_need_no_vocabulary_and_lose_nothing():
-    tokenizer = vocabulary.load("bytes")
+    tokenizer = vocabulary.load_tokenizer("bytes")
     for text in ("The cat, Ünïcode ☃ and\ttabs.\n", "日本", "  two  spaces "):
         ids = tokenizer(text)["input_ids"]
         assert ids[0] == tokenizer.cls_token_id
@@ -63,7 +66,7 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
     pair = tokenizer("a", "b")
     assert tokenizer.convert_ids_to_tokens(pair["input_ids"]) == ["[CLS]", "a", "[SEP]", "b"]
     with pytest.raises(InputError, match="corpus.vocabulary_size must be null for bytes, got 300"):
-        vocabulary.learn_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
+        vocabulary.train_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     assert losses[0] == losses[1]
     assert losses[0][12] < losses[0][1] < 1.2 * math.log(261)
     model = str(tmp_path / "runs" / "tiny" / "model")
-    settings = parse(PretrainSettings, flags)
+    settings = parse_settings(PretrainSettings, flags)
     found = validate(EvaluateSettings(model, settings.corpus, 64, attention="sdpa"))
     logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[12]
     assert found["validation_loss"] == pytest.approx(logged, rel=1e-4)
@@ -118,9 +121,9 @@ def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):
 def test_the_loss_of_the_log_is_that_of_the_whole_text(pretrain_flags, tmp_path):
     settings = run([*pretrain_flags, *BYTES, "--model.type=roformer", "--model.attention=eager"])
     folder = str(tmp_path / "runs" / "tiny" / "model")
-    tokenizer = vocabulary.load(folder)
+    tokenizer = vocabulary.load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    sequences = Sequences(tokenise(settings.corpus, "validation", tokenizer), 64)
+    sequences = SequenceIndex(tokenize_corpus(settings.corpus, "validation", tokenizer), 64)
     total, number = 0.0, 0
     for start, size in zip(*sequences.spans(np.arange(len(sequences)))):
         text = torch.from_numpy(sequences.store.read(int(start), int(size)).astype(np.int64))

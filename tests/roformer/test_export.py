@@ -47,7 +47,7 @@ TYPES = {
 TEXTS = ["the cat sees the moon .", "a dog likes a river . my sister hears the song ."]
 CHINESE = "今天天气非常好。我们去北京大学看书。"
 CHINESE_WORDS = ["今", "天", "天", "气", "非常", "好", "。", "我们", "去", "北京大学", "看书", "。"]
-CHINESE_VOCABULARY = [*vocabulary.SPECIAL, *sorted({*CHINESE_WORDS, "北京"})]
+CHINESE_VOCABULARY = [*vocabulary.SPECIAL_TOKENS, *sorted({*CHINESE_WORDS, "北京"})]
 
 
 def padded(rows: int, length: int) -> dict[str, Tensor]:

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from train.data.masking import SpecialTokens
+from train.data.masking import Vocab
 from train.data.token_store import TokenStore
 
-SPECIAL = SpecialTokens(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
+VOCAB = Vocab(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
 
 
-def store(lengths, tmp_path) -> TokenStore:
+def make_token_store(lengths, tmp_path) -> TokenStore:
     """One shard whose tokens are 5, 6, 7, ...: each occurs once."""
     ends = np.cumsum(lengths)
     ids = np.dtype(np.uint32)

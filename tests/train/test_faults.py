@@ -25,7 +25,7 @@ import transformers
 import yaml
 from safetensors.torch import save_file
 
-from real_runs import (
+from launched_runs import (
     AS_LAUNCHED,
     CPU,
     ENDLESS,
@@ -36,28 +36,28 @@ from real_runs import (
     SCRIPT,
     TORCHRUN,
     assert_same_run,
-    changed,
     complete_rows,
-    here,
+    last_logged_step,
+    list_checkpoints,
+    log_mtime,
     newest_step,
-    reached,
-    said,
-    saved,
+    read_output,
+    run_in_process,
     start_ranks,
     train_until,
     wait_for,
 )
 from tiny import TINY_MODEL, log_rows, sentences
-from tiny_tokens import SPECIAL
-from tiny_tokens import store as token_store
+from tiny_tokens import VOCAB, make_token_store
+from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.batching import Sequences, Steps
-from train.data.corpus import tokenise
-from train.data.masking import SpecialTokens
-from train.data.stages import Stages
+from train.data.batching import SequenceIndex, StepDataset
+from train.data.corpus import tokenize_corpus
+from train.data.masking import Vocab
+from train.data.stages import StagedDataset
 from train.loop import checkpoint
 from train.pretrain import blame, main
-from train.settings import InputError, PretrainSettings, parse
+from train.settings import InputError, PretrainSettings
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_run_killed_twenty_times_ends_as_one_that_never_was(
     ]  # fmt: skip
     run, draw, resumed = tmp_path / "runs" / "tiny", random.Random(workers), set()
     for kill in range(20):
-        before = changed(run)
+        before = log_mtime(run)
         command = LAUNCH if kill == 0 else ()  # which only takes longer to start
         victim = start(*command, SCRIPT, *flags, **AS_LAUNCHED)
         train_until(victim, run, before, draw.randint(1, 9) if kill else 4)
@@ -84,27 +84,27 @@ def test_a_run_killed_twenty_times_ends_as_one_that_never_was(
     assert start(SCRIPT, *flags, **AS_LAUNCHED).wait(PATIENCE) == 0
     whole = start(SCRIPT, *flags, "--run.name=whole", **AS_LAUNCHED)
     assert whole.wait(PATIENCE) == 0
-    assert said(tmp_path).count("going on after step") == 20
+    assert read_output(tmp_path).count("going on after step") == 20
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
 def test_of_two_launches_one_waits_until_the_other_has_saved(pretrain_flags, tmp_path, start):
     run, flags = tmp_path / "runs" / "tiny", [*pretrain_flags, *ENDLESS]
     both = {process.pid: process for process in (start(SCRIPT, *flags, **CPU) for _ in range(2))}
-    wait_for(lambda: "waiting up to 60 s: " in said(tmp_path))
-    wait_for(lambda: reached(run) > 1)
+    wait_for(lambda: "waiting up to 60 s: " in read_output(tmp_path))
+    wait_for(lambda: last_logged_step(run) > 1)
     line = re.compile(rf"{run} in use by process (\d+) on {platform.node()}\n")
-    (holder,) = line.findall(said(tmp_path))
+    (holder,) = line.findall(read_output(tmp_path))
     first = both.pop(int(holder))
-    main(parse(PretrainSettings, [*flags, "--run.dry=true"]))  # needs no lock
+    main(parse_settings(PretrainSettings, [*flags, "--run.dry=true"]))  # needs no lock
     first.terminate()
     assert first.wait(30) == 128 + signal.SIGTERM
-    (step,) = re.findall(r"SIGTERM: saved after step (\d+);", said(tmp_path))
-    wait_for(lambda: reached(run) > int(step))
-    assert f"going on after step {step}\n" in said(tmp_path)
+    (step,) = re.findall(r"SIGTERM: saved after step (\d+);", read_output(tmp_path))
+    wait_for(lambda: last_logged_step(run) > int(step))
+    assert f"going on after step {step}\n" in read_output(tmp_path)
     steps = [row["step"] for row in complete_rows(run) if "loss" in row]
     assert steps == [*range(1, len(steps) + 1)]  # nothing lost, nothing twice
-    assert len(line.findall(said(tmp_path))) == 1
+    assert len(line.findall(read_output(tmp_path))) == 1
 
 
 @pytest.mark.slow
@@ -113,18 +113,18 @@ def test_a_second_launch_of_two_ranks_gives_up_in_one_line(pretrain_flags, tmp_p
     first = start(SCRIPT, *flags, **CPU)
     train_until(first, run, 0, 2)
     second = start_ranks(start, [*flags, "--optim.micro_batch=8"])
-    wait_for(lambda: "waiting up to 60 s: " in said(tmp_path))
+    wait_for(lambda: "waiting up to 60 s: " in read_output(tmp_path))
     assert [rank.wait(PATIENCE) for rank in second] == [2, 2]
-    (error,) = re.findall("error: .*", said(tmp_path))  # after the bar of the first
+    (error,) = re.findall("error: .*", read_output(tmp_path))  # after the bar of the first
     holder = f"process {first.pid} on {platform.node()}"
     assert error == (
         f"error: run.folder must be free, got {run} in use by {holder}; "
         "end it, or choose another run.name"
     )
-    assert "Traceback" not in said(tmp_path)
+    assert "Traceback" not in read_output(tmp_path)
     first.terminate()
     assert first.wait(30) == 128 + signal.SIGTERM
-    assert newest_step(run) == reached(run)
+    assert newest_step(run) == last_logged_step(run)
 
 
 @pytest.fixture
@@ -146,13 +146,13 @@ def poisoned(tmp_path: Path, tokenizer: transformers.PreTrainedTokenizerBase) ->
 
 def full_sequences(settings: PretrainSettings, tokenizer: object) -> dict[int, dict[int, list]]:
     """Step from 1 -> rank of two that meets a sequence of 32 tokens -> all sequences it meets."""
-    store = tokenise(settings.corpus, "train", tokenizer)
-    sequences, special = Sequences(store, settings.corpus.length), SpecialTokens.of(tokenizer)
+    store = tokenize_corpus(settings.corpus, "train", tokenizer)
+    sequences, vocab = SequenceIndex(store, settings.corpus.length), Vocab.from_tokenizer(tokenizer)
     found: dict[int, dict[int, list]] = {}
     for rank, step in itertools.product(range(2), range(16)):
-        steps = Steps(sequences, special, 16, 8, 0.15, settings.run.seed, 2, rank)
+        steps = StepDataset(sequences, vocab, 16, 8, 0.15, settings.run.seed, 2, rank)
         if max(batch["input_ids"].shape[1] for batch in steps[step]) == 32:
-            (share,) = steps.shares(step)
+            (share,) = steps.micro_batch_indices(step)
             found.setdefault(step + 1, {})[rank] = share[0].tolist()
     return found
 
@@ -172,11 +172,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_t
         f"--stages={json.dumps(stages)}", "--optim.micro_batch=8", "--run.save_every=1",
         "--run.keep=99", "--run.validate_every=1000",
     ]  # fmt: skip
-    bad = full_sequences(parse(PretrainSettings, flags), tokenizer)
+    bad = full_sequences(parse_settings(PretrainSettings, flags), tokenizer)
     assert 0 < len(bad) < 8  # what follows is about some steps of the first stage
     assert {1} in map(set, bad.values())  # the longest are the last rank's
     with pytest.raises(InputError, match="3 steps in a row, the last 19"):
-        here(flags, "--run.name=one")
+        run_in_process(flags, "--run.name=one")
     torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
     assert torchrun.wait(PATIENCE) != 0
     run, losses = tmp_path / "runs" / "tiny", log_rows(tmp_path / "runs" / "tiny")
@@ -187,15 +187,15 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_t
     one = log_rows(tmp_path / "runs" / "one")
     np.testing.assert_allclose(list(losses.values()), list(one.values()), rtol=1e-6)
     # nobody should have to go on from a step whose gradient was not finite
-    assert saved(run) == [f"step-{step:08}" for step in range(1, 17) if step not in bad]
+    assert list_checkpoints(run) == [f"step-{step:08}" for step in range(1, 17) if step not in bad]
     warned = re.findall(
-        r"step (\d+) changed no weight.* loss is not finite in (.*)", said(tmp_path)
+        r"step (\d+) changed no weight.* loss is not finite in (.*)", read_output(tmp_path)
     )
     assert [int(step) for step, _ in warned] == infinite
     for step, named in warned[: len(bad)]:
         guilty = bad[int(step)].items()
         assert named == " and ".join(words(share, 8 // len(guilty), rank) for rank, share in guilty)
-    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    (error,) = [line for line in read_output(tmp_path).splitlines() if line.startswith("error: ")]
     assert error.endswith(f"goes on from {run}/checkpoints/step-00000016")
 
 
@@ -214,18 +214,18 @@ def test_a_gradient_that_overflows_is_told_from_a_loss_that_does(
     tokenizer.save_pretrained(tmp_path / "init")
     init = ["--model.type=bert", f"--model.init={tmp_path / 'init'}", "--model.config={}"]
     with pytest.raises(InputError, match="3 steps in a row, the last 3, .* begins again"):
-        here(pretrain_flags, *init)
+        run_in_process(pretrain_flags, *init)
     assert all(map(np.isfinite, log_rows(tmp_path / "runs" / "tiny").values()))
     assert "its loss is finite everywhere, with sequences " in capsys.readouterr().err
 
 
 def test_a_warning_names_at_most_eight_sequences_of_those_to_blame(tmp_path):
-    sequences = Sequences(token_store(np.arange(5, 205), tmp_path), 64)
-    steps = [Steps(sequences, SPECIAL, 64, 8, 0.15, 0, 4, rank) for rank in range(4)]
-    whole = Stages([(2, Steps(sequences, SPECIAL, 8, 8, 0.15, 7)), (9, steps[3])])
+    sequences = SequenceIndex(make_token_store(np.arange(5, 205), tmp_path), 64)
+    steps = [StepDataset(sequences, VOCAB, 64, 8, 0.15, 0, 4, rank) for rank in range(4)]
+    whole = StagedDataset([(2, StepDataset(sequences, VOCAB, 8, 8, 0.15, 7)), (9, steps[3])])
 
     def some(rank: int, micro_batch: int, number: int) -> str:
-        return words(steps[rank].shares(3)[micro_batch][0].tolist(), number, rank)
+        return words(steps[rank].micro_batch_indices(3)[micro_batch][0].tolist(), number, rank)
 
     lost = torch.zeros(4, 2, dtype=torch.long)
     finite = " and ".join(some(rank, 0, 2) for rank in range(4))
@@ -242,7 +242,7 @@ def test_a_warning_names_at_most_eight_sequences_of_those_to_blame(tmp_path):
 
 
 def test_a_loss_that_jumps_is_a_warning_and_the_run_goes_on(pretrain_flags, tmp_path, capsys):
-    here(pretrain_flags, "--optim.learning_rate=3", "--optim.schedule=constant")
+    run_in_process(pretrain_flags, "--optim.learning_rate=3", "--optim.schedule=constant")
     losses = log_rows(tmp_path / "runs" / "tiny")
     jumps = [step for step in range(2, 13) if losses[step] > losses[step - 1] + 1]
     warned = re.findall(r"warning: the loss rose from .* at (\d+)", capsys.readouterr().err)
@@ -266,8 +266,8 @@ def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(
     disk, pretrain_flags, tmp_path, start
 ):
     run = tmp_path / "runs" / "tiny"
-    here(pretrain_flags, "--run.max_hours=1e-9")  # which is over after a step
-    assert saved(run) == ["step-00000001"]
+    run_in_process(pretrain_flags, "--run.max_hours=1e-9")  # which is over after a step
+    assert list_checkpoints(run) == ["step-00000001"]
     files = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")}
     room = sum(map(len, files.values()))
     if disk == "a limit":
@@ -303,12 +303,14 @@ def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(
         (tmp_path / "copy").rename(tmp_path / "runs")
     assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")} == files
     for step in (4, 8):
-        assert f"warning: no checkpoint after step {step}, the one before stays" in said(tmp_path)
-    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+        assert f"warning: no checkpoint after step {step}, the one before stays" in read_output(
+            tmp_path
+        )
+    (error,) = [line for line in read_output(tmp_path).splitlines() if line.startswith("error: ")]
     assert "run.folder must have room for a checkpoint, got" in error
-    assert "Traceback" not in said(tmp_path)
-    here(pretrain_flags)
-    here(pretrain_flags, "--run.name=whole")
+    assert "Traceback" not in read_output(tmp_path)
+    run_in_process(pretrain_flags)
+    run_in_process(pretrain_flags, "--run.name=whole")
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
@@ -321,13 +323,13 @@ def test_one_process_then_two_then_one_train_as_one_alone(pretrain_flags, tmp_pa
     run = tmp_path / "runs" / "tiny"
     first = start(SCRIPT, *flags, **CPU)
     for processes, launch in ((1, first), (2, None)):
-        before = changed(run) if launch is None else 0
+        before = log_mtime(run) if launch is None else 0
         launch = launch or start(*TORCHRUN, SCRIPT, *flags, **CPU)
         train_until(launch, run, before, 4)
         launch.terminate()
         assert launch.wait(60) == (143 if processes == 1 else 1)
-    here(flags)
-    here(flags, "--run.name=whole")
+    run_in_process(flags)
+    run_in_process(flags, "--run.name=whole")
     for key in ("loss", "validation_loss", "tokens"):
         both = [log_rows(tmp_path / "runs" / name, key) for name in ("whole", "tiny")]
         assert list(both[0]) == list(both[1])
@@ -401,7 +403,7 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
         assert checkpoint.load(path, *small())["step"] == int(path.name[-1])
         checkpoint.save(run, 4, checkpoint.gather_state(*small()), {})
         checkpoint.prune(run, 2)
-        assert saved(run) == [path.name, "step-00000004"]
+        assert list_checkpoints(run) == [path.name, "step-00000004"]
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -436,18 +438,20 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     pretrain_flags, other_text, tmp_path, tokenizer, capsys
 ):
     drift = "--run.allow_drift=true"
-    here(pretrain_flags, "--run.max_hours=1e-9")
+    run_in_process(pretrain_flags, "--run.max_hours=1e-9")
     with pytest.raises(InputError, match="optim.learning_rate must stay 0.001"):
-        here(pretrain_flags, "--optim.learning_rate=0.5")
+        run_in_process(pretrain_flags, "--optim.learning_rate=0.5")
     pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
+    vocabulary.save_tokenizer([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
     other = f"--corpus.tokenizer={tmp_path / 'swapped'}"
     with pytest.raises(InputError, match="corpus.tokenizer.* must give the tokens"):
-        here(pretrain_flags, other)
+        run_in_process(pretrain_flags, other)
     with pytest.raises(InputError, match="corpus.train.* must give the tokens"):
-        here(pretrain_flags, f"--corpus.train={other_text}")
-    here(pretrain_flags, "--run.max_hours=1e-9", "--optim.micro_batch=4")  # decides nothing
-    here(pretrain_flags, "--run.max_hours=1e-9", "--optim.learning_rate=0.5", drift)
+        run_in_process(pretrain_flags, f"--corpus.train={other_text}")
+    run_in_process(
+        pretrain_flags, "--run.max_hours=1e-9", "--optim.micro_batch=4"
+    )  # decides nothing
+    run_in_process(pretrain_flags, "--run.max_hours=1e-9", "--optim.learning_rate=0.5", drift)
     run = tmp_path / "runs" / "tiny"
     rates = log_rows(run, "learning_rate")
     assert sorted(rates) == [1, 2, 3]
@@ -459,14 +463,14 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     assert text.splitlines()[0] == f"# {first}"
     assert yaml.safe_load(text)["optim"]["learning_rate"] == 0.5
     with pytest.raises(InputError, match="optim.learning_rate must stay 0.5 .* got 0.001"):
-        here(pretrain_flags)
+        run_in_process(pretrain_flags)
     other_size = f"--model.config={json.dumps(TINY_MODEL | {'intermediate_size': 32})}"
     with pytest.raises(InputError, match="must hold this model, got another's"):
-        here(pretrain_flags, other_size, drift)
+        run_in_process(pretrain_flags, other_size, drift)
     assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
     fast = "--optim.learning_rate=0.5"
-    here(pretrain_flags, other, f"--corpus.train={tmp_path / 'other.jsonl'}", fast, drift)
-    assert reached(run) == 12
+    run_in_process(pretrain_flags, other, f"--corpus.train={tmp_path / 'other.jsonl'}", fast, drift)
+    assert last_logged_step(run) == 12
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
     assert notes[0] == f"# {first}"
     assert notes[1].startswith("# run.allow_drift changed after step 3: the tokens of corpus.")
@@ -496,8 +500,8 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(
         SCRIPT, *flags, "--optim.micro_batch=64", **CPU,
         limits=lambda: resource.setrlimit(resource.RLIMIT_AS, room),
     )  # fmt: skip
-    assert limited.wait(PATIENCE) == 0, said(tmp_path)
-    assert "warning: out of memory; optim.micro_batch is 32 in this launch" in said(tmp_path)
+    assert limited.wait(PATIENCE) == 0, read_output(tmp_path)
+    assert "warning: out of memory; optim.micro_batch is 32 in this launch" in read_output(tmp_path)
     losses = [list(log_rows(tmp_path / "runs" / name).values()) for name in ("whole", "tiny")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
@@ -506,7 +510,7 @@ def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
     pretrain_flags, tmp_path, start
 ):
     run = tmp_path / "runs" / "tiny"
-    here(pretrain_flags)
+    run_in_process(pretrain_flags)
     model, others = run / "model", run / ".model.backup"
     before = {path: path.read_bytes() for path in model.iterdir()}
     (run / ".model.unfinished-killed").mkdir()
@@ -517,12 +521,12 @@ def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(
         limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
     )  # fmt: skip
     assert limited.wait(PATIENCE) == 2
-    (error,) = [line for line in said(tmp_path).splitlines() if line.startswith("error: ")]
+    (error,) = [line for line in read_output(tmp_path).splitlines() if line.startswith("error: ")]
     assert error.startswith("error: run.folder must have room for the model, got ")
     assert error.endswith("; make some, the same command goes on")
-    assert "Traceback" not in said(tmp_path)
+    assert "Traceback" not in read_output(tmp_path)
     assert {path: path.read_bytes() for path in model.iterdir()} == before
     assert list(run.glob(".model.*")) == [others]
     (model / "config.json").write_text("{}")
-    here(pretrain_flags)  # nothing is left to train: the model is written again
+    run_in_process(pretrain_flags)  # nothing is left to train: the model is written again
     assert {path: path.read_bytes() for path in model.iterdir()} == before

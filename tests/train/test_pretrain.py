@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 import roformer
 from tiny import ROOT, TINY_MODEL, command, log_rows
 from train import pretrain
+from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.corpus import tokenise
+from train.data.corpus import tokenize_corpus
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.model_init import build_config, build_model
 from train.pretrain import main, open_many_files
-from train.settings import InputError, ModelSettings, PretrainSettings, parse
+from train.settings import InputError, ModelSettings, PretrainSettings
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -40,7 +41,7 @@ NO_DROPOUT = json.dumps(
 
 
 def run(flags: list[str], *more: str) -> PretrainSettings:
-    settings = parse(PretrainSettings, [*flags, *more])
+    settings = parse_settings(PretrainSettings, [*flags, *more])
     main(settings)
     return settings
 
@@ -79,7 +80,7 @@ def test_a_model_says_that_it_is_made_for_what_it_was_trained_on(
     if rope == "default":
         changes["rope_parameters"].pop("factor")
     model = f"--model.config={json.dumps(TINY_MODEL | changes)}"
-    folder = main(parse(PretrainSettings, [*pretrain_flags, model]))
+    folder = main(parse_settings(PretrainSettings, [*pretrain_flags, model]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     config = roformer.RoFormerConfig.from_pretrained(folder)
     assert tokenizer.model_max_length == config.max_position_embeddings == made_for
@@ -214,7 +215,7 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
         )
         (tmp_path / f"{part}.jsonl").write_text("".join(lines))
     words = sorted(set(" ".join(topics).split()))
-    vocabulary.save([*vocabulary.SPECIAL, *words], tmp_path / "words")
+    vocabulary.save_tokenizer([*vocabulary.SPECIAL_TOKENS, *words], tmp_path / "words")
     settings = run(
         pretrain_flags, f"--model.type={kind}", "--optim.steps=150", "--run.log_every=25",
         "--optim.learning_rate=5e-3", "--run.validate_every=150",
@@ -222,7 +223,9 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
         f"--corpus.train={tmp_path / 'train.jsonl'}",
         f"--corpus.validation={tmp_path / 'validation.jsonl'}",
     )  # fmt: skip
-    store = tokenise(settings.corpus, "validation", vocabulary.load(str(tmp_path / "words")))
+    store = tokenize_corpus(
+        settings.corpus, "validation", vocabulary.load_tokenizer(str(tmp_path / "words"))
+    )
     counts = np.array(list(Counter(store.read(0, store.ends[-1]).tolist()).values()))
     shares = counts / counts.sum()
     entropy = -(shares * np.log(shares)).sum()
@@ -273,12 +276,12 @@ def test_the_loop_is_the_textbooks_with_transformers_own_model(
         falling = (13 - step) / (13 - settings.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(step / settings.warmup_steps, falling)
-        total = sum(len(batch["targets"]) for batch in micro_batches)
+        total = sum(len(batch["labels"]) for batch in micro_batches)
         loss = 0.0
         for batch in micro_batches:
             inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-            scores = model.train()(**inputs).logits.flatten(0, 1)[batch["places"]]
-            part = torch.nn.functional.cross_entropy(scores, batch["targets"], reduction="sum")
+            scores = model.train()(**inputs).logits.flatten(0, 1)[batch["label_positions"]]
+            part = torch.nn.functional.cross_entropy(scores, batch["labels"], reduction="sum")
             (part / total).backward()
             loss += part.item() / total
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -351,7 +354,7 @@ def test_another_vocabulary_than_the_weights_is_refused(pretrain_flags, tmp_path
     run(pretrain_flags)
     init = f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}"
     pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    vocabulary.save([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
+    vocabulary.save_tokenizer([*pieces[:-2], pieces[-1], pieces[-2]], tmp_path / "swapped")
     with pytest.raises(InputError, match="corpus.tokenizer must fit the model's vocabulary"):
         run(pretrain_flags, init, "--run.name=x", f"--corpus.tokenizer={tmp_path / 'swapped'}")
 
@@ -567,7 +570,7 @@ def test_slow_tokenizers_are_refused(monkeypatch):
 
     monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: Slow())
     with pytest.raises(InputError, match="corpus.tokenizer must be a fast tokenizer"):
-        vocabulary.load("slow/tokenizer")
+        vocabulary.load_tokenizer("slow/tokenizer")
 
 
 @pytest.mark.slow
@@ -587,7 +590,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(regional, pretrain_flags,
 
 def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain_flags, tmp_path):
     flags = ["--optim.steps=null", "--optim.tokens=8000"]
-    main(parse(PretrainSettings, [*pretrain_flags, *flags]))
+    main(parse_settings(PretrainSettings, [*pretrain_flags, *flags]))
     tokens = log_rows(tmp_path / "runs" / "tiny", "tokens")
     assert max(tokens.values()) == pytest.approx(8000, rel=0.06)
 
@@ -599,5 +602,5 @@ def test_dropout_of_a_step_follows_from_seed_step_and_rank(pretrain_flags, monke
 
     seeds, seed_torch = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
-    main(parse(PretrainSettings, [*pretrain_flags, "--run.seed=5"]))
-    assert seeds[-12:] == [int(stateless_rng.bits(5, step, 0)) >> 1 for step in range(12)]
+    main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.seed=5"]))
+    assert seeds[-12:] == [int(stateless_rng.random_bits(5, step, 0)) >> 1 for step in range(12)]

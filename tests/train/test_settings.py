@@ -10,8 +10,9 @@ from finetune.settings import GridSettings
 from tiny import ROOT
 from train.analysis.length_extrapolation import LengthsSettings
 from train.analysis.long_term_decay import DecaySettings
+from train.command_line import parse_settings
 from train.loop.evaluate import EvaluateSettings
-from train.settings import CorpusSettings, InputError, PretrainSettings, parse
+from train.settings import CorpusSettings, InputError, PretrainSettings
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
@@ -34,11 +35,11 @@ def test_every_config_opens_with_command_cost_and_expectation(path):
 
 @pytest.mark.parametrize("path", PRETRAIN, ids=name)
 def test_every_pretraining_config_parses(path):
-    assert parse(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
+    assert parse_settings(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
 
 
 def test_a_config_without_padding_has_what_its_kernel_needs():
-    found = [parse(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
+    found = [parse_settings(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
     unpadded = [model for model in found if model.attention == "unpadded"]
     assert unpadded  # the option has a config that uses it
     for model in unpadded:
@@ -49,15 +50,15 @@ def test_a_config_without_padding_has_what_its_kernel_needs():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=name)
 def test_every_model_config_joins_every_pretraining_config(path):
     for other in PRETRAIN:
-        settings = parse(PretrainSettings, ["--config", str(other), "--config", str(path)])
+        settings = parse_settings(PretrainSettings, ["--config", str(other), "--config", str(path)])
         assert settings.model.config == yaml.safe_load(path.read_text())["model"]["config"]
-        assert settings.optim == parse(PretrainSettings, ["--config", str(other)]).optim
+        assert settings.optim == parse_settings(PretrainSettings, ["--config", str(other)]).optim
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name)
 def test_every_glue_config_parses(path):
     flags = ["--config", str(path), "--models", "[m]", "--tasks", "[rte]"]
-    assert parse(GridSettings, flags).models == ["m"]
+    assert parse_settings(GridSettings, flags).models == ["m"]
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
@@ -74,7 +75,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {steps: 1, learning_rate: 1e-3, batch_size: 64}")
     (tmp_path / "b.yaml").write_text("optim: {learning_rate: 2e-3, batch_size: 96}")
     files = [f"--config={tmp_path / 'a.yaml'}", f"--config={tmp_path / 'b.yaml'}"]
-    optim = parse(PretrainSettings, [*files, "--optim.batch_size=128"]).optim
+    optim = parse_settings(PretrainSettings, [*files, "--optim.batch_size=128"]).optim
     assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
 
 
@@ -106,7 +107,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
 )
 def test_a_mistake_is_one_line_that_names_the_key(flags, message):
     with pytest.raises(InputError, match=message) as caught:
-        parse(PretrainSettings, BASE + flags)
+        parse_settings(PretrainSettings, BASE + flags)
     assert "\n" not in str(caught.value)
 
 
@@ -122,27 +123,29 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(
     settings, flags, read
 ):
     used = ["--corpus.validation=x", "--corpus.cache=y", "--corpus.text_column=z"]
-    assert parse(settings, [*flags, *used]).corpus.validation == "x"
+    assert parse_settings(settings, [*flags, *used]).corpus.validation == "x"
     names = {field.name for field in fields(CorpusSettings)} - {"validation", "cache"}
     for name in names - {"text_column"} - read:
         with pytest.raises(InputError, match=f"--corpus.{name}=200"):
-            parse(settings, [*flags, f"--corpus.{name}=200"])
+            parse_settings(settings, [*flags, f"--corpus.{name}=200"])
     for name in read:
-        assert getattr(parse(settings, [*flags, f"--corpus.{name}=200"]).corpus, name) == 200
+        assert (
+            getattr(parse_settings(settings, [*flags, f"--corpus.{name}=200"]).corpus, name) == 200
+        )
 
 
 def test_a_misspelt_yaml_key_is_refused(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("optim: {steps: 1}\ncorpus: {lenght: 64}\n")
     with pytest.raises(InputError, match="lenght"):
-        parse(PretrainSettings, ["--config", str(file)])
+        parse_settings(PretrainSettings, ["--config", str(file)])
 
 
 def test_yaml_runs_no_code(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text(f"optim: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")
     with pytest.raises(InputError):
-        parse(PretrainSettings, ["--config", str(file)])
+        parse_settings(PretrainSettings, ["--config", str(file)])
     assert not (tmp_path / "made").exists()
 
 
@@ -151,14 +154,14 @@ def test_a_key_that_a_yaml_says_twice_is_refused(tmp_path):
     file.write_text("optim: {steps: 4, learning_rate: 1e-5}\nrun: {seed: 1}\noptim:\n  steps: 5\n")
     for flags in ([f"--config={file}"], ["--config", str(file)]):
         with pytest.raises(InputError, match=r"twice\.yaml must say a key once, got optim; join"):
-            parse(PretrainSettings, flags)
+            parse_settings(PretrainSettings, flags)
     for text in ("optim:\n  steps: 4\n  steps: 5\n", "stages: [{steps: 4, steps: 5}]\n"):
         file.write_text(text)
         with pytest.raises(InputError, match="must say a key once, got steps"):
-            parse(PretrainSettings, [f"--config={file}"])
+            parse_settings(PretrainSettings, [f"--config={file}"])
 
 
 @pytest.mark.parametrize("flag", ["--run.seed=18446744073709551616", "--corpus.weights=[.inf]"])
 def test_numbers_that_are_none_are_refused(flag):
     with pytest.raises(InputError, match=flag[2:].split("=")[0]):
-        parse(PretrainSettings, [flag])
+        parse_settings(PretrainSettings, [flag])

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tiny import ROOT
-from train.settings import InputError, PretrainSettings, parse
+from train.command_line import parse_settings
+from train.settings import InputError, PretrainSettings
 from train.sweep import SweepSettings, main, pretrain_commands, run_commands
 
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
@@ -32,12 +33,14 @@ def text(tmp_path):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_shipped_sweep_gives_settings_that_pretraining_accepts(path, monkeypatch, text):
     monkeypatch.chdir(ROOT)
-    settings = parse(SweepSettings, ["--config", str(path), "--text", f"[{', '.join(text)}]"])
+    settings = parse_settings(
+        SweepSettings, ["--config", str(path), "--text", f"[{', '.join(text)}]"]
+    )
     commands = pretrain_commands(settings)
     assert len(commands) == len(settings.variants) * len(settings.seeds)
     for name, command in commands.items():
         flags = command[command.index(str(ROOT / "train" / "pretrain.py")) + 1 :]
-        run = parse(PretrainSettings, flags)
+        run = parse_settings(PretrainSettings, flags)
         variant, seed = name.rsplit("-", 1)
         assert (run.run.folder, run.run.name) == (f"runs/{path.stem}", name)
         assert run.run.seed == int(seed)

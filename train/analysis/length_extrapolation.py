@@ -25,9 +25,9 @@ import roformer
 from train.analysis.loss_curves import by_model
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.data import vocabulary
-from train.data.batching import Sequences
-from train.data.corpus import tokenise
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex
+from train.data.corpus import tokenize_corpus
+from train.data.masking import Vocab
 from train.loop.atomic_dir import model_name
 from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import run_command, start_accelerator
@@ -98,9 +98,12 @@ def rows_of(
         way, length; and the scores of `validate.evaluate` with the number of sequences read, or
         `refused` with the reason.
     """
-    tokenizer, config = vocabulary.load(folder, key="models"), load_config(folder, key="models")
+    tokenizer, config = (
+        vocabulary.load_tokenizer(folder, key="models"),
+        load_config(folder, key="models"),
+    )
     with accelerator.local_main_process_first():
-        store = tokenise(settings.corpus, "validation", tokenizer)
+        store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     for length in settings.lengths:
         for way, changes in ways(config, length / settings.trained).items():
             head = {"way": way, "length": length}
@@ -114,10 +117,10 @@ def rows_of(
                 yield head | {"refused": str(error)}
                 continue
             objective = accelerator.prepare_model(objective, evaluation_mode=True)
-            sequences, batch = Sequences(store, length), max(1, TOKENS // length)
+            sequences, batch = SequenceIndex(store, length), max(1, TOKENS // length)
             chosen = same_text(sequences, max(settings.lengths), settings.documents)
-            special = SpecialTokens.of(tokenizer)
-            scores = evaluate(objective, sequences, special, accelerator, batch, chosen)
+            vocab = Vocab.from_tokenizer(tokenizer)
+            scores = evaluate(objective, sequences, vocab, accelerator, batch, chosen)
             accelerator.free_memory()  # which keeps every model that it has prepared
             yield head | scores | {"sequences": len(chosen)}
 
@@ -146,7 +149,7 @@ def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
     return found
 
 
-def same_text(sequences: Sequences, longest: int, documents: int) -> NDArray[np.int64]:
+def same_text(sequences: SequenceIndex, longest: int, documents: int) -> NDArray[np.int64]:
     """Numbers of the sequences that fill the length, inside the start of long documents.
 
     The start is as long as the longest sequence to be measured, so that every length is measured on
@@ -169,7 +172,7 @@ def same_text(sequences: Sequences, longest: int, documents: int) -> NDArray[np.
     start, tokens = sequences.spans(np.arange(len(sequences)))
     document = np.searchsorted(ends, start, side="right")
     inside = start + tokens - begins[document] <= most
-    return np.flatnonzero((tokens == sequences.content) & inside & np.isin(document, long))
+    return np.flatnonzero((tokens == sequences.length - 2) & inside & np.isin(document, long))
 
 
 def means(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, list[float]]]:

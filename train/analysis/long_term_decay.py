@@ -27,9 +27,9 @@ from roformer.rotary import compute_inv_freq
 from train.analysis.loss_curves import by_model
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.data import vocabulary
-from train.data.batching import Sequences, examples
-from train.data.corpus import tokenise
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex, make_batch
+from train.data.corpus import tokenize_corpus
+from train.data.masking import Vocab
 from train.loop.atomic_dir import model_name
 from train.loop.launch import run_command, start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
@@ -134,7 +134,7 @@ def of_model(
     Raises:
         InputError: It is no RoFormer that rotates, or cannot be loaded.
     """
-    tokenizer = vocabulary.load(folder, key="models")
+    tokenizer = vocabulary.load_tokenizer(folder, key="models")
     saved = load_config(folder, key="models")
     fits = (
         isinstance(saved, RoFormerConfig)
@@ -148,10 +148,10 @@ def of_model(
     config = build_config(trained, corpus.length, tokenizer)
     beginning = ModelSettings(attention="eager")
     with accelerator.local_main_process_first():
-        store = tokenise(corpus, "validation", tokenizer)
-    sequences = Sequences(store, corpus.length)
+        store = tokenize_corpus(corpus, "validation", tokenizer)
+    sequences = SequenceIndex(store, corpus.length)
     rows = np.arange(min(SEQUENCES, len(sequences)))
-    batch = examples(sequences, rows, rows * 0, SpecialTokens.of(tokenizer), 0.15, 0)
+    batch = make_batch(sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), 0.15, 0)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     theta = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     found = {}

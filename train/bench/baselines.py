@@ -24,7 +24,7 @@ import roformer
 from roformer import modeling_roformer
 from roformer.kernels import attention, dropout, linear
 from roformer.kernels.attention import UNPADDED
-from train.data.batching import borders_of
+from train.data.batching import packed_layout
 from train.loop import objective
 from train.loop.objective import LanguageModel
 from train.loop.optim import adamw
@@ -101,7 +101,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch in both layouts; `places` and `targets` belong to the packed one."""
+    """One batch in both layouts; `label_positions` and `labels` belong to the packed one."""
 
     ids: Tensor
     mask: Tensor
@@ -118,8 +118,8 @@ class Batch:
         labels = ids.masked_fill((torch.rand(shape) > MASK_RATE) | ~real, -100)
         row = labels[real]
         places = (row >= 0).nonzero()[:, 0]
-        packed = borders_of(lengths) | {
-            "input_ids": ids[real][None], "places": places, "targets": row[places]
+        packed = packed_layout(lengths) | {
+            "input_ids": ids[real][None], "label_positions": places, "labels": row[places]
         }  # fmt: skip
         moved = {k: v.to(work.device) if torch.is_tensor(v) else v for k, v in packed.items()}
         ids, mask, labels = (x.to(work.device) for x in (ids, real.long(), labels))
@@ -172,7 +172,12 @@ def training_step(name: str, work: Work, batch: Batch) -> Step:
     if name == OUR_BERT:
         places = (labels.flatten() >= 0).nonzero()[:, 0]
         targets = labels.flatten()[places]
-        inputs = {"input_ids": ids, "attention_mask": mask, "places": places, "targets": targets}
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "label_positions": places,
+            "labels": targets,
+        }
     loop = name in (OURS, OUR_BERT)
     module: Any = LanguageModel(model) if loop else model
     if work.compiled and name != STOCK:
@@ -182,7 +187,7 @@ def training_step(name: str, work: Work, batch: Batch) -> Step:
     def step() -> None:
         with autocast(work):
             if loop:
-                loss = module(**inputs)[0] / len(inputs["targets"])
+                loss = module(**inputs)[0] / len(inputs["labels"])
             else:
                 loss = module(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()

@@ -44,8 +44,8 @@ from train.bench.baselines import (
     without_positions,
 )
 from train.bench.tables import Row, draw, line_of, page
-from train.data.batching import Sequences, Steps
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex, StepDataset
+from train.data.masking import Vocab
 from train.data.token_store import TokenStore
 from train.loop.flops import measure_peak_flops, step_flops
 from train.loop.run_log import collect_environment
@@ -346,16 +346,16 @@ def data(bench: Bench) -> None:
     """Masked batches made by one process from tokens on disk."""
     tokens = 20_000_000 if bench.settings.scale == "full" else 200_000
     with tempfile.TemporaryDirectory() as folder:
-        sequences = Sequences(random_store(Path(folder), tokens), 512)
-        special = SpecialTokens(2, 3, 0, 4, VOCABULARY_OF_STORE, (0, 1, 2, 3, 4))
+        sequences = SequenceIndex(random_store(Path(folder), tokens), 512)
+        vocab = Vocab(2, 3, 0, 4, VOCABULARY_OF_STORE, (0, 1, 2, 3, 4))
         for packed in (False, True):
-            steps = Steps(sequences, special, 256, 64, MASK_RATE, 0, packed=packed)
+            steps = StepDataset(sequences, vocab, 256, 64, MASK_RATE, 0, packed=packed)
             speeds = []
             for step in range(bench.settings.rounds + 1):
                 started = time.perf_counter()
                 batches = steps[step]
                 seconds = time.perf_counter() - started
-                targets = sum(int(b["input_ids"].ne(special.padding).sum()) for b in batches)
+                targets = sum(int(b["input_ids"].ne(vocab.pad_id).sum()) for b in batches)
                 speeds.append(targets / seconds)
             layout = "packed rows" if packed else "padded rows"
             middle, low, high = quartiles(speeds[1:])

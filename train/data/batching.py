@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from train.data import stateless_rng
-from train.data.masking import SpecialTokens, corrupt
+from train.data.masking import Vocab, mask_tokens
 from train.data.token_store import TokenStore
 from train.settings import require
 
@@ -32,11 +32,11 @@ at most that share of a step have hardly any padding."""
 BLOCK = 16
 """Documents a place in memory stands for; the others are counted from there when asked for."""
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Target of a place that only fills up a fixed size: no loss, no guess."""
 
 
-class Sequences:
+class SequenceIndex:
     """Documents of a store cut into pieces of at most `length` tokens, special tokens included.
 
     A piece never crosses a document's end. It is found by bisection among blocks of documents, half
@@ -49,6 +49,7 @@ class Sequences:
 
     def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
         self.store = store
+        self.length = length
         self.content = length - 2  # [CLS] and [SEP] come on top
         pieces = [np.zeros(1, np.int64)]
         for first in range(0, len(store.ends), 2**16 * BLOCK):  # a bounded part at a time
@@ -61,13 +62,13 @@ class Sequences:
         factors = np.array(weights or [1.0])
         self.draws = np.maximum(np.rint(self.sizes * factors), self.sizes > 0).astype(np.int64)
         tokens = np.diff(self._documents(borders)[0])
-        self._mean_content = tokens / np.maximum(self.sizes, 1) @ self.draws / self.per_epoch
+        self._mean_content = tokens / np.maximum(self.sizes, 1) @ self.draws / self.epoch_size
 
     def __len__(self) -> int:
         return int(self.sizes.sum())
 
     @property
-    def per_epoch(self) -> int:
+    def epoch_size(self) -> int:
         """Sequences an epoch takes."""
         return int(self.draws.sum())
 
@@ -87,7 +88,7 @@ class Sequences:
         start += (inside - after[row, column] + self._pieces(start, end)) * self.content
         return start, np.minimum(self.content, end - start)
 
-    def drawn(
+    def sample_epoch(
         self, entry: NDArray[np.int64], epoch: int, seed: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pieces that an epoch takes, and how often each was taken before.
@@ -108,7 +109,7 @@ class Sequences:
             here, size = part == number, int(self.sizes[number])
             count = epoch * self.draws[number] + entry[here] - self.draws[:number].sum()
             visit[here] = count // size
-            turn = stateless_rng.permuted(count % size, size, seed, number)
+            turn = stateless_rng.permute(count % size, size, seed, number)
             piece[here] = self.sizes[:number].sum() + turn
         return piece, visit
 
@@ -128,19 +129,19 @@ class Sequences:
         return int(self.first_piece[document // BLOCK] + inside)
 
 
-def ordered(
-    sequences: Sequences, place: NDArray[np.int64], seed: int, group: int = GROUP
+def training_order(
+    sequences: SequenceIndex, place: NDArray[np.int64], seed: int, group: int = GROUP
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which sequence stands at each place of the endless training order.
 
-    Epoch e fills places e*N .. (e+1)*N - 1, N = `per_epoch`; without weights, with every sequence
+    Epoch e fills places e*N .. (e+1)*N - 1, N = `epoch_size`; without weights, with every sequence
     once. Inside a window of the epoch's permutation, sequences are sorted by length and groups of
     `group` neighbours are shuffled.
 
     Returns:
         The sequences [n], and how often each was seen before, [n].
     """
-    epoch, inside = np.divmod(place, sequences.per_epoch)
+    epoch, inside = np.divmod(place, sequences.epoch_size)
     index, visit = np.empty_like(place), np.empty_like(place)
     for key in {(int(e), int(w)) for e, w in zip(epoch, inside // WINDOW)}:
         here = (epoch == key[0]) & (inside // WINDOW == key[1])
@@ -150,28 +151,28 @@ def ordered(
 
 
 def _window(
-    sequences: Sequences, epoch: int, window: int, seed: int, group: int
+    sequences: SequenceIndex, epoch: int, window: int, seed: int, group: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    number = sequences.per_epoch
+    number = sequences.epoch_size
     places = np.arange(window * WINDOW, min((window + 1) * WINDOW, number))
-    entry = stateless_rng.permuted(places, number, seed, epoch)
-    index, visit = sequences.drawn(entry, epoch, seed)
+    entry = stateless_rng.permute(places, number, seed, epoch)
+    index, visit = sequences.sample_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.spans(index)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
-    shuffled = np.argsort(stateless_rng.bits(seed, epoch, window, np.arange(len(groups))))
+    shuffled = np.argsort(stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups))))
     order = np.concatenate([groups[i] for i in shuffled])
     return index[order], visit[order]
 
 
-def examples(
-    sequences: Sequences,
+def make_batch(
+    sequences: SequenceIndex,
     index: NDArray[np.int64],
     visit: NDArray[np.int64],
-    special: SpecialTokens,
+    vocab: Vocab,
     mask_rate: float | None,
     seed: int,
     packed: bool = False,
-    capacity: int | None = None,
+    pad_predictions_to: int | None = None,
 ) -> dict[str, Any]:
     """The given sequences, and what is to be predicted of them.
 
@@ -179,13 +180,13 @@ def examples(
         sequences: Where they come from.
         index: [B] which.
         visit: [B] how often each was seen before: every time it is masked anew.
-        special: The tokenizer's ids.
+        vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             those before it, and corrupts nothing.
         seed: The run's.
         packed: All in one row instead of rows padded to the longest.
-        capacity: Fill `places` and `targets` up to a multiple of this, with `IGNORED` targets: a
-            compiled step then meets one shape. The masks are the same.
+        pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
+            `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
 
     Returns:
         input_ids: [B, L] or packed [1, T], int64, corrupted.
@@ -193,40 +194,41 @@ def examples(
         position_ids: [1, T] int64, from 0 for each sequence,
         cu_seq_lens_q: [B + 1] int32, 0 and the ends of sequences, and
         max_length_q: int, tokens of the longest.
-        places: [n] int64, where the predicted tokens stand in the flattened input_ids, or without
-            masks those before them.
-        targets: [n] int64, their original ids.
+        label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
+            those of the masked tokens, or without masks those before the labels.
+        labels: [n] int64, their original ids.
     """
     start, size = sequences.spans(index)
     L = int(size.max()) + 2  # noqa: N806
-    ids = np.full((len(index), L), special.padding, np.int64)
+    ids = np.full((len(index), L), vocab.pad_id, np.int64)
     for row, (a, n) in enumerate(zip(start.tolist(), size.tolist())):
-        ids[row, 0], ids[row, n + 1] = special.first, special.last
+        ids[row, 0], ids[row, n + 1] = vocab.cls_id, vocab.sep_id
         ids[row, 1 : n + 1] = sequences.store.read(a, n)
     real = np.arange(L) < size[:, None] + 2
     if mask_rate is None:
         corrupted, chosen = ids, np.arange(L) < size[:, None]  # [CLS] comes before the first token
         targets = np.roll(ids, -1, axis=1)[chosen]
     else:
-        corrupted, chosen = corrupt(ids, index, visit, special, mask_rate, seed)
+        corrupted, chosen = mask_tokens(ids, index, visit, vocab, mask_rate, seed)
         targets = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(real.astype(np.int64))}
     if packed:
-        layout = borders_of(size + 2)
+        layout = packed_layout(size + 2)
         corrupted, chosen = corrupted[real][None], chosen[real]
     places = np.flatnonzero(chosen)
-    if capacity is not None:
-        room = max(1, math.ceil(len(places) / capacity)) * capacity - len(places)
+    if pad_predictions_to is not None:
+        padded = max(1, math.ceil(len(places) / pad_predictions_to)) * pad_predictions_to
+        room = padded - len(places)
         places = np.pad(places, (0, room))
-        targets = np.pad(targets, (0, room), constant_values=IGNORED)
+        targets = np.pad(targets, (0, room), constant_values=IGNORE_INDEX)
     return layout | {
         "input_ids": torch.from_numpy(corrupted),
-        "places": torch.from_numpy(places),
-        "targets": torch.from_numpy(targets),
+        "label_positions": torch.from_numpy(places),
+        "labels": torch.from_numpy(targets),
     }
 
 
-def borders_of(lengths: NDArray[np.int64]) -> dict[str, Any]:
+def packed_layout(lengths: NDArray[np.int64]) -> dict[str, Any]:
     """What a kernel must know of sequences of these lengths in one row."""
     positions = np.concatenate([np.arange(length) for length in lengths])
     borders = np.cumsum([0, *lengths]).astype(np.int32)
@@ -237,7 +239,7 @@ def borders_of(lengths: NDArray[np.int64]) -> dict[str, Any]:
     }
 
 
-def mask_capacity(tokens: int, mask_rate: float | None) -> int:
+def max_predictions(tokens: int, mask_rate: float | None) -> int:
     """Predicted tokens that so many tokens hardly ever exceed: 6 standard deviations, in eights."""
     if mask_rate is None:
         return tokens
@@ -245,7 +247,7 @@ def mask_capacity(tokens: int, mask_rate: float | None) -> int:
     return 8 * math.ceil(most / 8)
 
 
-def require_shares(batch_size: int, micro_batch: int, processes: int) -> None:
+def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
     """Refuse a batch that cannot be shared out evenly.
 
     Raises:
@@ -257,26 +259,26 @@ def require_shares(batch_size: int, micro_batch: int, processes: int) -> None:
     require(batch_size % share == 0, "optim.batch_size", rule, batch_size, "change either")
 
 
-class Steps(Dataset):
+class StepDataset(Dataset):
     """The micro-batches of one process, by optimiser step.
 
     Args:
         sequences: The training text.
-        special: The tokenizer's ids.
+        vocab: The tokenizer's ids.
         batch_size: Sequences a step, over all processes.
         micro_batch: Sequences a process takes at once.
-        mask_rate: As in `examples`.
+        mask_rate: As in `make_batch`.
         seed: The run's.
         processes: How many share the work.
         rank: Which of them this is.
-        packed: The layout, as in `examples`.
-        capacity: As in `examples`.
+        packed: The layout, as in `make_batch`.
+        pad_predictions_to: As in `make_batch`.
     """
 
     def __init__(
         self,
-        sequences: Sequences,
-        special: SpecialTokens,
+        sequences: SequenceIndex,
+        vocab: Vocab,
         batch_size: int,
         micro_batch: int,
         mask_rate: float | None,
@@ -284,16 +286,16 @@ class Steps(Dataset):
         processes: int = 1,
         rank: int = 0,
         packed: bool = False,
-        capacity: int | None = None,
+        pad_predictions_to: int | None = None,
     ) -> None:
-        require_shares(batch_size, micro_batch, processes)
-        self.sequences, self.special = sequences, special
+        check_batch_size(batch_size, micro_batch, processes)
+        self.sequences, self.vocab = sequences, vocab
         self.batch_size, self.micro_batch = batch_size, micro_batch
         self.mask_rate, self.seed = mask_rate, seed
         self.processes, self.rank = processes, rank
-        self.packed, self.capacity = packed, capacity
+        self.packed, self.pad_predictions_to = packed, pad_predictions_to
 
-    def shares(
+    def micro_batch_indices(
         self, step: int, rank: int | None = None
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Sequences of each micro-batch of a process, this one or another, and how often each was
@@ -301,7 +303,7 @@ class Steps(Dataset):
         """  # noqa: D205 one sentence
         place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_A_STEP)
-        index, visit = ordered(self.sequences, place, self.seed, group)
+        index, visit = training_order(self.sequences, place, self.seed, group)
         by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
         # neighbours in length go to different processes at the same time: equal work, no waiting
         first = self.rank if rank is None else rank
@@ -310,7 +312,8 @@ class Steps(Dataset):
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """All micro-batches this process computes in that step."""
-        rules = (self.special, self.mask_rate, self.seed, self.packed, self.capacity)
+        rules = (self.vocab, self.mask_rate, self.seed, self.packed, self.pad_predictions_to)
         return [
-            examples(self.sequences, index, visit, *rules) for index, visit in self.shares(step)
+            make_batch(self.sequences, index, visit, *rules)
+            for index, visit in self.micro_batch_indices(step)
         ]

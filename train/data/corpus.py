@@ -34,12 +34,12 @@ from transformers import PreTrainedTokenizerBase
 from train.data import vocabulary
 from train.data.documents import (
     Source,
-    documents_of,
-    ending,
+    check_disjoint_files,
     find_files,
-    readable,
-    require_apart,
+    known_suffix,
+    read_source,
     sources,
+    wrap_read_errors,
 )
 from train.data.token_store import TokenStore
 from train.loop.atomic_dir import check_writable, report_full_disk, write_dir_atomically
@@ -58,7 +58,9 @@ LONGEST_SHARD = 3600
 """Seconds after which a shard that is still unfinished belongs to a build that was killed."""
 
 
-def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
+def tokenize_corpus(
+    corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
+) -> TokenStore:
     """The store of a part under a tokenizer; what is not there yet is made.
 
     Args:
@@ -74,7 +76,7 @@ def tokenise(corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerB
     often = {"delay": 1, "mininterval": progress_interval()}
     bar = tqdm(desc=f"tokenising {part}", unit=" documents", **often)
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
-        rules = hashlib.sha256(vocabulary.rules_of(tokenizer).encode()).hexdigest()
+        rules = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
         builder = _Builder(corpus, part, tokenizer, rules, bar)
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]
@@ -111,7 +113,7 @@ class _Builder:
             return found
         _sweep(cache, name)
         known = sum(_manifest(shard)["documents"] for shard in found)
-        texts = itertools.islice(documents_of(source, self.part, column), known, None)
+        texts = itertools.islice(read_source(source, self.part, column), known, None)
         folders = _shards(cache, name, len(found))
         return found + list(self._make(source, _batches(texts), folders, facts))
 
@@ -120,8 +122,8 @@ class _Builder:
         column, key = self.corpus.text_column, f"corpus.{self.part}"
         if isinstance(source, str):  # the hub's may change: the cache holds what it was
             return _hash(source, self.part, column)
-        with readable(source, key):
-            return _hash(_file_hash(source, Path(self.corpus.cache)), ending(source), column)
+        with wrap_read_errors(source, key):
+            return _hash(_file_hash(source, Path(self.corpus.cache)), known_suffix(source), column)
 
     def _make(
         self,
@@ -191,7 +193,7 @@ def _open_store(
     return TokenStore(ends, tuple(shards), starts, np.dtype(manifests[0]["dtype"]), parts, folder)
 
 
-def said(part: str, store: TokenStore) -> str:
+def describe_store(part: str, store: TokenStore) -> str:
     """How much a part holds, in words, and a warning where its tokenizer does not know the text."""
     tokens = int(store.ends[-1])
     share = sum(_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
@@ -200,7 +202,7 @@ def said(part: str, store: TokenStore) -> str:
     return line + warning * (share > 0.05)
 
 
-def require_unlike(train: TokenStore, held_out: TokenStore) -> None:
+def check_disjoint_contents(train: TokenStore, held_out: TokenStore) -> None:
     """Refuse held-out text that is also in the training text under another name.
 
     Raises:
@@ -304,37 +306,38 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True)
-class TokeniseSettings:
+class TokenizeSettings:
     """Tokenise text ahead of a run, which then finds it in `corpus.cache`."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
 
-def main(settings: TokeniseSettings) -> None:
+def main(settings: TokenizeSettings) -> None:
     """Tokenise both parts; says how much, how fast and in how much memory."""
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
-    require_apart(corpus)
-    vocabulary.learn_if_missing(corpus)
-    tokenizer = vocabulary.load(corpus.tokenizer)
+    check_disjoint_files(corpus)
+    vocabulary.train_if_missing(corpus)
+    tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     stores = []
     for part in ("train", "validation"):
         started, before = time.time(), time.perf_counter()
-        store = tokenise(corpus, part, tokenizer)
+        store = tokenize_corpus(corpus, part, tokenizer)
         stores.append(store)
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
         size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
         peak = peak_memory(torch.device("cpu")) / 1e9
         print(
-            f"{said(part, store)}; in {store.folder}, {len(new)} of {len(store.shards)} shards "
+            f"{describe_store(part, store)}; "
+            f"in {store.folder}, {len(new)} of {len(store.shards)} shards "
             f"made from {size:.1f} MB of text in "
             f"{seconds:.1f} s, {size / seconds / cores:.2f} MB/s a core on {cores} cores; "
             f"peak memory {peak:.2f} GB"
         )
-    require_unlike(*stores)
+    check_disjoint_contents(*stores)
 
 
 if __name__ == "__main__":
-    run_command(main, TokeniseSettings)
+    run_command(main, TokenizeSettings)

@@ -31,7 +31,7 @@ HELD_OUT_EVERY = 20
 """One source file in so many goes to the validation text, whole, so that no docstring is split."""
 
 
-def written(part: str, cache: str | Path) -> Path:
+def corpus_file(part: str, cache: str | Path) -> Path:
     """The corpus as a jsonl file in `cache`, made when it is not there or the packages changed.
 
     Args:
@@ -51,12 +51,12 @@ def written(part: str, cache: str | Path) -> Path:
             (unfinished / "train.jsonl").open("w", encoding="utf-8") as train,
             (unfinished / "validation.jsonl").open("w", encoding="utf-8") as validation,
         ):
-            for text, held_out in documents():
+            for text, held_out in read_docstrings():
                 (validation if held_out else train).write(json.dumps({"text": text}) + "\n")
     return folder / f"{part}.jsonl"
 
 
-def documents() -> Iterator[tuple[str, bool]]:
+def read_docstrings() -> Iterator[tuple[str, bool]]:
     """Docstrings, each once, with whether its source file is held out for validation."""
     seen: set[str] = set()
     left = MEGABYTES * 1_000_000

@@ -51,7 +51,7 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
     files: list[list[Source]] = []
     for name in names:
         if name == EMBEDDED:
-            files.append([demo_corpus.written(part, corpus.cache)])
+            files.append([demo_corpus.corpus_file(part, corpus.cache)])
             continue
         found = _named_files(name, key)
         there = bool(found) or not _looks_like_path(name)
@@ -66,7 +66,7 @@ def _named_files(name: str, key: str) -> list[Path]:
     if path.is_dir():
         # rglob would leave out what is linked, and a link to nothing
         inside = map(Path, glob.iglob(f"{glob.escape(name)}/**/*", recursive=True))
-        found = sorted(p for p in inside if ending(p) and not p.is_dir())
+        found = sorted(p for p in inside if known_suffix(p) and not p.is_dir())
         once = {p.resolve(): p for p in reversed(found)}  # a folder may be linked into itself
         rule, nothing = f"must hold {endings} files", f"none in {name!r}"
         require(bool(found), key, rule, nothing, "put text there")
@@ -77,22 +77,22 @@ def _named_files(name: str, key: str) -> list[Path]:
     found = []
     for match in matches:
         rule, remedy = f"must be {endings} files", "convert or rename the file"
-        require(bool(ending(match)), key, rule, str(match), remedy)
+        require(bool(known_suffix(match)), key, rule, str(match), remedy)
         found += _named_files(str(match), key) if match.is_dir() else [match]
     return found
 
 
 def _looks_like_path(name: str) -> bool:
     """Whether no hub data set can have that name: those are NAME or OWNER/NAME."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(ending(Path(name)))
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(known_suffix(Path(name)))
 
 
-def ending(path: Path) -> str:
+def known_suffix(path: Path) -> str:
     """The ending that says what reads a file; empty when nothing does."""
     return next((name for name in READERS if path.name.endswith(name)), "")
 
 
-def documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
+def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
     """The documents of a part, in order.
 
     A txt file holds documents separated by blank lines, as BERT's own pretraining input did; a row
@@ -103,17 +103,17 @@ def documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
     """
     for files in find_files(corpus, part):
         for source in files:
-            yield from documents_of(source, part, corpus.text_column)
+            yield from read_source(source, part, corpus.text_column)
 
 
-def documents_of(source: Source, part: str, column: str) -> Iterator[str]:
+def read_source(source: Source, part: str, column: str) -> Iterator[str]:
     """The documents of one file or hub data set."""
     if isinstance(source, str):
         return _hub_documents(source, part, column)
-    return READERS[ending(source)](source, f"corpus.{part}", column)
+    return READERS[known_suffix(source)](source, f"corpus.{part}", column)
 
 
-def require_apart(corpus: CorpusSettings) -> None:
+def check_disjoint_files(corpus: CorpusSettings) -> None:
     """Refuse to measure a model on the text it learns from, or on none of the user's own.
 
     Raises:
@@ -136,7 +136,7 @@ def _paths(corpus: CorpusSettings, part: str) -> set[Path]:
 
 
 @contextmanager
-def readable(file: Path, key: str) -> Iterator[None]:
+def wrap_read_errors(file: Path, key: str) -> Iterator[None]:
     """Say of a damaged file which one it is."""
     try:
         yield
@@ -146,7 +146,7 @@ def readable(file: Path, key: str) -> Iterator[None]:
 
 
 def _parquet_rows(file: Path, key: str, column: str) -> Iterator[str]:
-    with readable(file, key), parquet.ParquetFile(file) as table:
+    with wrap_read_errors(file, key), parquet.ParquetFile(file) as table:
         kinds = {field.name: field.type for field in table.schema_arrow}
         _require_column(column, kinds, file)
         for batch in table.iter_batches(batch_size=256, columns=[column]):
@@ -195,7 +195,10 @@ READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
 
 def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
     """Numbered lines of a text file; pyarrow unpacks it when its ending says so."""
-    with readable(file, key), io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream:
+    with (
+        wrap_read_errors(file, key),
+        io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream,
+    ):
         for number, line in enumerate(stream, start=1):
             try:
                 yield number, line.decode("utf-8")

@@ -16,26 +16,29 @@ from train.settings import require
 
 
 @dataclass(frozen=True)
-class SpecialTokens:
+class Vocab:
     """What the data path must know of a vocabulary.
 
     Attributes:
-        first, last, padding, mask: Ids of [CLS], [SEP], [PAD] and [MASK].
-        vocabulary: Number of ids, V.
-        unmaskable: Ids that are never chosen: special tokens and padding.
-        continuing: [V] which ids go on with the word before them; None chooses token by token.
+        cls_id, sep_id, pad_id, mask_id: Ids of [CLS], [SEP], [PAD] and [MASK].
+        size: Number of ids, V.
+        special_ids: Ids that are never masked: all special tokens.
+        is_continuation: [V] whether an id continues the word before it (##ing); None masks single
+            tokens instead of whole words.
     """
 
-    first: int
-    last: int
-    padding: int
-    mask: int
-    vocabulary: int
-    unmaskable: tuple[int, ...]
-    continuing: NDArray[np.bool_] | None = None
+    cls_id: int
+    sep_id: int
+    pad_id: int
+    mask_id: int
+    size: int
+    special_ids: tuple[int, ...]
+    is_continuation: NDArray[np.bool_] | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> "SpecialTokens":
+    def from_tokenizer(
+        cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False
+    ) -> "Vocab":
         """Read them off a tokenizer.
 
         Raises:
@@ -64,11 +67,11 @@ def _continuing(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
     return np.array([piece.startswith(prefix) for piece in pieces])
 
 
-def corrupt(
+def mask_tokens(
     ids: NDArray[np.int64],
     sequence: NDArray[np.int64],
     epoch: NDArray[np.int64],
-    special: SpecialTokens,
+    vocab: Vocab,
     rate: float,
     seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -79,7 +82,7 @@ def corrupt(
         sequence: [B] which sequence each row is; with epoch and seed it decides the row's masks,
             whatever the batch it stands in.
         epoch: [B] how many times the sequence has been seen.
-        special: Ids of [MASK] and of what is never chosen; V; where words go on.
+        vocab: Ids of [MASK] and of what is never chosen; V; where words go on.
         rate: Share of tokens chosen.
         seed: The run's seed.
 
@@ -87,13 +90,13 @@ def corrupt(
         Corrupted ids [B, L], and which tokens were chosen [B, L].
     """
     names, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
-    never = np.isin(ids, special.unmaskable)
+    never = np.isin(ids, vocab.special_ids)
     unit = column
-    if special.continuing is not None:
+    if vocab.is_continuation is not None:
         # a word is named by the column it starts in; a special token, never chosen, starts one too
-        unit = np.maximum.accumulate(np.where(special.continuing[ids], 0, column), axis=1)
+        unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
     chosen = (stateless_rng.uniform(0, *names, unit) < rate) & ~never
     fate = stateless_rng.uniform(1, *names, column)
-    random_ids = (stateless_rng.uniform(2, *names, column) * special.vocabulary).astype(np.int64)
-    corrupted = np.where(chosen & (fate < 0.8), special.mask, ids)
+    random_ids = (stateless_rng.uniform(2, *names, column) * vocab.size).astype(np.int64)
+    corrupted = np.where(chosen & (fate < 0.8), vocab.mask_id, ids)
     return np.where(chosen & (fate >= 0.8) & (fate < 0.9), random_ids, corrupted), chosen

@@ -13,7 +13,7 @@ Bits = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def bits(*names: ArrayLike) -> Bits:
+def random_bits(*names: ArrayLike) -> Bits:
     """64 random bits for every tuple of non-negative integers; arrays broadcast."""
     state: Bits = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
@@ -24,10 +24,10 @@ def bits(*names: ArrayLike) -> Bits:
 
 def uniform(*names: ArrayLike) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, named as in `bits`."""
-    return (bits(*names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random_bits(*names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permuted(index: ArrayLike, size: int, *names: int) -> NDArray[np.int64]:
+def permute(index: ArrayLike, size: int, *names: int) -> NDArray[np.int64]:
     """Where the permutation of range(size) with that name sends `index`; O(1) memory an index.
 
     Args:
@@ -40,13 +40,13 @@ def permuted(index: ArrayLike, size: int, *names: int) -> NDArray[np.int64]:
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    keys = [bits(*names, turn) for turn in range(4)]
+    keys = [random_bits(*names, turn) for turn in range(4)]
     value = np.array(index, dtype=np.uint64, ndmin=1)
     outside = np.ones(value.shape, bool)
     while outside.any():  # walk the cycle until inside: the domain is at most 4 times too large
         left, right = value[outside] >> half, value[outside] & low
         for key in keys:
-            left, right = right, left ^ (bits(key, right) & low)
+            left, right = right, left ^ (random_bits(key, right) & low)
         value[outside] = (left << half) | right
         outside = value >= size
     return value.astype(np.int64).reshape(np.shape(index))

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from train.data.documents import documents
+from train.data.documents import read_documents
 from train.loop.atomic_dir import write_dir_atomically
 from train.loop.launch import run_command
 from train.settings import CorpusSettings, InputError, require
@@ -39,7 +39,7 @@ ALPHABET = 1000
 BYTES = "bytes"
 """Name of the tokenizer that needs no vocabulary."""
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class VocabularySettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
 
-def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
+def train_wordpiece(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     """The pieces of a lower-cased WordPiece vocabulary, in canonical order.
 
     The trainer breaks ties between equally frequent pairs by their numbers, and numbers pieces as
@@ -72,7 +72,7 @@ def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
         raise InputError("corpus.train must hold text to learn from, got none; check the files")
     frequent = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     # a character takes two places, beginning and continuation: leave at least half for words
-    alphabet = sorted(frequent[: min(ALPHABET, (size - len(SPECIAL)) // 4)])
+    alphabet = sorted(frequent[: min(ALPHABET, (size - len(SPECIAL_TOKENS)) // 4)])
     continuations = [f"##{c}" for c in alphabet]
     tokenizer.train_from_iterator(
         texts(),
@@ -80,13 +80,13 @@ def learn(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
         min_frequency=2,
         limit_alphabet=len(alphabet),
         initial_alphabet=alphabet,
-        special_tokens=[*SPECIAL, *alphabet, *continuations],
+        special_tokens=[*SPECIAL_TOKENS, *alphabet, *continuations],
     )
-    pieces = set(tokenizer.get_vocab()) - set(SPECIAL)
-    return [*SPECIAL, *sorted(pieces, key=lambda piece: (piece.startswith("##"), piece))]
+    pieces = set(tokenizer.get_vocab()) - set(SPECIAL_TOKENS)
+    return [*SPECIAL_TOKENS, *sorted(pieces, key=lambda piece: (piece.startswith("##"), piece))]
 
 
-def save(pieces: list[str], folder: str | Path) -> None:
+def save_tokenizer(pieces: list[str], folder: str | Path) -> None:
     """Write a BERT tokenizer, which knows no limit of length, and its vocab.txt, or neither."""
     tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
     with write_dir_atomically(Path(folder)) as unfinished:
@@ -94,7 +94,7 @@ def save(pieces: list[str], folder: str | Path) -> None:
         (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
 
 
-def learn_if_missing(corpus: CorpusSettings) -> None:
+def train_if_missing(corpus: CorpusSettings) -> None:
     """Learn `corpus.tokenizer` from the training text, unless it is there or none was asked for.
 
     Raises:
@@ -107,7 +107,7 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
     remedy = "set it to null"
     require(folder != BYTES, "corpus.vocabulary_size", "must be null for bytes", size, remedy)
     if Path(folder).exists():
-        there = len(load(folder))
+        there = len(load_tokenizer(folder))
         rule, remedy = (
             f"must be at least the {there} pieces in {folder}",
             "set it to null to take that one",
@@ -121,7 +121,7 @@ def learn_if_missing(corpus: CorpusSettings) -> None:
     require(not _may_be_a_hub_id(corpus), "corpus.tokenizer", rule, repr(folder), remedy)
     require(size >= 100, "corpus.vocabulary_size", "must be at least 100", size, "8192 is small")
     print(f"learning a vocabulary of {size} pieces into {folder}")
-    save(learn(lambda: documents(corpus, "train"), size), folder)
+    save_tokenizer(train_wordpiece(lambda: read_documents(corpus, "train"), size), folder)
 
 
 def _may_be_a_hub_id(corpus: CorpusSettings) -> bool:
@@ -136,10 +136,10 @@ def _may_be_a_hub_id(corpus: CorpusSettings) -> bool:
     return len(path.parts) == 1 or not (owner.is_dir() or owner in Path(corpus.cache).parents)
 
 
-def of_bytes() -> PreTrainedTokenizerBase:
+def byte_tokenizer() -> PreTrainedTokenizerBase:
     """One piece for each of the 256 bytes of UTF-8, after the special tokens."""
     signs = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = {piece: number for number, piece in enumerate([*SPECIAL, *signs])}
+    pieces = {piece: number for number, piece in enumerate([*SPECIAL_TOKENS, *signs])}
     made = Tokenizer(models.BPE(vocab=pieces, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -150,10 +150,10 @@ def of_bytes() -> PreTrainedTokenizerBase:
         single=f"{first} $A", pair=f"{first} $A [SEP] $B:1", special_tokens=ids
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return PreTrainedTokenizerFast(tokenizer_object=made, **dict(zip(names, SPECIAL)))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **dict(zip(names, SPECIAL_TOKENS)))
 
 
-def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     """A fast tokenizer from a folder, a vocab.txt or the hub, without truncation or padding.
 
     Raises:
@@ -162,7 +162,7 @@ def load(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
     bare = _bare_vocabulary(Path(name))
     try:
         if name == BYTES:
-            tokenizer = of_bytes()
+            tokenizer = byte_tokenizer()
         elif bare is not None:
             tokenizer = BertTokenizer(vocab=str(bare), do_lower_case=not _has_capitals(bare))
         else:
@@ -197,7 +197,7 @@ def _has_capitals(file: Path) -> bool:
     return 100 * sum(bool(re.search("[A-Z]", word)) for word in words) > len(words)
 
 
-def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     """What decides the ids of a text, as JSON; not what the last call cut or padded."""
     try:
         backend = tokenizer.backend_tokenizer
@@ -218,8 +218,8 @@ def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def main(settings: VocabularySettings) -> None:
     """Learn and save; says where."""
-    learn_if_missing(settings.corpus)
-    print(f"{len(load(settings.corpus.tokenizer))} pieces in {settings.corpus.tokenizer}")
+    train_if_missing(settings.corpus)
+    print(f"{len(load_tokenizer(settings.corpus.tokenizer))} pieces in {settings.corpus.tokenizer}")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 import roformer
 from train.data import vocabulary
-from train.data.batching import Sequences, examples
-from train.data.corpus import tokenise
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex, make_batch
+from train.data.corpus import tokenize_corpus
+from train.data.masking import Vocab
 from train.loop.launch import run_command, start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
 from train.loop.objective import LanguageModel
@@ -61,8 +61,8 @@ class EvaluateSettings:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    sequences: Sequences,
-    special: SpecialTokens,
+    sequences: SequenceIndex,
+    vocab: Vocab,
     accelerator: Accelerator,
     batch: int = 32,
     chosen: NDArray[np.int64] | None = None,
@@ -73,7 +73,7 @@ def evaluate(
     Args:
         model: A `LanguageModel`, prepared by Accelerate.
         sequences: Held-out text.
-        special: The tokenizer's ids.
+        vocab: The tokenizer's ids.
         accelerator: Shares the batches out and adds the sums up.
         batch: Sequences a forward pass.
         chosen: Numbers of the sequences to read; None means all.
@@ -88,7 +88,7 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     objective = accelerator.unwrap_model(model)
     rate = None if objective.causal else MASK_RATE
-    tokens = dataclasses.replace(special, continuing=None)
+    tokens = dataclasses.replace(vocab, is_continuation=None)
     was_training = model.training
     model.eval()
     for turn in range(0, len(batches), accelerator.num_processes):
@@ -97,9 +97,9 @@ def evaluate(
         # where weights are sharded every process must take part; what is left over does not count
         rows = batches[min(place, len(batches) - 1)]
         first = np.zeros_like(rows)
-        tensors = examples(sequences, rows, first, tokens, rate, MASK_SEED, objective.packed)
+        tensors = make_batch(sequences, rows, first, tokens, rate, MASK_SEED, objective.packed)
         loss, right = model(**send_to_device(tensors, accelerator.device))
-        found = (loss.double(), right.double(), right.new_tensor(len(tensors["targets"])).double())
+        found = (loss.double(), right.double(), right.new_tensor(len(tensors["labels"])).double())
         sums += torch.stack(found) * (place < len(batches))
     model.train(was_training)
     loss, right, predicted = accelerator.reduce(sums).tolist()
@@ -112,7 +112,7 @@ def evaluate(
     }
 
 
-def first_indices(sequences: Sequences, limit: int | None) -> NDArray[np.int64]:
+def first_indices(sequences: SequenceIndex, limit: int | None) -> NDArray[np.int64]:
     """Numbers of the first sequences, at most `limit`."""
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
@@ -147,14 +147,14 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    tokenizer = vocabulary.load(settings.model, key="model")
+    tokenizer = vocabulary.load_tokenizer(settings.model, key="model")
     objective = load_language_model(settings.model, tokenizer, settings.length, settings.attention)
     with accelerator.local_main_process_first():
-        store = tokenise(settings.corpus, "validation", tokenizer)
+        store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(objective, evaluation_mode=True)
-    sequences, special = Sequences(store, settings.length), SpecialTokens.of(tokenizer)
+    sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
     chosen = first_indices(sequences, settings.sequences)
-    scores = evaluate(objective, sequences, special, accelerator, settings.batch, chosen)
+    scores = evaluate(objective, sequences, vocab, accelerator, settings.batch, chosen)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores

@@ -15,7 +15,8 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from train.settings import InputError, parse
+from train.command_line import parse_settings
+from train.settings import InputError
 
 SettingsT = TypeVar("SettingsT")
 
@@ -35,7 +36,7 @@ def run_command(
         default_config: YAML read when no `--config` is given.
     """
     try:
-        main(parse(settings, argv, default_config))
+        main(parse_settings(settings, argv, default_config))
     except InputError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedConfig
 
-from train.data.batching import mask_capacity
+from train.data.batching import max_predictions
 from train.loop.objective import LanguageModel
 from train.loop.run_log import peak_memory
 from train.settings import InputError, PretrainSettings
@@ -34,12 +34,12 @@ def largest_batch(
         length: Tokens of each.
         vocabulary: Ids are below.
         mask_rate: Share of tokens that is masked; None predicts every token.
-        packed: The layout, as in `packing.examples`.
+        packed: The layout, as in `batching.make_batch`.
     """
     ids = torch.randint(vocabulary, (rows, length))
-    predicted = mask_capacity(rows * length, mask_rate)
+    predicted = max_predictions(rows * length, mask_rate)
     places = torch.arange(predicted) * rows * length // predicted
-    batch: dict[str, Any] = {"places": places, "targets": ids.flatten()[places]}
+    batch: dict[str, Any] = {"label_positions": places, "labels": ids.flatten()[places]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return batch | {
@@ -109,7 +109,7 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
         sharded = accelerator.is_fsdp2
         with nullcontext() if sharded else accelerator.no_sync(model):
             loss, _ = model(**send_to_device(batch, accelerator.device))
-            accelerator.backward(loss / len(batch["targets"]))
+            accelerator.backward(loss / len(batch["labels"]))
         del moments
     except (MemoryError, RuntimeError) as error:
         # torch's error for a CPU has no class of its own
@@ -183,7 +183,7 @@ def _time(
         started = time.perf_counter()
         with accelerator.autocast():
             loss, _ = objective(**send_to_device(batch, accelerator.device))
-        (loss / len(batch["targets"])).backward()
+        (loss / len(batch["labels"])).backward()
         loss.item()  # waits for the device
         seconds = time.perf_counter() - started
     objective.zero_grad(set_to_none=True)

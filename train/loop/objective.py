@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from roformer.kernels.attention import UNPADDED
 from roformer.kernels.dispatch import is_plain
 from roformer.modeling_roformer import RoFormerPreTrainedModel
-from train.data.batching import IGNORED
+from train.data.batching import IGNORE_INDEX
 from train.settings import InputError
 
 ELEMENTS_AT_A_TIME = 2**20
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         return bool(getattr(self.model.config, "is_decoder", False))
 
     def forward(
-        self, input_ids: Tensor, places: Tensor, targets: Tensor, **layout: Any
+        self, input_ids: Tensor, label_positions: Tensor, labels: Tensor, **layout: Any
     ) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropies and number of right guesses over the predicted tokens.
 
@@ -78,10 +78,10 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: [B, L], or one packed row [1, T].
-            places: [n] positions of predicted tokens in the flattened `input_ids`.
-            targets: [n] their ids; -100 is no token and counts for nothing.
+            label_positions: [n] positions in the flattened `input_ids` whose hidden states predict.
+            labels: [n] token ids to predict; -100 is ignored.
             **layout: `attention_mask` [B, L], or of a packed row `position_ids` [1, T],
-                `cu_seq_lens_q` [B + 1] and `max_length_q`, as `packing.examples` makes them.
+                `cu_seq_lens_q` [B + 1] and `max_length_q`, as `batching.make_batch` makes them.
 
         Returns:
             Two scalars: loss in nats, float32, and a count.
@@ -90,8 +90,8 @@ class LanguageModel(nn.Module):
         if self.causal:
             layout["use_cache"] = False
         hidden = encoder(input_ids=input_ids, **layout).last_hidden_state
-        scores = self.model.cls(hidden.flatten(0, 1)[places])  # [n, V]
-        return cross_entropy(scores, targets)
+        scores = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
+        return cross_entropy(scores, labels)
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,14 +99,14 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         scores: [n, V], any floating dtype.
-        targets: [n], `IGNORED` counts for nothing.
+        targets: [n], `IGNORE_INDEX` counts for nothing.
     """
     if is_plain(scores):
         return _CrossEntropy.apply(scores, targets)
     scores = scores.float()
     with torch.no_grad():
         right = (scores.argmax(dim=-1) == targets).sum()
-    return F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum"), right
+    return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum"), right
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = max(1, ELEMENTS_AT_A_TIME // scores.shape[-1])
         for part, names, out in zip(*(x.split(rows) for x in (scores, targets, gradient))):
             x = part.float()
-            counted = names != IGNORED
+            counted = names != IGNORE_INDEX
             own = names.masked_fill(~counted, 0)[:, None]
             top = x.amax(dim=-1, keepdim=True)
             chosen = x.gather(1, own)

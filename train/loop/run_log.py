@@ -337,7 +337,7 @@ class RunLog:
         """Count one micro-batch of this process, `batch` on the host."""
         lengths = sequence_lengths(batch).double()
         self.read += torch.stack((lengths.sum(), lengths.square().sum()))
-        loss, predicted = loss.detach().double(), int((batch["targets"] >= 0).sum())
+        loss, predicted = loss.detach().double(), int((batch["labels"] >= 0).sum())
         values = torch.stack((loss, right.double(), torch.full_like(loss, predicted)))
         self.computed += torch.where(loss.isfinite(), values, 0.0)
 

@@ -10,13 +10,14 @@ from huggingface_hub import ModelCard
 
 from finetune.publish.pretrained import PublishSettings, main
 from roformer import RoFormerForMaskedLM
+from train.command_line import parse_settings
 from train.pretrain import main as pretrain
-from train.settings import InputError, PretrainSettings, parse
+from train.settings import InputError, PretrainSettings
 
 
 @pytest.fixture
 def finished(pretrain_flags, tmp_path):
-    pretrain(parse(PretrainSettings, [*pretrain_flags, "--optim.learning_rate=5e-3"]))
+    pretrain(parse_settings(PretrainSettings, [*pretrain_flags, "--optim.learning_rate=5e-3"]))
     return tmp_path / "runs" / "tiny"
 
 
@@ -81,9 +82,9 @@ def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
 
 def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain_flags, tmp_path):
     more = ["--optim.learning_rate=5e-3", "--optim.steps=24", "--run.allow_drift=true"]
-    pretrain(parse(PretrainSettings, [*pretrain_flags, *more, "--run.max_hours=1e-9"]))
+    pretrain(parse_settings(PretrainSettings, [*pretrain_flags, *more, "--run.max_hours=1e-9"]))
     good = PublishSettings(str(finished), str(tmp_path / "new"), "x")
     with pytest.raises(InputError, match="run must"):
         main(good)  # its log is newer than the weights of the model that was here
-    pretrain(parse(PretrainSettings, [*pretrain_flags, *more]))
+    pretrain(parse_settings(PretrainSettings, [*pretrain_flags, *more]))
     assert "| steps | 24 |" in (main(good) / "README.md").read_text()

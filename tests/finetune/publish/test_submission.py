@@ -22,7 +22,8 @@ from finetune.results import prediction_file, write_predictions
 from finetune.settings import GridSettings
 from tiny import command
 from tiny_results import RECIPE
-from train.settings import InputError, parse
+from train.command_line import parse_settings
+from train.settings import InputError
 
 MODEL = "runs/a/model"
 NLI = ["entailment", "neutral", "contradiction"]
@@ -298,7 +299,7 @@ def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, s
     (typed,) = re.findall("`(.*)`", message)
     launcher, flags = typed.split(" finetune.grid ")
     assert launcher == "accelerate launch --num_processes 1 --mixed_precision bf16 -m"
-    grid = parse(GridSettings, shlex.split(flags))
+    grid = parse_settings(GridSettings, shlex.split(flags))
     tasks = ["stsb", "mnli", "wnli"] if rate == 2e-5 else ["stsb", "mnli"]
     assert (grid.models, grid.tasks, grid.seeds) == ([MODEL], tasks, [3])
     assert (grid.glue_dir, grid.learning_rate, grid.epochs) == ("data/my glue", rate or 3e-5, 4)

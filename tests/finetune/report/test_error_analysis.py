@@ -22,8 +22,9 @@ from finetune.report.error_analysis import (
 from finetune.results import RUN_KEY, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
+from train.command_line import parse_settings
 from train.loop.launch import run_command
-from train.settings import InputError, parse
+from train.settings import InputError
 
 NAMES = TASKS["mnli"].labels
 FINE = {
@@ -346,7 +347,7 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
     assert capsys.readouterr().out.strip() == text.strip()
     assert "accelerate launch finetune/glue.py --task x" in text
     again = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
-    assert parse(ErrorAnalysisSettings, shlex.split(again)) == settings
+    assert parse_settings(ErrorAnalysisSettings, shlex.split(again)) == settings
     with pytest.raises(SystemExit) as left:
         run_command(main, ErrorAnalysisSettings, [*shlex.split(again), "--seed=7"])
     assert left.value.code == 2

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.kernels import attention
-from train.data.batching import borders_of
+from train.data.batching import packed_layout
 from train.loop.flops import step_flops
 from train.loop.objective import LanguageModel
 
@@ -45,7 +45,7 @@ def batch():
     mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
     row = ids[mask]
     places = torch.arange(0, len(row), 7)
-    packed = borders_of(LENGTHS) | {"input_ids": row[None]}
+    packed = packed_layout(LENGTHS) | {"input_ids": row[None]}
     return {"input_ids": ids, "attention_mask": mask.long()}, packed, places, row[places]
 
 
@@ -61,7 +61,7 @@ def test_a_step_does_the_arithmetic_of_the_formula_and_no_more(batch):
     _, packed, places, targets = batch
     model = objective()
     with FlopCounterMode(display=False) as counted:
-        loss, _ = model(places=places, targets=targets, **packed)
+        loss, _ = model(label_positions=places, labels=targets, **packed)
         loss.backward()
     squares = float((LENGTHS**2).sum())
     formula = step_flops(model.model.config, float(LENGTHS.sum()), squares, len(places))
@@ -100,7 +100,7 @@ def test_dropout_draws_four_numbers_at_a_time(batch):
     padded, _, places, targets = batch
     model = objective("eager")
     with Calls() as calls:
-        model(places=places, targets=targets, **padded)
+        model(label_positions=places, labels=targets, **padded)
     assert not {"bernoulli", "bernoulli_", "native_dropout"} & set(calls.number)
     assert calls.largest["random_"] == 4 * 4 * 64 * 64 // 4  # the weights of a layer
 
@@ -110,7 +110,7 @@ def test_the_loss_makes_no_float32_copy_of_all_scores(batch, monkeypatch):
     monkeypatch.setattr("train.loop.objective.ELEMENTS_AT_A_TIME", 3 * 500)
     model = objective()
     with Calls() as calls:
-        loss, _ = model(places=places, targets=targets, **packed)
+        loss, _ = model(label_positions=places, labels=targets, **packed)
         loss.backward()
     assert not {"_log_softmax", "nll_loss_forward"} & set(calls.number)
     assert calls.largest["exp_"] == 3 * 500

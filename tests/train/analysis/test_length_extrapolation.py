@@ -10,8 +10,8 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import compute_inv_freq, compute_rope_parameters
 from tiny import TINY_MODEL
 from train.analysis.length_extrapolation import LengthsSettings, main, same_text, ways
-from train.data.batching import Sequences
-from train.data.corpus import tokenise
+from train.data.batching import SequenceIndex
+from train.data.corpus import tokenize_corpus
 from train.settings import HeldOutSettings, InputError
 
 
@@ -27,7 +27,7 @@ def long_text(tmp_path):
 
 @pytest.mark.parametrize("length", [16, 32, 64, 128])
 def test_every_length_reads_the_start_of_the_long_documents(length, long_text, tokenizer):
-    sequences = Sequences(tokenise(long_text, "validation", tokenizer), length)
+    sequences = SequenceIndex(tokenize_corpus(long_text, "validation", tokenizer), length)
     start, tokens = sequences.spans(same_text(sequences, 128, documents=2))
     assert set(tokens) == {length - 2}
     first, second = 10, 10 + 200  # where the documents of 200 and 130 tokens begin
@@ -37,7 +37,7 @@ def test_every_length_reads_the_start_of_the_long_documents(length, long_text, t
 
 
 def test_a_text_too_short_for_the_longest_is_refused(long_text, tokenizer):
-    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 128)
+    sequences = SequenceIndex(tokenize_corpus(long_text, "validation", tokenizer), 128)
     with pytest.raises(InputError, match="corpus.validation must hold a document of 4094 tokens"):
         same_text(sequences, 4096, documents=2)
 
@@ -126,5 +126,5 @@ def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones
 
 
 def test_a_document_that_just_fills_the_longest_is_read(long_text, tokenizer):
-    sequences = Sequences(tokenise(long_text, "validation", tokenizer), 132)
+    sequences = SequenceIndex(tokenize_corpus(long_text, "validation", tokenizer), 132)
     assert len(same_text(sequences, 132, documents=9)) == 3  # of 200, 130 and 1,000 tokens

@@ -47,7 +47,7 @@ def test_every_peer_computes_the_same_loss_on_the_same_tokens(padded, monkeypatc
     torch.manual_seed(0)
     batch = Batch.of(work)
     assert int(batch.mask.sum()) == work.tokens == batch.packed["input_ids"].numel()
-    assert int((batch.labels >= 0).sum()) == len(batch.packed["targets"])
+    assert int((batch.labels >= 0).sum()) == len(batch.packed["labels"])
     monkeypatch.setattr(
         "train.bench.baselines.adamw", lambda model, *rest: torch.optim.SGD(zero(model))
     )

@@ -9,37 +9,38 @@ import pytest
 import torch
 
 from tiny import TINY_MODEL, log_rows
-from tiny_tokens import SPECIAL, store
+from tiny_tokens import VOCAB, make_token_store
+from train.command_line import parse_settings
 from train.data import batching, stateless_rng
 from train.data.batching import (
-    IGNORED,
-    Sequences,
-    Steps,
-    examples,
-    mask_capacity,
-    ordered,
+    IGNORE_INDEX,
+    SequenceIndex,
+    StepDataset,
+    make_batch,
+    max_predictions,
+    training_order,
 )
 from train.pretrain import main as pretrain
-from train.settings import InputError, PretrainSettings, parse
+from train.settings import InputError, PretrainSettings
 
 
 @pytest.fixture
-def sequences(tmp_path) -> Sequences:
+def sequences(tmp_path) -> SequenceIndex:
     """Document lengths as skewed as Wikipedia's; 0 and exact multiples among them."""
     lengths = np.random.default_rng(0).lognormal(4, 1.2, 3000).astype(int)
     lengths[:4] = [0, 62, 124, 63]
-    return Sequences(store(lengths, tmp_path), 64)
+    return SequenceIndex(make_token_store(lengths, tmp_path), 64)
 
 
-def steps_of(sequences, batch=32, micro=32, processes=1, rank=0, **layout) -> Steps:
-    return Steps(sequences, SPECIAL, batch, micro, 0.15, 0, processes, rank, **layout)
+def steps_of(sequences, batch=32, micro=32, processes=1, rank=0, **layout) -> StepDataset:
+    return StepDataset(sequences, VOCAB, batch, micro, 0.15, 0, processes, rank, **layout)
 
 
 def originals(batch) -> torch.Tensor:
     """Ids of a batch, masks undone."""
     ids = batch["input_ids"].flatten().clone()
-    real = batch["targets"] != IGNORED
-    ids[batch["places"][real]] = batch["targets"][real]
+    real = batch["labels"] != IGNORE_INDEX
+    ids[batch["label_positions"][real]] = batch["labels"][real]
     return ids.view_as(batch["input_ids"])
 
 
@@ -68,10 +69,10 @@ def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
     number = len(sequences)
     for epoch in (0, 1):
         place = np.arange(epoch * number, (epoch + 1) * number)
-        index, visit = ordered(sequences, place, 0)
+        index, visit = training_order(sequences, place, 0)
         assert (visit == epoch).all()
         batches = [
-            examples(sequences, index[i : i + 50], visit[i : i + 50], SPECIAL, 0.15, 0, packed)
+            make_batch(sequences, index[i : i + 50], visit[i : i + 50], VOCAB, 0.15, 0, packed)
             for i in range(0, number, 50)
         ]
         seen = torch.cat([originals(batch).flatten() for batch in batches])
@@ -82,10 +83,10 @@ def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
 
 def test_an_epoch_is_reordered_and_a_seed_decides(sequences):
     place = np.arange(500)
-    first, _ = ordered(sequences, place, 0)
-    assert (first == ordered(sequences, place, 0)[0]).all()
-    assert (first != ordered(sequences, place, 1)[0]).mean() > 0.9
-    assert (first != ordered(sequences, place + len(sequences), 0)[0]).mean() > 0.9
+    first, _ = training_order(sequences, place, 0)
+    assert (first == training_order(sequences, place, 0)[0]).all()
+    assert (first != training_order(sequences, place, 1)[0]).mean() > 0.9
+    assert (first != training_order(sequences, place + len(sequences), 0)[0]).mean() > 0.9
 
 
 def test_a_packed_step_holds_the_sequences_and_masks_of_the_padded_one(sequences):
@@ -93,7 +94,7 @@ def test_a_packed_step_holds_the_sequences_and_masks_of_the_padded_one(sequences
         steps_of(sequences, 32, 8)[4], steps_of(sequences, 32, 8, packed=True)[4]
     ):
         assert rows_of(packed) == rows_of(padded)
-        assert packed["targets"].tolist() == padded["targets"].tolist()
+        assert packed["labels"].tolist() == padded["labels"].tolist()
         real = padded["input_ids"][padded["attention_mask"].bool()]
         assert packed["input_ids"][0].tolist() == real.tolist()
         lengths = packed["cu_seq_lens_q"].diff()
@@ -108,7 +109,7 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain_flags, tmp_path):
     config = f"--model.config={json.dumps(TINY_MODEL | still)}"
     for kernel in ("sdpa", "unpadded"):
         flags = [*pretrain_flags, config, f"--run.name={kernel}", f"--model.attention={kernel}"]
-        pretrain(parse(PretrainSettings, flags))
+        pretrain(parse_settings(PretrainSettings, flags))
     for key in ("loss", "validation_loss", "tokens"):
         padded, packed = (
             list(log_rows(tmp_path / "runs" / name, key).values()) for name in ("sdpa", "unpadded")
@@ -117,35 +118,37 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain_flags, tmp_path):
 
 
 def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences):
-    for capacity in (500, 40):  # more than is predicted, and less
-        for free, fixed in zip(steps_of(sequences)[2], steps_of(sequences, capacity=capacity)[2]):
-            number = len(free["targets"])
+    for pad_predictions_to in (500, 40):  # more than is predicted, and less
+        for free, fixed in zip(
+            steps_of(sequences)[2], steps_of(sequences, pad_predictions_to=pad_predictions_to)[2]
+        ):
+            number = len(free["labels"])
             assert torch.equal(fixed["input_ids"], free["input_ids"])
-            assert torch.equal(fixed["places"][:number], free["places"])
-            assert torch.equal(fixed["targets"][:number], free["targets"])
-            assert (fixed["targets"][number:] == IGNORED).all()
-            assert len(fixed["targets"]) == len(fixed["places"])
-            assert 0 <= len(fixed["targets"]) - number < capacity
-            assert len(fixed["targets"]) % capacity == 0
+            assert torch.equal(fixed["label_positions"][:number], free["label_positions"])
+            assert torch.equal(fixed["labels"][:number], free["labels"])
+            assert (fixed["labels"][number:] == IGNORE_INDEX).all()
+            assert len(fixed["labels"]) == len(fixed["label_positions"])
+            assert 0 <= len(fixed["labels"]) - number < pad_predictions_to
+            assert len(fixed["labels"]) % pad_predictions_to == 0
 
 
 def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
     drawn = np.random.default_rng(0).binomial(4096, 0.15, 100_000)
-    assert drawn.max() < mask_capacity(4096, 0.15) < 1.25 * 4096 * 0.15
+    assert drawn.max() < max_predictions(4096, 0.15) < 1.25 * 4096 * 0.15
 
 
 def taken(sequences, epoch) -> np.ndarray:
     """How often an epoch takes each sequence."""
-    number = sequences.per_epoch
-    index, _ = ordered(sequences, np.arange(epoch * number, (epoch + 1) * number), 0)
+    number = sequences.epoch_size
+    index, _ = training_order(sequences, np.arange(epoch * number, (epoch + 1) * number), 0)
     return np.bincount(index, minlength=len(sequences))
 
 
 def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
     parts = (40, 31, 100)
     lengths = np.random.default_rng(0).integers(0, 300, sum(parts))
-    tokens = dataclasses.replace(store(lengths, tmp_path), parts=parts)
-    sequences = Sequences(tokens, 64, [2.0, 1.0, 0.5])
+    tokens = dataclasses.replace(make_token_store(lengths, tmp_path), parts=parts)
+    sequences = SequenceIndex(tokens, 64, [2.0, 1.0, 0.5])
     first, second = (np.split(taken(sequences, e), sequences.sizes.cumsum()[:-1]) for e in (0, 1))
     assert sequences.sizes.tolist() == [
         -(part // 62).sum() for part in np.split(-lengths, np.cumsum(parts)[:-1])
@@ -158,7 +161,7 @@ def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
     assert (first[2] + second[2] == 1).mean() > 0.99  # an odd one comes again
     documents = np.add.reduceat(first[2], np.arange(0, len(first[2]), 20))
     assert (documents > 0).all()  # the half is spread over the part
-    index, visit = ordered(sequences, np.arange(3 * sequences.per_epoch), 0)
+    index, visit = training_order(sequences, np.arange(3 * sequences.epoch_size), 0)
     assert len(set(zip(index.tolist(), visit.tolist()))) == len(index)  # so each is masked anew
 
 
@@ -169,23 +172,23 @@ def test_lengths_are_sorted_inside_windows_of_the_permutation(sequences, monkeyp
     assert number > 3 * 256
     for first in range(0, number, 256):
         places = np.arange(first, min(first + 256, number))
-        index, _ = ordered(sequences, places + number, 5)  # of the second epoch
-        assert sorted(index) == sorted(stateless_rng.permuted(places, number, 5, 1))
-        assert not np.array_equal(index, stateless_rng.permuted(places, number, 5, 1))
+        index, _ = training_order(sequences, places + number, 5)  # of the second epoch
+        assert sorted(index) == sorted(stateless_rng.permute(places, number, 5, 1))
+        assert not np.array_equal(index, stateless_rng.permute(places, number, 5, 1))
 
 
 def test_weights_of_one_change_nothing(sequences):
-    weighed = Sequences(sequences.store, 64, [1.0])
+    weighed = SequenceIndex(sequences.store, 64, [1.0])
     place = np.arange(100, 400)
-    for one, other in zip(ordered(weighed, place, 0), ordered(sequences, place, 0)):
+    for one, other in zip(training_order(weighed, place, 0), training_order(sequences, place, 0)):
         assert (one == other).all()
     assert weighed.mean_length == sequences.mean_length
 
 
 def test_the_mean_length_is_that_of_an_epoch(tmp_path):
-    tokens = dataclasses.replace(store([10] * 50 + [30] * 50, tmp_path), parts=(50, 50))
-    assert Sequences(tokens, 64).mean_length == pytest.approx(2 + 20)
-    assert Sequences(tokens, 64, [3.0, 1.0]).mean_length == pytest.approx(2 + 15)
+    tokens = dataclasses.replace(make_token_store([10] * 50 + [30] * 50, tmp_path), parts=(50, 50))
+    assert SequenceIndex(tokens, 64).mean_length == pytest.approx(2 + 20)
+    assert SequenceIndex(tokens, 64, [3.0, 1.0]).mean_length == pytest.approx(2 + 15)
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
@@ -211,14 +214,14 @@ def test_a_step_holds_the_same_examples_however_it_is_shared_out(sequences, proc
     assert rows(shared) == rows(steps_of(sequences)[5])
 
 
-class Billion(Sequences):
+class Billion(SequenceIndex):
     """As many sequences as a corpus of 100 billion tokens has, of lengths made up on the spot."""
 
     def __init__(self) -> None:
         self.sizes = self.draws = np.array([10**9])
 
     def spans(self, index):
-        return index * 126, (1 + stateless_rng.bits(7, index) % 126).astype(np.int64)
+        return index * 126, (1 + stateless_rng.random_bits(7, index) % 126).astype(np.int64)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8, 64, 1024])
@@ -226,19 +229,21 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
     sequences = Billion()
     for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
         place = np.arange(step * 2048, (step + 1) * 2048)
-        expected, visits = ordered(sequences, place, 0, 512)
+        expected, visits = training_order(sequences, place, 0, 512)
         found = []
         for rank in range(processes):
-            shares = Steps(sequences, SPECIAL, 2048, 2, 0.15, 0, processes, rank).shares(step)
-            assert sum(len(index) for index, _ in shares) == 2048 // processes
-            found += [pair for share in shares for pair in zip(*share)]
+            micro_batch_indices = StepDataset(
+                sequences, VOCAB, 2048, 2, 0.15, 0, processes, rank
+            ).micro_batch_indices(step)
+            assert sum(len(index) for index, _ in micro_batch_indices) == 2048 // processes
+            found += [pair for share in micro_batch_indices for pair in zip(*share)]
         assert sorted(found) == sorted(zip(expected, visits))
 
 
 def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
-    steps = Steps(Billion(), SPECIAL, 2048, 2, 0.15, 0, 1024, 1023)
+    steps = StepDataset(Billion(), VOCAB, 2048, 2, 0.15, 0, 1024, 1023)
     tracemalloc.start()
-    steps.shares(123_456)
+    steps.micro_batch_indices(123_456)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2e6
@@ -248,17 +253,17 @@ def test_the_order_of_a_billion_repeats_nothing():
     # two million places: a function that were no permutation would collide about 2,000 times
     windows = np.random.default_rng(0).choice(10**9 // 2048, 1000, replace=False)
     place = (windows[:, None] * 2048 + np.arange(2048)).flatten()
-    found = stateless_rng.permuted(place, 10**9, 0, 0)
+    found = stateless_rng.permute(place, 10**9, 0, 0)
     assert len(np.unique(found)) == len(place)
     assert found.min() >= 0
     assert found.max() < 10**9
     window = np.arange(77 * 2048, 78 * 2048)
-    index, _ = ordered(Billion(), window, 0)
-    assert sorted(index) == sorted(stateless_rng.permuted(window, 10**9, 0, 0))
+    index, _ = training_order(Billion(), window, 0)
+    assert sorted(index) == sorted(stateless_rng.permute(window, 10**9, 0, 0))
 
 
 def test_a_document_costs_a_process_half_a_byte(tmp_path):
-    sequences = Sequences(store(np.full(100_000, 3), tmp_path), 64)
+    sequences = SequenceIndex(make_token_store(np.full(100_000, 3), tmp_path), 64)
     held = sum(x.nbytes for x in vars(sequences).values() if isinstance(x, np.ndarray))
     assert held < 0.6 * 100_000
 
@@ -269,7 +274,7 @@ def test_rows_are_framed_and_masked_where_it_says(sequences):
     last = batch["attention_mask"].sum(1) - 1
     assert (batch["input_ids"][torch.arange(32), last] == 3).all()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
-    share = len(batch["places"]) / batch["attention_mask"].sum()
+    share = len(batch["label_positions"]) / batch["attention_mask"].sum()
     assert 0.1 < share < 0.2
 
 
@@ -283,7 +288,7 @@ def test_batches_that_cannot_be_shared_out_are_refused(sequences):
 def test_a_sequence_is_masked_anew_at_every_visit(sequences):
     rows = np.arange(50)
     first, second = (
-        examples(sequences, rows, np.full(50, visit), SPECIAL, 0.15, 0)["places"].tolist()
+        make_batch(sequences, rows, np.full(50, visit), VOCAB, 0.15, 0)["label_positions"].tolist()
         for visit in (0, 1)
     )
     assert len(set(first) & set(second)) < 0.3 * len(first)
@@ -291,8 +296,8 @@ def test_a_sequence_is_masked_anew_at_every_visit(sequences):
 
 def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
     def sizes(epoch, seed):
-        place = epoch * sequences.per_epoch + np.arange(1024)
-        return sequences.spans(ordered(sequences, place, seed)[0])[1]
+        place = epoch * sequences.epoch_size + np.arange(1024)
+        return sequences.spans(training_order(sequences, place, seed)[0])[1]
 
     for other in (sizes(1, 0), sizes(0, 1)):
         assert abs(np.corrcoef(sizes(0, 0), other)[0, 1]) < 0.3

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 import train.data.corpus
 from train.data import demo_corpus, vocabulary
-from train.data.corpus import TokeniseSettings, main, said, tokenise
-from train.data.documents import documents, documents_of, require_apart
+from train.data.corpus import TokenizeSettings, describe_store, main, tokenize_corpus
+from train.data.documents import check_disjoint_files, read_documents, read_source
 from train.data.token_store import TokenStore
 from train.settings import CorpusSettings, InputError
 
@@ -65,7 +65,7 @@ def test_every_format_gives_the_same_documents(written, tmp_path, name, packed):
     file = written / name
     if packed and name != "a.parquet":  # which is packed inside
         file = pack(file, packed)
-    found = [t.strip() for t in documents(corpus(str(file), tmp_path), "train")]
+    found = [t.strip() for t in read_documents(corpus(str(file), tmp_path), "train")]
     assert found == [t.strip() for t in TEXTS]
 
 
@@ -85,25 +85,25 @@ def test_a_damaged_archive_is_one_line_that_names_it(written, tmp_path, tokenize
         packed.write_bytes(wrong)
         message = f"corpus.train must be a readable file, got .*{packed.name}: .*; mend the file"
         with pytest.raises(InputError, match=message) as caught:
-            tokenise(corpus(str(packed), tmp_path), "train", tokenizer)
+            tokenize_corpus(corpus(str(packed), tmp_path), "train", tokenizer)
         assert "\n" not in str(caught.value)
 
 
 def test_archives_that_were_joined_are_read_to_the_end(written, tmp_path):
     packed = pack(written / "b.jsonl", "gzip")
     packed.write_bytes(packed.read_bytes() * 2)
-    assert len(list(documents(corpus(str(packed), tmp_path), "train"))) == 6
+    assert len(list(read_documents(corpus(str(packed), tmp_path), "train"))) == 6
 
 
 def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
-    assert len(list(documents(corpus(str(written), tmp_path), "train"))) == 9
-    assert len(list(documents(corpus(str(written / "*.*l*"), tmp_path), "train"))) == 3
+    assert len(list(read_documents(corpus(str(written), tmp_path), "train"))) == 9
+    assert len(list(read_documents(corpus(str(written / "*.*l*"), tmp_path), "train"))) == 3
     both = [str(written / "c.txt"), str(written / "a.parquet")]
-    assert len(list(documents(corpus(both, tmp_path), "train"))) == 6
+    assert len(list(read_documents(corpus(both, tmp_path), "train"))) == 6
 
 
 def test_stored_tokens_are_the_tokenizers(written, tmp_path, tokenizer):
-    store = tokenise(corpus(str(written / "a.parquet"), tmp_path), "train", tokenizer)
+    store = tokenize_corpus(corpus(str(written / "a.parquet"), tmp_path), "train", tokenizer)
     ids = np.split(everything(store), store.ends)[:-1]
     expected = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     assert [list(i) for i in ids] == expected
@@ -112,29 +112,29 @@ def test_stored_tokens_are_the_tokenizers(written, tmp_path, tokenizer):
 
 def test_a_store_is_reused_until_text_or_tokenizer_changes(written, tmp_path, tokenizer):
     settings = corpus(str(written / "c.txt"), tmp_path)
-    first = tokenise(settings, "train", tokenizer)
+    first = tokenize_corpus(settings, "train", tokenizer)
     before = state(first)
-    again = tokenise(settings, "train", tokenizer)
+    again = tokenize_corpus(settings, "train", tokenizer)
     assert again.folder == first.folder
     assert state(again) == before
-    pieces = [*vocabulary.SPECIAL, "the", "cat", "dog", "a"]
-    vocabulary.save(pieces, tmp_path / "other")
-    other = vocabulary.load(str(tmp_path / "other"))
-    assert tokenise(settings, "train", other).folder != first.folder
+    pieces = [*vocabulary.SPECIAL_TOKENS, "the", "cat", "dog", "a"]
+    vocabulary.save_tokenizer(pieces, tmp_path / "other")
+    other = vocabulary.load_tokenizer(str(tmp_path / "other"))
+    assert tokenize_corpus(settings, "train", other).folder != first.folder
     (written / "c.txt").write_text("a dog sees her friend .\n")
-    assert tokenise(settings, "train", tokenizer).folder != first.folder
+    assert tokenize_corpus(settings, "train", tokenizer).folder != first.folder
 
 
 def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenised(
     written, tmp_path, tokenizer, monkeypatch
 ):
-    first = tokenise(corpus(str(written), tmp_path), "train", tokenizer)
+    first = tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer)
     before = state(first)
     (written / "d.txt").write_text("her friend hears a song .\n")
     encoded = []
     encode = train.data.corpus._encode
     monkeypatch.setattr("train.data.corpus._encode", lambda t, k: encoded.extend(t) or encode(t, k))
-    joined = tokenise(corpus(str(written), tmp_path), "train", tokenizer)
+    joined = tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer)
     assert encoded == ["her friend hears a song .\n"]
     assert state(joined)[: len(before)] == before
     assert joined.folder.name != first.folder.name
@@ -143,18 +143,18 @@ def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenised(
 
 def test_a_file_is_read_again_only_when_it_changed(written, tmp_path, tokenizer, monkeypatch):
     settings = corpus(str(written / "c.txt"), tmp_path)
-    first = tokenise(settings, "train", tokenizer)
+    first = tokenize_corpus(settings, "train", tokenizer)
 
     def refuse(*arguments):
         raise AssertionError("the file was read")
 
     digest = hashlib.file_digest
     monkeypatch.setattr("train.data.corpus.hashlib.file_digest", refuse)
-    assert tokenise(settings, "train", tokenizer).folder == first.folder
+    assert tokenize_corpus(settings, "train", tokenizer).folder == first.folder
     monkeypatch.setattr("train.data.corpus.hashlib.file_digest", digest)
     text = (written / "c.txt").read_text()
     (written / "c.txt").write_text(text.replace("the moon", "the king"))  # as long as before
-    assert tokenise(settings, "train", tokenizer).folder != first.folder
+    assert tokenize_corpus(settings, "train", tokenizer).folder != first.folder
 
 
 @pytest.fixture
@@ -166,9 +166,9 @@ def small_shards(monkeypatch):
 
 def test_shards_hold_the_documents_in_order(corpus_folder, tmp_path, tokenizer, small_shards):
     settings = corpus(str(corpus_folder / "validation.jsonl"), tmp_path)
-    store = tokenise(settings, "train", tokenizer)
+    store = tokenize_corpus(settings, "train", tokenizer)
     assert len(store.shards) > 5
-    texts = list(documents(settings, "train"))
+    texts = list(read_documents(settings, "train"))
     ids = np.split(everything(store), store.ends)[:-1]
     expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
     assert [list(i) for i in ids] == expected
@@ -179,16 +179,16 @@ def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
     corpus_folder, tmp_path, tokenizer, small_shards, monkeypatch
 ):
     source = str(corpus_folder / "validation.jsonl")
-    whole = tokenise(corpus(source, tmp_path / "whole"), "train", tokenizer)
+    whole = tokenize_corpus(corpus(source, tmp_path / "whole"), "train", tokenizer)
     killed = 0
     while True:
         settings = corpus(source, tmp_path / f"killed-{killed}")
-        if not killed_at(killed + 1, lambda s=settings: tokenise(s, "train", tokenizer)):
+        if not killed_at(killed + 1, lambda s=settings: tokenize_corpus(s, "train", tokenizer)):
             break
         killed += 1
         finished = [p for p in Path(settings.cache).glob("*-*") if not p.name.startswith(".")]
         times = sorted(p.stat().st_mtime_ns for p in finished)
-        store = tokenise(settings, "train", tokenizer)
+        store = tokenize_corpus(settings, "train", tokenizer)
         assert contents(store) == contents(whole)
         assert sorted(p.stat().st_mtime_ns for p in store.shards)[: len(times)] == times
     assert killed > 3 * len(whole.shards)
@@ -218,14 +218,14 @@ def killed_at(moment: int, build) -> bool:
 
 def test_what_killed_builds_left_is_swept_and_a_running_one_is_not(written, tmp_path, tokenizer):
     settings = corpus(str(written / "c.txt"), tmp_path)
-    (shard,) = tokenise(settings, "train", tokenizer).shards
+    (shard,) = tokenize_corpus(settings, "train", tokenizer).shards
     shutil.rmtree(shard)
     old, young = (shard.with_name(f".{shard.name}.{name}") for name in ("old", "young"))
     for folder in (old, young):
         folder.mkdir()
         (folder / "tokens.bin").touch()
     os.utime(old, (0, 0))
-    tokenise(settings, "train", tokenizer)
+    tokenize_corpus(settings, "train", tokenizer)
     assert (old.exists(), young.exists()) == (False, True)
 
 
@@ -233,27 +233,27 @@ def test_a_shard_cut_short_by_a_power_failure_is_made_again(
     corpus_folder, tmp_path, tokenizer, small_shards
 ):
     settings = corpus(str(corpus_folder / "validation.jsonl"), tmp_path)
-    store = tokenise(settings, "train", tokenizer)
+    store = tokenize_corpus(settings, "train", tokenizer)
     before = contents(store)
     files = [store.shards[2] / "tokens.bin", store.shards[3] / "documents.bin"]
     files += [store.shards[4] / "manifest.json", store.folder / "documents.bin"]
     for file in files:
         file.write_bytes(file.read_bytes()[:-1])
-        assert contents(tokenise(settings, "train", tokenizer)) == before
+        assert contents(tokenize_corpus(settings, "train", tokenizer)) == before
 
 
 def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(written, tmp_path):
     def chinese(*words: str, **options: bool) -> transformers.PreTrainedTokenizerBase:
-        pieces = {piece: i for i, piece in enumerate([*vocabulary.SPECIAL, *words])}
+        pieces = {piece: i for i, piece in enumerate([*vocabulary.SPECIAL_TOKENS, *words])}
         return transformers.RoFormerTokenizer(vocab=pieces, **options)
 
     settings = corpus(str(written / "c.txt"), tmp_path)
-    store = tokenise(settings, "train", chinese("the", "cat", "moon"))
+    store = tokenize_corpus(settings, "train", chinese("the", "cat", "moon"))
     assert 5 in everything(store)
-    assert tokenise(settings, "train", chinese("the", "cat", "moon")).folder == store.folder
-    assert tokenise(settings, "train", chinese("the", "moon", "cat")).folder != store.folder
+    assert tokenize_corpus(settings, "train", chinese("the", "cat", "moon")).folder == store.folder
+    assert tokenize_corpus(settings, "train", chinese("the", "moon", "cat")).folder != store.folder
     kept = chinese("the", "cat", "moon", do_lower_case=False)
-    assert tokenise(settings, "train", kept).folder != store.folder
+    assert tokenize_corpus(settings, "train", kept).folder != store.folder
 
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
@@ -261,7 +261,7 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
     (tmp_path / "held-out.txt").write_text("the river sees a song .\n")
     settings = dataclasses.replace(settings, validation=str(tmp_path / "held-out.txt"))
     for made in (3, 0):
-        main(TokeniseSettings(settings))
+        main(TokenizeSettings(settings))
         line = capsys.readouterr().out.splitlines()[0]
         assert line.startswith("train: 9 documents, ")
         assert f", {made} of 3 shards made from " in line
@@ -271,7 +271,7 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
 def test_a_bar_says_how_many_documents_a_second(written, tmp_path, tokenizer, capsys, monkeypatch):
     at_once = {"delay": 0, "mininterval": 0}  # otherwise it shows itself after a second
     monkeypatch.setattr("train.data.corpus.tqdm", lambda **given: tqdm(**(given | at_once)))
-    number = len(tokenise(corpus(str(written), tmp_path), "train", tokenizer).ends)
+    number = len(tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer).ends)
     said = capsys.readouterr().err
     assert re.search(rf"tokenising train: {number} documents \[.* documents/s\]", said)
 
@@ -281,24 +281,24 @@ def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_p
     (written / "e[0].jsonl").write_text('{"text": null}\n')
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), written / "f.parquet")
     (written / "folder.txt").mkdir()
-    assert len(list(documents(corpus(str(written), tmp_path), "train"))) == 10
-    assert list(documents(corpus(str(written / "e[0].jsonl"), tmp_path), "train")) == [""]
+    assert len(list(read_documents(corpus(str(written), tmp_path), "train"))) == 10
+    assert list(read_documents(corpus(str(written / "e[0].jsonl"), tmp_path), "train")) == [""]
 
 
 def test_a_txt_without_blank_lines_is_cut_not_held_in_memory(tmp_path):
     (tmp_path / "long.txt").write_text("a line of text .\n" * 200_000)
-    found = list(documents(corpus(str(tmp_path / "long.txt"), tmp_path), "train"))
+    found = list(read_documents(corpus(str(tmp_path / "long.txt"), tmp_path), "train"))
     assert len(found) == 4
     assert sum(map(len, found)) == 17 * 200_000
 
 
 def test_a_tokenizers_saved_truncation_does_not_cut_documents(written, tmp_path, tokenizer_folder):
-    tokenizer = vocabulary.load(str(tokenizer_folder))
-    whole = tokenise(corpus(str(written / "c.txt"), tmp_path), "train", tokenizer)
+    tokenizer = vocabulary.load_tokenizer(str(tokenizer_folder))
+    whole = tokenize_corpus(corpus(str(written / "c.txt"), tmp_path), "train", tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.save_pretrained(tmp_path / "truncating")
-    again = vocabulary.load(str(tmp_path / "truncating"))
-    store = tokenise(corpus(str(written / "c.txt"), tmp_path / "x"), "train", again)
+    again = vocabulary.load_tokenizer(str(tmp_path / "truncating"))
+    store = tokenize_corpus(corpus(str(written / "c.txt"), tmp_path / "x"), "train", again)
     assert everything(store).tolist() == everything(whole).tolist()
 
 
@@ -316,15 +316,16 @@ def test_parts_follow_the_names_and_hub_data_sets_stand_among_files(
     splits = {part: [{"text": "the moon"}] for part in ("train", "validation")}
     monkeypatch.setattr("train.data.documents.datasets.load_dataset", lambda *a, **k: splits)
     names = [str(written), "owner/name", str(written / "c.txt")]
-    store = tokenise(corpus(names, tmp_path), "train", tokenizer)
+    store = tokenize_corpus(corpus(names, tmp_path), "train", tokenizer)
     assert store.parts == (9, 1, 3)
-    weighed = tokenise(corpus(names, tmp_path, weights=[1.0, 2.0, 3.0]), "train", tokenizer)
+    weighed = tokenize_corpus(corpus(names, tmp_path, weights=[1.0, 2.0, 3.0]), "train", tokenizer)
     assert weighed.parts == store.parts
 
 
 def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
     first, second = (
-        tokenise(corpus(str(written), tmp_path / name), "train", tokenizer) for name in ("x", "y")
+        tokenize_corpus(corpus(str(written), tmp_path / name), "train", tokenizer)
+        for name in ("x", "y")
     )
     assert contents(first) == contents(second)
 
@@ -376,7 +377,7 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, ma
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n')
     pq.write_table(pa.table({"text": [[1]]}), tmp_path / "lists.parquet")
     with pytest.raises(InputError, match=message) as caught:
-        tokenise(corpus(make(tmp_path), tmp_path), "train", tokenizer)
+        tokenize_corpus(corpus(make(tmp_path), tmp_path), "train", tokenizer)
     assert "\n" not in str(caught.value)
     left = {path.name for path in (tmp_path / "tokens").glob("*")}
     assert left <= {"hashes"}  # which hold whatever the file becomes
@@ -389,10 +390,10 @@ def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
 
     monkeypatch.setattr("train.data.documents.datasets.load_dataset", load_dataset)
     settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
-    assert list(documents(settings, "validation")) == [*TEXTS, ""]
+    assert list(read_documents(settings, "validation")) == [*TEXTS, ""]
     missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))
     with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
-        list(documents(missing, "validation"))
+        list(read_documents(missing, "validation"))
 
 
 def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path, monkeypatch):
@@ -402,23 +403,23 @@ def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path
     file.parent.mkdir(parents=True)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abcde"))
     for part, texts in (("train", ["c", "d", "e"]), ("validation", ["a", "b"])):
-        assert list(documents_of("owner/name", part, "text")) == texts
+        assert list(read_source("owner/name", part, "text")) == texts
     file.rename(file.with_name("test.jsonl"))
     with pytest.raises(InputError, match="hub data set with a train split"):
-        list(documents_of("owner/name", "train", "text"))
+        list(read_source("owner/name", "train", "text"))
 
 
 def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_corpus, "MEGABYTES", 0.3)
-    first = list(demo_corpus.documents())
-    assert first == list(demo_corpus.documents())
+    first = list(demo_corpus.read_docstrings())
+    assert first == list(demo_corpus.read_docstrings())
     texts = [text for text, _ in first]
     assert len(set(texts)) == len(texts)
     assert 0.25e6 < sum(map(len, texts)) <= 0.3e6
     held_out = [text for text, out in first if out]
     assert held_out
     settings = CorpusSettings(cache=str(tmp_path))
-    assert list(documents(settings, "validation")) == held_out
+    assert list(read_documents(settings, "validation")) == held_out
 
 
 def test_docstrings_are_read_without_running_the_file(tmp_path):
@@ -438,12 +439,12 @@ def test_linked_files_and_folders_are_read_once(written, tmp_path):
     (written / "itself").symlink_to(written)
     (written / "again.txt").symlink_to(written / "c.txt")
     plain = ["a.parquet", "b.jsonl", "c.txt"]
-    found = list(documents(corpus(str(written), tmp_path), "train"))
+    found = list(read_documents(corpus(str(written), tmp_path), "train"))
     named = corpus([str(written / name) for name in plain], tmp_path)
-    assert sorted(found) == sorted([*documents(named, "train"), "from elsewhere\n"])
+    assert sorted(found) == sorted([*read_documents(named, "train"), "from elsewhere\n"])
     (written / "lost.txt").symlink_to(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"readable file, got .*lost\.txt"):
-        tokenise(corpus(str(written), tmp_path), "train", vocabulary.of_bytes())
+        tokenize_corpus(corpus(str(written), tmp_path), "train", vocabulary.byte_tokenizer())
 
 
 def test_a_glob_may_match_the_folders_that_spark_writes(tmp_path):
@@ -453,7 +454,7 @@ def test_a_glob_may_match_the_folders_that_spark_writes(tmp_path):
             pa.table({"text": [text]}), tmp_path / f"{number}.parquet" / "part-0.parquet"
         )
         (tmp_path / f"{number}.parquet" / "_SUCCESS").touch()
-    assert list(documents(corpus(str(tmp_path / "*.parquet"), tmp_path), "train")) == TEXTS
+    assert list(read_documents(corpus(str(tmp_path / "*.parquet"), tmp_path), "train")) == TEXTS
 
 
 def test_a_file_that_grows_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
@@ -461,19 +462,19 @@ def test_a_file_that_grows_while_it_is_read_leaves_nothing(tmp_path, monkeypatch
     file.write_text("one\n")
 
     def reading(*arguments):
-        yield from documents_of(*arguments)
+        yield from read_source(*arguments)
         file.write_text("one\n\ntwo\n")
 
-    monkeypatch.setattr(train.data.corpus, "documents_of", reading)
+    monkeypatch.setattr(train.data.corpus, "read_source", reading)
     with pytest.raises(InputError, match=r"must not change while it is read, got .*growing\.txt"):
-        tokenise(corpus(str(file), tmp_path), "train", vocabulary.of_bytes())
+        tokenize_corpus(corpus(str(file), tmp_path), "train", vocabulary.byte_tokenizer())
     assert not list((tmp_path / "tokens").glob("*/tokens.bin"))
 
 
 @pytest.mark.parametrize("line", ['{"text": "\\ud800"}', '{"text": ' + "[" * 100_000])
 def test_json_that_is_no_text_is_named_by_its_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n' + line + "\n")
-    read = documents(corpus(str(tmp_path / "a.jsonl"), tmp_path), "train")
+    read = read_documents(corpus(str(tmp_path / "a.jsonl"), tmp_path), "train")
     assert next(read) == "\N{GRINNING FACE}"
     with pytest.raises(InputError, match=r"got line 2 of .*a\.jsonl"):
         next(read)
@@ -493,7 +494,7 @@ def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path, setti
 
     given = {key: filled(value) for key, value in settings.items()}
     with pytest.raises(InputError, match=message):
-        require_apart(CorpusSettings(**given, cache=str(tmp_path)))
+        check_disjoint_files(CorpusSettings(**given, cache=str(tmp_path)))
 
 
 def test_a_copy_under_another_name_is_no_held_out_text(written, tmp_path, tokenizer_folder):
@@ -503,23 +504,25 @@ def test_a_copy_under_another_name_is_no_held_out_text(written, tmp_path, tokeni
         settings, validation=str(tmp_path / "held-out.txt"), tokenizer=str(tokenizer_folder)
     )
     with pytest.raises(InputError, match="no file of corpus.train, got copies, of 3 documents"):
-        main(TokeniseSettings(settings))
+        main(TokenizeSettings(settings))
 
 
 def test_text_that_the_tokenizer_does_not_know_is_said_and_at_last_refused(tmp_path, tokenizer):
     (tmp_path / "half.txt").write_text("the moon \u0e01 \u0e02\n")
-    store = tokenise(corpus(str(tmp_path / "half.txt"), tmp_path), "train", tokenizer)
-    found = said("train", store)
+    store = tokenize_corpus(corpus(str(tmp_path / "half.txt"), tmp_path), "train", tokenizer)
+    found = describe_store("train", store)
     assert found.startswith("train: 1 documents, 4 tokens; warning: 50.0% of them are unknown")
     (tmp_path / "known.txt").write_text("the moon\n")
-    store = tokenise(corpus(str(tmp_path / "known.txt"), tmp_path), "train", tokenizer)
-    assert said("train", store) == "train: 1 documents, 2 tokens"
+    store = tokenize_corpus(corpus(str(tmp_path / "known.txt"), tmp_path), "train", tokenizer)
+    assert describe_store("train", store) == "train: 1 documents, 2 tokens"
     (tmp_path / "none.txt").write_text("\u0e01 \u0e02\n")
     with pytest.raises(InputError, match="corpus.tokenizer must know the text of corpus.train"):
-        tokenise(corpus(str(tmp_path / "none.txt"), tmp_path), "train", tokenizer)
+        tokenize_corpus(corpus(str(tmp_path / "none.txt"), tmp_path), "train", tokenizer)
 
 
 def test_a_vocabulary_is_read_line_by_line_as_transformers_does(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\N{LINE SEPARATOR}", "a", "b"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
-    assert vocabulary.load(str(tmp_path / "vocab.txt")).convert_tokens_to_ids(["a", "b"]) == [6, 7]
+    assert vocabulary.load_tokenizer(str(tmp_path / "vocab.txt")).convert_tokens_to_ids(
+        ["a", "b"]
+    ) == [6, 7]

@@ -11,18 +11,18 @@ from transformers import DataCollatorForLanguageModeling
 
 from tiny_glue import tiny_tokenizer
 from train.data import vocabulary
-from train.data.masking import SpecialTokens, corrupt
+from train.data.masking import Vocab, mask_tokens
 from train.settings import InputError
 
-SPECIAL = SpecialTokens(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
-WORDS = dataclasses.replace(SPECIAL, continuing=np.arange(60) >= 40)  # the last third goes on
+VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
+WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40)  # the last third goes on
 
 
-def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, special=SPECIAL):
+def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, vocab=VOCAB):
     ids = np.random.default_rng(0).integers(5, 60, (rows, 100))
     ids[:, 0], ids[:, -1] = 2, 0
     index = np.arange(rows)
-    return ids, *corrupt(ids, index, np.zeros_like(index), special, rate, seed)
+    return ids, *mask_tokens(ids, index, np.zeros_like(index), vocab, rate, seed)
 
 
 def within(count: int, number: int, share: float) -> bool:
@@ -34,7 +34,7 @@ def test_shares_are_berts_on_100_000_tokens(rate):
     ids, corrupted, chosen = sample(rate)
     inner, number = chosen[:, 1:-1], chosen.sum()
     assert within(number, inner.size, rate)
-    assert within((corrupted[chosen] == SPECIAL.mask).sum(), number, 0.8)
+    assert within((corrupted[chosen] == VOCAB.mask_id).sum(), number, 0.8)
     # a random token is the original one time in V
     assert within((corrupted[chosen] == ids[chosen]).sum(), number, 0.1 + 0.1 / 60)
 
@@ -52,25 +52,25 @@ def words(ids: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("rate", [0.15, 0.3])
 def test_words_are_chosen_whole_and_as_often_as_tokens_were(rate):
-    ids, corrupted, chosen = sample(rate, special=WORDS)
+    ids, corrupted, chosen = sample(rate, vocab=WORDS)
     number = words(ids)
     tokens, hits = np.bincount(number.flatten()), np.bincount(number.flatten(), chosen.flatten())
     maskable = np.bincount(number.flatten(), (ids >= 5).flatten()) > 0
     assert set(np.unique(hits[maskable] / tokens[maskable])) == {0.0, 1.0}
     assert within((hits > 0).sum(), maskable.sum(), rate)
     # neighbours share their choice, not their fate
-    assert within((corrupted[chosen] == SPECIAL.mask).sum(), chosen.sum(), 0.8)
+    assert within((corrupted[chosen] == VOCAB.mask_id).sum(), chosen.sum(), 0.8)
     assert within((corrupted[chosen] == ids[chosen]).sum(), chosen.sum(), 0.1 + 0.1 / 60)
-    later = chosen & WORDS.continuing[ids]
-    first = np.roll(corrupted, 1, axis=1) == SPECIAL.mask
-    assert within((corrupted[later & first] == SPECIAL.mask).sum(), (later & first).sum(), 0.8)
+    later = chosen & WORDS.is_continuation[ids]
+    first = np.roll(corrupted, 1, axis=1) == VOCAB.mask_id
+    assert within((corrupted[later & first] == VOCAB.mask_id).sum(), (later & first).sum(), 0.8)
 
 
 def test_special_tokens_are_never_chosen_with_their_words():
-    ids, corrupted, chosen = sample(0.9, special=WORDS)
+    ids, corrupted, chosen = sample(0.9, vocab=WORDS)
     ids[:, 50] = 3
     index = np.arange(len(ids))
-    corrupted, chosen = corrupt(ids, index, index * 0, WORDS, 0.9, 0)
+    corrupted, chosen = mask_tokens(ids, index, index * 0, WORDS, 0.9, 0)
     assert not chosen[ids < 5].any()
     np.testing.assert_array_equal(corrupted[ids < 5], ids[ids < 5])
 
@@ -78,21 +78,21 @@ def test_special_tokens_are_never_chosen_with_their_words():
 def test_a_sequence_that_begins_inside_a_word_begins_a_word():
     ids = np.tile([2, 50, 50, 3, 0], (2000, 1))
     index = np.arange(2000)
-    _, chosen = corrupt(ids, index, index * 0, WORDS, 0.5, 0)
+    _, chosen = mask_tokens(ids, index, index * 0, WORDS, 0.5, 0)
     assert (chosen[:, 1] == chosen[:, 2]).all()
     assert within(chosen[:, 1].sum(), 2000, 0.5)
 
 
 def test_words_go_on_where_the_vocabulary_says(tmp_path):
-    pieces = [*vocabulary.SPECIAL, "walk", "##ing", "##s"]
-    vocabulary.save(pieces, tmp_path / "pieces")
-    tokenizer = vocabulary.load(str(tmp_path / "pieces"))
-    special = SpecialTokens.of(tokenizer, whole_word=True)
-    assert special.continuing.tolist() == [False] * 6 + [True] * 2
-    assert SpecialTokens.of(tokenizer).continuing is None
+    pieces = [*vocabulary.SPECIAL_TOKENS, "walk", "##ing", "##s"]
+    vocabulary.save_tokenizer(pieces, tmp_path / "pieces")
+    tokenizer = vocabulary.load_tokenizer(str(tmp_path / "pieces"))
+    vocab = Vocab.from_tokenizer(tokenizer, whole_word=True)
+    assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
+    assert Vocab.from_tokenizer(tokenizer).is_continuation is None
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
     with pytest.raises(InputError, match="corpus.whole_word must be false unless .* with BPE"):
-        SpecialTokens.of(other, whole_word=True)
+        Vocab.from_tokenizer(other, whole_word=True)
 
 
 def test_special_tokens_and_padding_are_never_chosen():
@@ -110,14 +110,14 @@ def test_what_is_not_chosen_stays():
 def test_masks_belong_to_the_sequence_not_to_its_batch():
     ids, whole, _ = sample()
     rows = np.array([7, 3, 900])
-    alone, _ = corrupt(ids[rows, :50], rows, np.zeros(3, int), SPECIAL, 0.15, 0)
+    alone, _ = mask_tokens(ids[rows, :50], rows, np.zeros(3, int), VOCAB, 0.15, 0)
     np.testing.assert_array_equal(alone, whole[rows, :50])
 
 
 def test_epochs_and_seeds_give_other_masks():
     ids, whole, _ = sample()
     index = np.arange(len(ids))
-    later, _ = corrupt(ids, index, np.ones_like(index), SPECIAL, 0.15, 0)
+    later, _ = mask_tokens(ids, index, np.ones_like(index), VOCAB, 0.15, 0)
     assert (later != whole).mean() > 0.1
     assert (sample(seed=1)[1] != whole).mean() > 0.1
 
@@ -125,10 +125,10 @@ def test_epochs_and_seeds_give_other_masks():
 @pytest.fixture(scope="module")
 def collated(tokenizer):
     """80,000 tokens, our choice and corruption of them, and that of transformers' collator."""
-    special = SpecialTokens.of(tokenizer)
+    vocab = Vocab.from_tokenizer(tokenizer)
     ids = np.random.default_rng(0).integers(5, len(tokenizer), (2000, 40))
     index = np.arange(2000)
-    ours = corrupt(ids, index, np.zeros_like(index), special, 0.15, 0)
+    ours = mask_tokens(ids, index, np.zeros_like(index), vocab, 0.15, 0)
     torch.manual_seed(0)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     batch = collator([{"input_ids": row} for row in ids.tolist()])
@@ -155,4 +155,4 @@ def test_a_vocabulary_without_a_mask_is_refused_by_name():
     tokenizer = tiny_tokenizer()
     tokenizer.mask_token = None
     with pytest.raises(InputError, match="must have .*MASK.*, got none for .'mask_token_id'"):
-        SpecialTokens.of(tokenizer)
+        Vocab.from_tokenizer(tokenizer)

@@ -7,10 +7,10 @@ import pytest
 
 from tiny import command, log_rows
 from train.data import vocabulary
-from train.data.batching import Sequences, Steps
-from train.data.corpus import tokenise
-from train.data.documents import documents
-from train.data.masking import SpecialTokens
+from train.data.batching import SequenceIndex, StepDataset
+from train.data.corpus import tokenize_corpus
+from train.data.documents import read_documents
+from train.data.masking import Vocab
 from train.loop.run_log import sequence_lengths
 from train.settings import CorpusSettings
 
@@ -20,12 +20,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_wikipedia_batches_are_at_least_98_percent_text(real_data, tmp_path, packed, batch, micro):
-    tokenizer = vocabulary.load(str(real_data / "vocab" / "bert-base-uncased.txt"))
+    tokenizer = vocabulary.load_tokenizer(str(real_data / "vocab" / "bert-base-uncased.txt"))
     corpus = CorpusSettings(
         train=str(real_data / "corpus" / "wikipedia" / "validation.parquet"), cache=str(tmp_path)
     )
-    sequences = Sequences(tokenise(corpus, "train", tokenizer), 512)
-    steps = Steps(sequences, SpecialTokens.of(tokenizer), batch, micro, 0.15, 0, packed=packed)
+    sequences = SequenceIndex(tokenize_corpus(corpus, "train", tokenizer), 512)
+    steps = StepDataset(
+        sequences, Vocab.from_tokenizer(tokenizer), batch, micro, 0.15, 0, packed=packed
+    )
     number = len(sequences) // batch
     batches = [rows for step in range(number) for rows in steps[step]]
     real = sum(int(sequence_lengths(rows).sum()) for rows in batches)
@@ -35,16 +37,16 @@ def test_wikipedia_batches_are_at_least_98_percent_text(real_data, tmp_path, pac
 
 def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(real_data, tmp_path, monkeypatch):
     monkeypatch.setattr("train.data.corpus.BATCHES_A_SHARD", 4)
-    tokenizer = vocabulary.load(str(real_data / "vocab" / "bert-base-uncased.txt"))
+    tokenizer = vocabulary.load_tokenizer(str(real_data / "vocab" / "bert-base-uncased.txt"))
     source = CorpusSettings(
         train=str(real_data / "corpus" / "wikipedia" / "train-00000-of-00004.parquet")
     )
-    texts = documents(source, "train")
+    texts = read_documents(source, "train")
     with (tmp_path / "slice.jsonl").open("w") as stream:
         while stream.tell() < 20_000_000:
             stream.write(json.dumps({"text": next(texts)}) + "\n")
     stores = [
-        tokenise(
+        tokenize_corpus(
             CorpusSettings(train=str(tmp_path / "slice.jsonl"), cache=str(tmp_path / name)),
             "train",
             tokenizer,

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tiny import log_rows
-from train.data.stages import Stages, seed_of, stages_of
+from train.command_line import parse_settings
+from train.data.stages import StagedDataset, split_stages, stage_seed
 from train.pretrain import main
-from train.settings import InputError, PretrainSettings, parse
+from train.settings import InputError, PretrainSettings
 
 STAGES = [
     {"steps": 4},
@@ -20,21 +21,21 @@ STAGES = [
 
 def run(flags: list[str], *more: str, stages: list[dict] | None = None) -> PretrainSettings:
     value = f"--stages={json.dumps(STAGES if stages is None else stages)}"
-    settings = parse(PretrainSettings, [*flags, "--optim.steps=null", value, *more])
+    settings = parse_settings(PretrainSettings, [*flags, "--optim.steps=null", value, *more])
     main(settings)
     return settings
 
 
 def test_stages_replace_what_they_name_and_keep_the_rest(pretrain_flags):
     value = f"--stages={json.dumps(STAGES)}"
-    settings = parse(PretrainSettings, [*pretrain_flags, "--optim.steps=null", value])
-    stages = stages_of(settings)
+    settings = parse_settings(PretrainSettings, [*pretrain_flags, "--optim.steps=null", value])
+    stages = split_stages(settings)
     assert [s.corpus.length for s in stages] == [32, 48, 16]
     assert [s.optim.batch_size for s in stages] == [16, 8, 16]
     assert [s.optim.steps for s in stages] == [4, 5, 3]
     assert all(s.optim.learning_rate == settings.optim.learning_rate for s in stages)
-    assert len({seed_of(0, number) for number in range(3)}) == 3
-    assert seed_of(7, 0) == 7
+    assert len({stage_seed(0, number) for number in range(3)}) == 3
+    assert stage_seed(7, 0) == 7
 
 
 def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(
@@ -90,7 +91,7 @@ def test_impossible_stages_are_refused_by_name(stages, message, pretrain_flags, 
 
 def test_stages_and_steps_together_are_refused(pretrain_flags):
     with pytest.raises(InputError, match="optim needs one of .* got optim.steps, stages"):
-        parse(PretrainSettings, [*pretrain_flags, f"--stages={json.dumps(STAGES)}"])
+        parse_settings(PretrainSettings, [*pretrain_flags, f"--stages={json.dumps(STAGES)}"])
 
 
 def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_path):
@@ -107,6 +108,6 @@ def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_
 
 
 def test_a_stage_begins_at_once_where_the_one_before_it_ends():
-    first, second = (SimpleNamespace(special=None) for _ in range(2))
-    stages = Stages([(4, first), (None, second)])
-    assert [stages.find(step) for step in (3, 4, 5)] == [(first, 3), (second, 0), (second, 1)]
+    first, second = (SimpleNamespace(vocab=None) for _ in range(2))
+    stages = StagedDataset([(4, first), (None, second)])
+    assert [stages.locate(step) for step in (3, 4, 5)] == [(first, 3), (second, 0), (second, 1)]

@@ -9,23 +9,23 @@ from train.data import stateless_rng
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
 def test_permutation_hits_every_index_once(size):
-    result = stateless_rng.permuted(np.arange(size), size, 5, 2)
+    result = stateless_rng.permute(np.arange(size), size, 5, 2)
     assert sorted(result.tolist()) == list(range(size))
 
 
 def test_permutation_of_a_billion_needs_no_billion():
     size = 10**9
     index = np.array([0, 1, 17, size - 1])
-    result = stateless_rng.permuted(index, size, 0, 0)
+    result = stateless_rng.permute(index, size, 0, 0)
     assert len(set(result.tolist())) == 4
     assert (result >= 0).all()
     assert (result < size).all()
-    again = stateless_rng.permuted(17, size, 0, 0)
+    again = stateless_rng.permute(17, size, 0, 0)
     assert again == result[2]
 
 
 def test_permutations_of_different_epochs_differ_and_look_random():
-    first, second = (stateless_rng.permuted(np.arange(1000), 1000, 0, epoch) for epoch in (0, 1))
+    first, second = (stateless_rng.permute(np.arange(1000), 1000, 0, epoch) for epoch in (0, 1))
     assert (first == second).sum() < 10
     assert abs(stats.spearmanr(np.arange(1000), first).statistic) < 0.1
     assert abs(stats.spearmanr(first, second).statistic) < 0.1
@@ -39,6 +39,6 @@ def test_uniform_numbers_are_uniform_and_independent_along_every_name():
 
 
 def test_draws_are_named_by_order_as_well_as_value():
-    assert stateless_rng.bits(1, 2) != stateless_rng.bits(2, 1)
-    assert stateless_rng.bits(0) != stateless_rng.bits(0, 0)
-    assert stateless_rng.bits(3, np.arange(4))[2] == stateless_rng.bits(3, 2)
+    assert stateless_rng.random_bits(1, 2) != stateless_rng.random_bits(2, 1)
+    assert stateless_rng.random_bits(0) != stateless_rng.random_bits(0, 0)
+    assert stateless_rng.random_bits(3, np.arange(4))[2] == stateless_rng.random_bits(3, 2)

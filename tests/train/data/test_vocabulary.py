@@ -21,7 +21,7 @@ def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
     for file in ("vocab.txt", "tokenizer.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     pieces = (tmp_path / "a" / "vocab.txt").read_text().splitlines()
-    assert tuple(pieces[:5]) == vocabulary.SPECIAL
+    assert tuple(pieces[:5]) == vocabulary.SPECIAL_TOKENS
     assert len(set(pieces)) == len(pieces) <= 120
     assert any(piece.startswith("##") for piece in pieces)
 
@@ -36,7 +36,7 @@ def test_the_saved_tokenizer_is_a_bert_one_for_any_auto_class(tokenizer_folder):
 
 
 def test_a_vocab_txt_serves_as_tokenizer(tokenizer_folder, tokenizer):
-    from_file = vocabulary.load(str(tokenizer_folder / "vocab.txt"))
+    from_file = vocabulary.load_tokenizer(str(tokenizer_folder / "vocab.txt"))
     assert from_file.get_vocab() == tokenizer.get_vocab()
 
 
@@ -47,13 +47,13 @@ def test_a_bare_vocab_txt_is_read_in_its_own_case_in_a_folder_too(tmp_path):
     ):
         (tmp_path / name).mkdir()
         file = tmp_path / name / "vocab.txt"
-        file.write_text("\n".join([*vocabulary.SPECIAL, "[unused1]", *pieces]) + "\n")
+        file.write_text("\n".join([*vocabulary.SPECIAL_TOKENS, "[unused1]", *pieces]) + "\n")
         for given in (file, file.parent):
-            found = vocabulary.load(str(given)).tokenize("Hello World")
+            found = vocabulary.load_tokenizer(str(given)).tokenize("Hello World")
             assert found == (["Hello", "World"] if name == "cased" else ["hello", "world"])
     (tmp_path / "cased" / "vocab.txt").rename(tmp_path / "cased" / "words")
     with pytest.raises(InputError, match="got '.*cased'; save it there with save_pretrained"):
-        vocabulary.load(str(tmp_path / "cased"))
+        vocabulary.load_tokenizer(str(tmp_path / "cased"))
 
 
 def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
@@ -61,15 +61,15 @@ def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
     settings = CorpusSettings(
         train="/nowhere/x", tokenizer=str(tokenizer_folder), vocabulary_size=100
     )
-    vocabulary.learn_if_missing(settings)
+    vocabulary.train_if_missing(settings)
     assert (tokenizer_folder / "vocab.txt").stat().st_mtime_ns == before
 
 
 def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"corpus.tokenizer must be a folder, .* to learn one"):
-        vocabulary.load(str(tmp_path / "none"))
+        vocabulary.load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(InputError, match="model must be a folder, .*; check the path$"):
-        vocabulary.load(str(tmp_path / "none"), key="model")
+        vocabulary.load_tokenizer(str(tmp_path / "none"), key="model")
 
 
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
@@ -77,7 +77,7 @@ def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
     with pytest.raises(
         InputError, match=r"corpus.vocabulary_size must be at least the \d+ pieces in"
     ):
-        vocabulary.learn_if_missing(settings)
+        vocabulary.train_if_missing(settings)
 
 
 def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypatch):
@@ -87,17 +87,17 @@ def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypat
     for name in ("bert-base-uncased", "junnyu/roformer_chinese_base"):
         settings = CorpusSettings(train="text.txt", tokenizer=name, vocabulary_size=100)
         with pytest.raises(InputError, match=rf"corpus.tokenizer must .* '{name}'; write ./{name}"):
-            vocabulary.learn_if_missing(settings)
+            vocabulary.train_if_missing(settings)
     assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
     (tmp_path / "there").mkdir()
     for name in ("./words", "there/words", "runs/words", "some/new/words"):
-        vocabulary.learn_if_missing(dataclasses.replace(settings, tokenizer=name))
+        vocabulary.train_if_missing(dataclasses.replace(settings, tokenizer=name))
         assert (tmp_path / name / "tokenizer_config.json").is_file()
 
 
 def test_a_size_is_kept_even_with_many_characters():
     texts = ["".join(chr(0x100 + i) for i in range(300)) + " the cat the cat" for _ in range(3)]
-    pieces = vocabulary.learn(lambda: iter(texts), 120)
+    pieces = vocabulary.train_wordpiece(lambda: iter(texts), 120)
     assert len(pieces) <= 120
     assert {"t", "##e"} <= set(pieces)
 
@@ -108,5 +108,5 @@ def test_nothing_is_learned_from_nothing(tmp_path):
         train=str(tmp_path / "blank.txt"), tokenizer=str(tmp_path / "v"), vocabulary_size=100
     )
     with pytest.raises(InputError, match="corpus.train must hold text to learn from, got none"):
-        vocabulary.learn_if_missing(settings)
+        vocabulary.train_if_missing(settings)
     assert not (tmp_path / "v").exists()

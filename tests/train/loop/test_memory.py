@@ -9,14 +9,14 @@ from accelerate import Accelerator
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
-from tiny_tokens import SPECIAL
-from tiny_tokens import store as token_store
-from train.data.batching import Sequences, examples
+from tiny_tokens import VOCAB, make_token_store
+from train.command_line import parse_settings
+from train.data.batching import SequenceIndex, make_batch
 from train.loop.flops import measure_peak_flops, step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
 from train.pretrain import DEFAULT_CONFIG, main
-from train.settings import InputError, PretrainSettings, parse
+from train.settings import InputError, PretrainSettings
 
 
 def objective(**fields: object) -> LanguageModel:
@@ -39,7 +39,7 @@ def test_operations_of_a_layer_are_those_that_torch_counts():
     batch = largest_batch(3, 24, 60, 0.15, packed=False)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
-    predicted = len(batch["targets"])
+    predicted = len(batch["labels"])
     ours = step_flops(model.model.config, 72, 3 * 24**2, predicted)
     # the first layer's input needs no gradient with respect to the words
     assert counter.get_total_flops() == pytest.approx(ours, rel=0.03)
@@ -53,7 +53,7 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
     batch = largest_batch(2, 200, 60, 0.15, packed=False)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
-    ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["targets"]))
+    ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["labels"]))
     assert counter.get_total_flops() == pytest.approx(ours, rel=0.1)
 
 
@@ -62,13 +62,13 @@ def test_the_peak_is_a_rate_of_this_machine():
 
 
 def dry_run(flags, capsys):
-    main(parse(PretrainSettings, [*flags, "--run.dry=true"]))
+    main(parse_settings(PretrainSettings, [*flags, "--run.dry=true"]))
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, capsys):
     counted = dry_run(pretrain_flags, capsys)["parameters"]
-    main(parse(PretrainSettings, pretrain_flags))
+    main(parse_settings(PretrainSettings, pretrain_flags))
     about = json.loads((tmp_path / "runs" / "tiny" / "environment.json").read_text())
     assert counted == about["parameters"]
     capsys.readouterr()
@@ -78,7 +78,7 @@ def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, ca
 
 def test_a_dry_run_of_the_demo_counts_the_vocabulary_it_would_learn(tmp_path, capsys):
     flags = [f"--config={DEFAULT_CONFIG}", f"--run.folder={tmp_path}", "--run.tracker=null"]
-    settings = parse(PretrainSettings, [*flags, f"--corpus.tokenizer={tmp_path / 'no'}"])
+    settings = parse_settings(PretrainSettings, [*flags, f"--corpus.tokenizer={tmp_path / 'no'}"])
     size = settings.corpus.vocabulary_size
     model = RoFormerForMaskedLM(RoFormerConfig(**settings.model.config, vocab_size=size))
     flags.append(f"--corpus.tokenizer={tmp_path / 'no'}")
@@ -136,7 +136,7 @@ def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(pretrain_flags, m
         return whole(self, input_ids=input_ids, **batch)
 
     monkeypatch.setattr(LanguageModel, "forward", small)
-    main(parse(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
+    main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
     warned, _, report = capsys.readouterr().out.partition("{")
     assert "out of memory; optim.micro_batch is 2" in warned
     assert json.loads("{" + report)["micro_batch"] == [2]
@@ -158,13 +158,13 @@ def test_what_is_tried_divides_what_was_wanted(monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
 def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
-    sequences = Sequences(token_store(np.arange(5, 300), tmp_path), 24)
+    sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 24)
     tried = largest_batch(8, 24, 60, rate, packed=False)
-    assert tried["places"].max() < tried["input_ids"].numel() == 8 * 24
+    assert tried["label_positions"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)
-        batch = examples(sequences, rows, rows * 0, SPECIAL, rate, 0)
-        assert len(batch["targets"]) <= len(tried["targets"]) <= 8 * 24 + 8
+        batch = make_batch(sequences, rows, rows * 0, VOCAB, rate, 0)
+        assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.15, 16), (0.3, 8), (None, 4)])
@@ -172,17 +172,21 @@ def test_a_micro_batch_is_as_small_as_its_predicted_tokens_need(rate, size, monk
     model = objective()
     whole = model.forward
 
-    def small(places, **batch):
-        if len(places) > 5 * 24:
+    def small(label_positions, **batch):
+        if len(label_positions) > 5 * 24:
             raise torch.OutOfMemoryError("no room")
-        return whole(places=places, **batch)
+        return whole(label_positions=label_positions, **batch)
 
     monkeypatch.setattr(model, "forward", small)
     assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == size
 
 
 def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
-    main(parse(PretrainSettings, [*pretrain_flags, "--run.peak_tflops=1", "--run.log_every=6"]))
+    main(
+        parse_settings(
+            PretrainSettings, [*pretrain_flags, "--run.peak_tflops=1", "--run.log_every=6"]
+        )
+    )
     folder = tmp_path / "runs" / "tiny"
     rows = {key: log_rows(folder, key)[12] for key in ("mfu", "data_wait", "memory_gb")}
     assert 0 < rows["mfu"] < 1
@@ -195,7 +199,7 @@ def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
 
 def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, tmp_path):
     flags = [*pretrain_flags, "--optim.steps=null", "--optim.hours=0.0008", "--run.save_every=1000"]
-    main(parse(PretrainSettings, [*flags, "--run.validate_every=100000"]))
+    main(parse_settings(PretrainSettings, [*flags, "--run.validate_every=100000"]))
     folder = tmp_path / "runs" / "tiny"
     rates, seconds = (log_rows(folder, key) for key in ("learning_rate", "seconds"))
     last = max(rates)
@@ -209,6 +213,6 @@ def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, t
 @pytest.mark.parametrize("option", ["--model.gradient_checkpointing=true", "--run.workers=2"])
 def test_options_of_speed_and_memory_change_no_loss(option, pretrain_flags, tmp_path):
     for name, more in (("plain", []), ("other", [option])):
-        main(parse(PretrainSettings, [*pretrain_flags, f"--run.name={name}", *more]))
+        main(parse_settings(PretrainSettings, [*pretrain_flags, f"--run.name={name}", *more]))
     plain, other = (log_rows(tmp_path / "runs" / name) for name in ("plain", "other"))
     assert plain == pytest.approx(other, rel=1e-6)

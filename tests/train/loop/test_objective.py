@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import roformer
 from roformer.configuration_rules import POSITION_ENCODINGS
 from tiny import TINY_MODEL, enlarge
-from tiny_tokens import SPECIAL, store
-from train.data.batching import IGNORED, Sequences, examples
+from tiny_tokens import VOCAB, make_token_store
+from train.data.batching import IGNORE_INDEX, SequenceIndex, make_batch
 from train.loop.evaluate import evaluate
 from train.loop.objective import LanguageModel, cross_entropy
 from train.settings import InputError
@@ -61,7 +61,7 @@ def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
     targets = torch.tensor([7, 9])
     found = []
     for room in (0, 6):
-        filled = [F.pad(places, (0, room)), F.pad(targets, (0, room), value=IGNORED)]
+        filled = [F.pad(places, (0, room)), F.pad(targets, (0, room), value=IGNORE_INDEX)]
         loss, right = model(ids, *filled)
         found.append((loss, right, torch.autograd.grad(loss, model.parameters())))
     torch.testing.assert_close(found[1], found[0])
@@ -69,15 +69,15 @@ def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
 
 def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 30, 40)
-    sequences = Sequences(store(lengths, tmp_path), 24)
-    special = dataclasses.replace(SPECIAL, vocabulary=2000)
+    sequences = SequenceIndex(make_token_store(lengths, tmp_path), 24)
+    vocab = dataclasses.replace(VOCAB, size=2000)
     found = []
     for kernel in ("sdpa", "unpadded"):
         config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
         config._attn_implementation = kernel
         model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
         rows = np.arange(12)
-        batch = examples(sequences, rows, rows * 0, special, 0.3, 0, packed=model.packed)
+        batch = make_batch(sequences, rows, rows * 0, vocab, 0.3, 0, packed=model.packed)
         assert ("attention_mask" in batch) == (kernel == "sdpa")
         loss, right = model(**batch)
         found.append((loss.detach(), right, torch.autograd.grad(loss, model.parameters())))
@@ -102,12 +102,12 @@ def test_the_loss_by_parts_is_torchs_own(dtype, monkeypatch):
     scores = (5 * torch.randn(32, 97)).to(dtype)
     targets = torch.randint(0, 97, (32,))
     targets[::2] = scores[::2].argmax(dim=-1)
-    targets[::5] = IGNORED
+    targets[::5] = IGNORE_INDEX
     scores[2] = 1.0  # all equal: the first is the guess
     scores[4, :3], targets[4] = 50.0, 1  # the best, but not the first
     mine, exact = scores.clone().requires_grad_(), scores.double().requires_grad_()
     loss, right = cross_entropy(mine, targets)
-    expected = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORED)
+    expected = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     for value in (loss, expected):
         (value / 7).backward()
     assert loss.dtype == torch.float32
@@ -147,12 +147,12 @@ def test_a_score_that_is_not_finite_is_not_hidden():
 
 
 def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
-    sequences = Sequences(store(np.full(30, 20), tmp_path), 24)
+    sequences = SequenceIndex(make_token_store(np.full(30, 20), tmp_path), 24)
     config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
     model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
-    special = dataclasses.replace(SPECIAL, vocabulary=2000)
-    words = dataclasses.replace(special, continuing=np.arange(2000) % 3 > 0)
-    scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (special, words)]
+    vocab = dataclasses.replace(VOCAB, size=2000)
+    words = dataclasses.replace(vocab, is_continuation=np.arange(2000) % 3 > 0)
+    scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (vocab, words)]
     assert scores[0] == scores[1]
 
 
@@ -181,9 +181,9 @@ def test_where_the_loss_is_torchs_own_it_is_that_of_float32(monkeypatch):
 
 
 def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
-    sequences = Sequences(store(np.full(300, 20), tmp_path), 24)
+    sequences = SequenceIndex(make_token_store(np.full(300, 20), tmp_path), 24)
     config = roformer.RoFormerConfig(vocab_size=7000, **TINY_MODEL)
     model = LanguageModel(roformer.RoFormerForMaskedLM(config))
-    special = dataclasses.replace(SPECIAL, vocabulary=7000)
-    found = evaluate(model, sequences, special, Accelerator())["validation_tokens"]
+    vocab = dataclasses.replace(VOCAB, size=7000)
+    found = evaluate(model, sequences, vocab, Accelerator())["validation_tokens"]
     assert found / 6000 == pytest.approx(0.15, abs=0.02)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import (
+from launched_runs import (
     CPU,
     ENDLESS,
     KNOWN_PEAK,
@@ -21,16 +21,16 @@ from real_runs import (
     TORCHRUN,
     TWO_RANKS,
     assert_same_run,
-    changed,
-    children,
-    family,
+    child_pids,
+    child_processes,
     free_port,
-    here,
+    last_logged_step,
+    list_checkpoints,
+    log_mtime,
     newest_step,
-    ranks,
-    reached,
-    said,
-    saved,
+    rank_pids,
+    read_output,
+    run_in_process,
     start_ranks,
     train_until,
     wait_for,
@@ -64,7 +64,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
         (signal.SIGHUP, "rank 1"),
         (signal.SIGINT, "rank 0"),
     ):
-        before = changed(run)
+        before = log_mtime(run)
         both = start_ranks(start, flags)
         last = train_until(both[0], run, before, 2)
         if to == "group":
@@ -73,23 +73,24 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
             both[int(to[-1])].send_signal(number)
         assert [rank.wait(30) for rank in both] == [128 + number] * 2, to
         assert_saved_at_once(run, last)
-        assert f"{signal.Signals(number).name}: saved after step {newest_step(run)};" in said(
-            tmp_path
+        assert (
+            f"{signal.Signals(number).name}: saved after step {newest_step(run)};"
+            in read_output(tmp_path)
         )
 
-    before = changed(run)
+    before = log_mtime(run)
     torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
     last = train_until(torchrun, run, before, 2)
     torchrun.terminate()
     assert torchrun.wait(30) != 0
     assert_saved_at_once(run, last)
 
-    before = changed(run)
+    before = log_mtime(run)
     torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
     train_until(torchrun, run, before, 2)
-    orphans = sorted(ranks(tmp_path).items())
+    orphans = sorted(rank_pids(tmp_path).items())
     assert [rank for rank, _ in orphans] == [0, 1]
-    last = reached(run)  # looking for the ranks took a step or two
+    last = last_logged_step(run)  # looking for the ranks took a step or two
     torchrun.kill()
     torchrun.wait()
     assert [exit_code(pid, 30) for _, pid in orphans] == [128 + signal.SIGHUP] * 2
@@ -97,7 +98,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
 
     for more in ([], ["--run.name=whole"]):
         assert start(*TORCHRUN, SCRIPT, *flags, *more, **CPU).wait(PATIENCE) == 0
-    assert said(tmp_path).count("going on after step") == 8
+    assert read_output(tmp_path).count("going on after step") == 8
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
@@ -105,24 +106,24 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
 def test_a_signal_to_two_ranks_and_their_workers_costs_nothing(pretrain_flags, tmp_path, start):
     flags, run = [*pretrain_flags, *TWO_RANKS, "--run.workers=2"], tmp_path / "runs" / "tiny"
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        before = changed(run)
+        before = log_mtime(run)
         both = start_ranks(start, flags)
         last = train_until(both[0], run, before, 2)
-        assert all(len(children(rank.pid)) >= 2 for rank in both)
+        assert all(len(child_pids(rank.pid)) >= 2 for rank in both)
         os.killpg(both[0].pid, number)  # the workers hear it too
         assert [rank.wait(30) for rank in both] == [128 + number] * 2
         assert_saved_at_once(run, last)
-        wait_for(lambda: not family(tmp_path))
+        wait_for(lambda: not child_processes(tmp_path))
     for more in ([], ["--run.name=whole"]):
         assert start(*TORCHRUN, SCRIPT, *flags, *more, **CPU).wait(PATIENCE) == 0
-    assert said(tmp_path).count("going on after step") == 2
+    assert read_output(tmp_path).count("going on after step") == 2
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
 def assert_saved_at_once(run: Path, last: int) -> None:
     """A signal came after that step: in the next or the one after all agree, save and leave."""
     assert last < newest_step(run) <= last + 2
-    assert reached(run) == newest_step(run)  # nothing was trained past what was saved
+    assert last_logged_step(run) == newest_step(run)  # nothing was trained past what was saved
     assert not list(run.rglob("*.tmp"))
 
 
@@ -159,8 +160,8 @@ def test_the_slurm_script_queues_again_what_a_signal_ended_and_nothing_else(
     assert (folder / "asked").read_text() == "requeue 7\n"
     assert job("--optim.learning_rate=9").wait(PATIENCE) not in (0, None)
     assert job().wait(PATIENCE) == 0
-    assert reached(run) == 60
-    assert said(tmp_path).count("going on after step") == 1
+    assert last_logged_step(run) == 60
+    assert read_output(tmp_path).count("going on after step") == 1
     assert (folder / "asked").read_text() == "requeue 7\n"
 
 
@@ -182,12 +183,12 @@ def test_a_process_whose_launcher_was_killed_saves_and_leaves(pretrain_flags, tm
     run = tmp_path / "runs" / "tiny"
     launcher = start(*LAUNCH, SCRIPT, *flags)
     train_until(launcher, run, 0, 3)
-    (process,) = children(launcher.pid)
+    (process,) = child_pids(launcher.pid)
     launcher.kill()
     launcher.wait()
     assert exit_code(process, 30) == 128 + signal.SIGHUP
-    assert newest_step(run) == reached(run)
-    assert f"the launcher died: saved after step {newest_step(run)}" in said(tmp_path)
+    assert newest_step(run) == last_logged_step(run)
+    assert f"the launcher died: saved after step {newest_step(run)}" in read_output(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +205,14 @@ def test_a_process_whose_output_nobody_reads_any_more_saves_and_leaves(
     first = start(*command, SCRIPT, *flags, pipe=writer, PYTHONUNBUFFERED="", **CPU)
     os.close(writer)
     train_until(first, run, 0, 3)
-    (process,) = children(first.pid) if command else (first.pid,)
+    (process,) = child_pids(first.pid) if command else (first.pid,)
     if command:
         first.kill()
         first.wait()
     os.close(reader)
     code = exit_code(process, 30) if command else first.wait(30)
     assert code == 128 + signal.SIGHUP
-    assert newest_step(run) == reached(run) > 0
+    assert newest_step(run) == last_logged_step(run) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -230,11 +231,11 @@ def test_what_a_shell_started_without_a_launcher_outlives_it(pretrain_flags, tmp
     line = f"nohup {sys.executable} {SCRIPT} {flags} >> {tmp_path / 'output'} 2>&1 & wait"
     shell = start("-c", line, program="sh", **CPU)
     train_until(shell, run, 0, 3)
-    (process,) = children(shell.pid)
+    (process,) = child_pids(shell.pid)
     shell.kill()
     shell.wait()
-    last = reached(run)
-    wait_for(lambda: reached(run) > last + 5)
+    last = last_logged_step(run)
+    wait_for(lambda: last_logged_step(run) > last + 5)
     os.kill(process, signal.SIGTERM)
     assert exit_code(process, 30) == 128 + signal.SIGTERM
 
@@ -243,12 +244,12 @@ def test_ctrl_c_in_a_terminal_saves_and_again_ends_at_once(pretrain_flags, tmp_p
     run = tmp_path / "runs" / "tiny"
     launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS, "--run.workers=2")
     train_until(launcher, run, 0, 3)
-    (process,) = children(launcher.pid)
+    (process,) = child_pids(launcher.pid)
     os.killpg(launcher.pid, signal.SIGINT)  # the launcher and the workers hear it too
     assert launcher.wait(30) != 0
     assert exit_code(process, 30) == 128 + signal.SIGINT
-    assert newest_step(run) == reached(run) >= 3
-    assert f"SIGINT: saved after step {newest_step(run)};" in said(tmp_path)
+    assert newest_step(run) == last_logged_step(run) >= 3
+    assert f"SIGINT: saved after step {newest_step(run)};" in read_output(tmp_path)
     own = signal.signal(signal.SIGINT, signal.default_int_handler)
     with PreemptionHandler(time.monotonic(), None):
         os.kill(os.getpid(), signal.SIGINT)
@@ -264,8 +265,8 @@ def test_a_launcher_that_died_before_the_first_step_is_noticed_at_it(
     run = tmp_path / "runs" / "tiny"
     with checkpoint.lock_run_dir(run):  # so that the process waits before its first step
         launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
-        wait_for(lambda: "waiting up to" in said(tmp_path))
-        (process,) = children(launcher.pid)
+        wait_for(lambda: "waiting up to" in read_output(tmp_path))
+        (process,) = child_pids(launcher.pid)
         launcher.kill()
         launcher.wait()
     assert exit_code(process, 30) == 128 + signal.SIGHUP
@@ -277,17 +278,17 @@ def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain_flags, tmp
         *pretrain_flags, KNOWN_PEAK, "--optim.steps=40", "--optim.batch_size=128",
         "--run.save_every=1000", "--run.validate_every=1000",
     ]  # fmt: skip
-    here(flags, "--run.name=whole")
+    run_in_process(flags, "--run.name=whole")
     run, seconds = tmp_path / "runs" / "tiny", 1.0
     limited = start(SCRIPT, *flags, f"--run.max_hours={seconds / 3600}", **CPU)
     assert limited.wait(PATIENCE) == 0
-    (name,) = saved(run)
+    (name,) = list_checkpoints(run)
     state = json.loads((run / "checkpoints" / name / "state.json").read_text())
     assert 0 < state["step"] < 40
     assert state["seconds"] < seconds
-    assert f"run.max_hours: saved after step {state['step']};" in said(tmp_path)
+    assert f"run.max_hours: saved after step {state['step']};" in read_output(tmp_path)
     assert not (run / "model").exists()
-    here(flags)
+    run_in_process(flags)
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
@@ -295,10 +296,10 @@ def test_a_rank_that_dies_stops_the_launch(pretrain_flags, tmp_path, start):
     flags, run = [*pretrain_flags, *TWO_RANKS, "--run.save_every=1"], tmp_path / "runs" / "tiny"
     torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
     train_until(torchrun, run, 0, 2)
-    os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+    os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
     assert torchrun.wait(60) != 0
-    assert "Signal 9 (SIGKILL)" in said(tmp_path)
-    assert not family(tmp_path)
+    assert "Signal 9 (SIGKILL)" in read_output(tmp_path)
+    assert not child_processes(tmp_path)
     assert checkpoint.latest(run) is not None
 
 
@@ -307,23 +308,23 @@ def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(
     pretrain_flags, tmp_path, start
 ):
     flags, run = [*pretrain_flags, *TWO_RANKS], tmp_path / "runs" / "tiny"
-    here(flags, "--run.max_hours=1e-9")  # a checkpoint after the first step
-    before = changed(run)
+    run_in_process(flags, "--run.max_hours=1e-9")  # a checkpoint after the first step
+    before = log_mtime(run)
     torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
     train_until(torchrun, run, before, 2)
-    os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+    os.kill(rank_pids(tmp_path)[1], signal.SIGSTOP)
     assert torchrun.wait(75) != 0
-    assert "no sign of life for 25 s, stuck here" in said(tmp_path)
-    assert "most recent call first" in said(tmp_path)
-    assert not family(tmp_path)
+    assert "no sign of life for 25 s, stuck here" in read_output(tmp_path)
+    assert "most recent call first" in read_output(tmp_path)
+    assert not child_processes(tmp_path)
     assert start(*TORCHRUN, SCRIPT, *flags, **CPU).wait(PATIENCE) == 0
-    assert "going on after step" in said(tmp_path)
+    assert "going on after step" in read_output(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_when_it_is_continued(pretrain_flags, tmp_path, start):
     flags = [*pretrain_flags, KNOWN_PEAK, "--optim.steps=200"]
-    here(flags, "--run.name=whole")
+    run_in_process(flags, "--run.name=whole")
     launch, run = start(SCRIPT, *flags, **CPU), tmp_path / "runs" / "tiny"
     train_until(launch, run, 0, 2)
     os.kill(launch.pid, signal.SIGSTOP)
@@ -340,12 +341,12 @@ def test_a_data_worker_that_is_killed_stops_the_launch_and_the_next_goes_on(
     run = tmp_path / "runs" / "tiny"
     launch = start(SCRIPT, *flags, "--run.workers=2", **CPU)
     train_until(launch, run, 0, 2)
-    os.kill(children(launch.pid)[0], signal.SIGKILL)
+    os.kill(child_pids(launch.pid)[0], signal.SIGKILL)
     assert launch.wait(60) not in (0, None)
     # torch's words depend on who notices first: its signal handler, the queue, or the pipe
     reason = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
-    assert re.search(rf"{reason}|multiprocessing/connection.py", said(tmp_path))
-    assert not family(tmp_path)
-    here(flags)
-    here(flags, "--run.name=whole")
+    assert re.search(rf"{reason}|multiprocessing/connection.py", read_output(tmp_path))
+    assert not child_processes(tmp_path)
+    run_in_process(flags)
+    run_in_process(flags, "--run.name=whole")
     assert_same_run(tmp_path / "runs" / "whole", run)

@@ -42,7 +42,7 @@ BATCHES = ((10.0, 2, 7), (30.0, 8, 9))
 
 
 def add(journal, loss, predicted, length):
-    batch = {"targets": torch.zeros(predicted), "attention_mask": torch.ones(1, length)}
+    batch = {"labels": torch.zeros(predicted), "attention_mask": torch.ones(1, length)}
     journal.add(torch.tensor(loss), torch.tensor(1), batch)
 
 
@@ -239,7 +239,7 @@ def test_the_share_of_the_peak_is_of_all_processes_and_of_pairs_in_a_sequence(
     processes, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Accelerator, "num_processes", processes)
-    batch = {"targets": torch.zeros(30), "attention_mask": torch.ones(2, 50)}
+    batch = {"labels": torch.zeros(30), "attention_mask": torch.ones(2, 50)}
     with RunLog(Accelerator(cpu=True), tmp_path, START, 1, CONFIG, 1e6) as journal:
         journal.add(torch.tensor(9.0), torch.tensor(1), batch)
         journal.training(1, 0.5, torch.tensor(3.0))

@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tiny import ROOT, TINY_MODEL, log_rows
+from train.command_line import parse_settings
 from train.pretrain import main
-from train.settings import PretrainSettings, parse
+from train.settings import PretrainSettings
 
 SCRIPT = "train/pretrain.py"
 
@@ -48,7 +49,7 @@ ENDLESS = ["--optim.steps=100000", "--run.save_every=100000", KNOWN_PEAK]
 
 
 @contextmanager
-def starting(tmp_path: Path) -> Iterator[Start]:
+def process_starter(tmp_path: Path) -> Iterator[Start]:
     """Starts a command in a group of its own; orphans come to this process, to be waited for."""
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -82,21 +83,25 @@ def starting(tmp_path: Path) -> Iterator[Start]:
     try:
         yield begin
     finally:
-        for pid in family(tmp_path):
+        for pid in child_processes(tmp_path):
             os.kill(pid, signal.SIGKILL)
         for process in started:
             process.wait()
-        while orphan(tmp_path):
+        while remaining_processes(tmp_path):
             time.sleep(0.01)
         prctl(SUBREAPER, 0)
 
 
-def family(folder: Path) -> list[int]:
+def child_processes(folder: Path) -> list[int]:
     """All processes whose command names the folder, which is this test's alone."""
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if runs(pid, folder)]
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if names_folder(pid, folder)
+    ]
 
 
-def runs(pid: int, folder: Path) -> bool:
+def names_folder(pid: int, folder: Path) -> bool:
     try:
         return (
             pid != os.getpid() and str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -105,19 +110,19 @@ def runs(pid: int, folder: Path) -> bool:
         return False
 
 
-def orphan(folder: Path) -> list[int]:
+def remaining_processes(folder: Path) -> list[int]:
     """Processes of the test that still run, after those that ended were waited for."""
-    left = family(folder)
+    left = child_processes(folder)
     for pid in left:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
     return left
 
 
-def ranks(folder: Path) -> dict[int, int]:
+def rank_pids(folder: Path) -> dict[int, int]:
     """rank -> process of the training processes of the test."""
     found: dict[int, int] = {}
-    for pid in family(folder):
+    for pid in child_processes(folder):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         local = [v for v in variables if v.startswith(b"LOCAL_RANK=")]
@@ -126,7 +131,7 @@ def ranks(folder: Path) -> dict[int, int]:
     return found
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -137,7 +142,7 @@ def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
         time.sleep(0.003)
 
 
-def said(tmp_path: Path) -> str:
+def read_output(tmp_path: Path) -> str:
     return (tmp_path / "output").read_text(errors="replace")
 
 
@@ -148,16 +153,16 @@ def complete_rows(run: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def reached(run: Path) -> int:
+def last_logged_step(run: Path) -> int:
     return max((row["step"] for row in complete_rows(run)), default=0)
 
 
-def changed(run: Path) -> int:
+def log_mtime(run: Path) -> int:
     log = run / "log.jsonl"
     return log.stat().st_mtime_ns if log.exists() else 0
 
 
-def saved(run: Path) -> list[str]:
+def list_checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
@@ -180,14 +185,14 @@ def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: 
 
     def far_enough() -> bool:
         assert victim.poll() is None, "it ended by itself"
-        return changed(run) != before and reached(run) >= begun + steps
+        return log_mtime(run) != before and last_logged_step(run) >= begun + steps
 
     wait_for(far_enough)
-    return reached(run)
+    return last_logged_step(run)
 
 
-def here(flags: list[str], *more: str) -> PretrainSettings:
-    settings = parse(PretrainSettings, [*flags, KNOWN_PEAK, *more])
+def run_in_process(flags: list[str], *more: str) -> PretrainSettings:
+    settings = parse_settings(PretrainSettings, [*flags, KNOWN_PEAK, *more])
     main(settings)
     return settings
 

@@ -1,7 +1,7 @@
 """A device that is none: its tensors are on the CPU, and say that they are elsewhere.
 
 What mixes devices fails, as it would on a GPU, and what makes the host wait is counted. `python
-tests/support/pretended.py` needs a process of its own, for torch takes one such device for good.
+tests/support/fake_device.py` needs a process of its own, for torch takes one such device for good.
 """
 
 import os
@@ -22,7 +22,7 @@ from transformers import BertConfig, BertForMaskedLM
 import roformer
 from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
 from tiny import TINY_MODEL, enlarge
-from train.data.batching import IGNORED
+from train.data.batching import IGNORE_INDEX
 from train.loop.objective import LanguageModel
 
 LOOKS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
@@ -118,7 +118,7 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
         return make
 
     masked = text()
-    masked["labels"] = masked["input_ids"].masked_fill(masked["attention_mask"] == 0, IGNORED)
+    masked["labels"] = masked["input_ids"].masked_fill(masked["attention_mask"] == 0, IGNORE_INDEX)
     kernels = "eager", "sdpa", "unpadded"
     for kernel in kernels:
         for encoding in POSITION_ENCODINGS:
@@ -151,8 +151,8 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
     choices = {name: x[None] for name, x in text().items()} | {"labels": torch.tensor([1])}
     yield "choices", model("MultipleChoice", "sdpa"), choices
     bert = BertConfig(vocab_size=60, **TINY_MODEL)
-    wanted = masked["labels"].flatten().ne(IGNORED).nonzero()[::3, 0]
-    step = text() | {"places": wanted, "targets": masked["input_ids"].flatten()[wanted]}
+    wanted = masked["labels"].flatten().ne(IGNORE_INDEX).nonzero()[::3, 0]
+    step = text() | {"label_positions": wanted, "labels": masked["input_ids"].flatten()[wanted]}
     yield "a step of RoFormer", lambda: LanguageModel(model("MaskedLM", "sdpa")()), step
     yield "a step of BERT", lambda: LanguageModel(BertForMaskedLM(bert)), step
 
@@ -207,7 +207,7 @@ def check_waits() -> None:
     torch.manual_seed(0)
     config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
     objective = LanguageModel(roformer.RoFormerForMaskedLM(config))
-    step = text() | {"places": torch.arange(9), "targets": torch.arange(9)}
+    step = text() | {"label_positions": torch.arange(9), "labels": torch.arange(9)}
     with There():
         objective, step = objective.to("pretended:0"), elsewhere(step)
         for count in (1, 0):
