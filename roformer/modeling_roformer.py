@@ -10,10 +10,7 @@ Legend: B batch, L tokens, S keys, E width, H heads, D head width, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +38,9 @@ from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .input_checks import check_masks, check_positions, check_source, check_tokens
 from .kernels.attention import UNPADDED, eager_attention
-from .kernels.dispatch import is_plain, is_traced
+from .kernels.dispatch import is_plain
 from .kernels.dropout import Dropout
-from .kernels.linear import dense, is_untouched
+from .kernels.linear import dense
 from .linear_attention import (
     LinearAttentionCache,
     RandomFeatureMap,
@@ -59,9 +56,6 @@ from .position_encodings import (
 from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 
 logger = logging.get_logger(__name__)
-
-KEEP_THEIR_INPUT = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish", "mish"})
-"""Activations whose backward pass reads what went in; others, as relu, read what came out."""
 
 
 def _norm(config: RoFormerConfig, width: int) -> nn.Module:
@@ -206,61 +200,9 @@ class RoFormerResidual(nn.Module):
         self.LayerNorm = _norm(config, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout_prob)
 
-    def forward(
-        self, x: Tensor, residual: Tensor, again: Callable[[], Tensor] | None = None
-    ) -> Tensor:
-        """[B, L, width] and [B, L, E] to [B, L, E].
-
-        With `again`, which computes x, x itself is not kept for the backward pass.
-        """
-        with nullcontext() if again is None else _recomputed(x, again):
-            projected = dense(self.dense, x)
-        return self.LayerNorm(self.dropout(projected) + residual)
-
-
-@contextmanager
-def _recomputed(x: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """Within, `x` is not kept for the backward pass but computed again there.
-
-    Used for activations that keep their input in any case: without their output a layer keeps 14
-    instead of 18 times [B, L, E] of a base model, for one more activation.
-    """
-    place = x.untyped_storage()._cdata  # not x itself: hooks live as long as what they packed
-
-    def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.untyped_storage()._cdata == place:
-            shape = tensor.shape
-            return lambda: again().view(shape)
-        version = tensor._version
-
-        def same() -> Tensor:
-            if tensor._version != version:  # which autograd does not ask where there are hooks
-                raise RuntimeError(
-                    "weights must stay as they are between the forward and the backward pass, got "
-                    f"{list(tensor.shape)} modified by an inplace operation"
-                )
-            return tensor
-
-        return same
-
-    def unpack(packed: Callable[[], Tensor]) -> Tensor:
-        return packed()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
-
-
-def _keeps_tensors() -> bool:
-    """Whether a backward pass of the ordinary kind will follow.
-
-    Compilers and tracers choose what to keep by themselves; so do checkpoints, offloading and
-    others that set hooks of their own; and torch.func allows none.
-    """
-    if not torch.is_grad_enabled() or is_traced():
-        return False
-    kept_otherwise = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return allowed and not kept_otherwise
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[B, L, width] and [B, L, E] to [B, L, E]."""
+        return self.LayerNorm(self.dropout(dense(self.dense, x)) + residual)
 
 
 class RoFormerAttention(nn.Module):
@@ -313,8 +255,6 @@ class RoFormerLayer(GradientCheckpointingLayer):
             self.crossattention = RoFormerAttention(config, layer_idx, crosses=True)
         self.intermediate = RoFormerIntermediate(config)
         self.output = RoFormerResidual(config, config.intermediate_size)
-        self.keeps_its_input = config.hidden_act in KEEP_THEIR_INPUT
-        self.activation_type = type(self.intermediate.intermediate_act_fn)
 
     def forward(
         self,
@@ -339,26 +279,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
                 past_key_values,
                 **kwargs,
             )
-        if not self._may_recompute():
-            return self.output(self.intermediate(attended), attended)
-        before = dense(self.intermediate.dense, attended)
-        again = partial(self.intermediate.intermediate_act_fn, before)
-        return self.output(again(), attended, again)
-
-    def _may_recompute(self) -> bool:
-        """Whether the activation's output may be computed again instead of being kept.
-
-        Not with what is somebody else's: what they make of it may not come out a second time.
-        """
-        if not (self.keeps_its_input and _keeps_tensors()):
-            return False
-        widen, close = self.intermediate, self.output
-        parts: dict[nn.Module, type] = {
-            widen: RoFormerIntermediate,
-            widen.intermediate_act_fn: self.activation_type,
-        }
-        parts |= {close: RoFormerResidual, close.dense: nn.Linear}
-        return all(is_untouched(part, made) for part, made in parts.items())
+        return self.output(self.intermediate(attended), attended)
 
 
 class RoFormerEncoder(nn.Module):
