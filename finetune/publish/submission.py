@@ -1,13 +1,13 @@
-"""The zip that gluebenchmark.com scores, from the saved test predictions of one model's runs.
+"""The zip for gluebenchmark.com, built from the saved test predictions of one model's runs.
 
     python -m finetune.publish.submission --results results.jsonl --model MODEL --output s.zip
     python -m finetune.publish.submission --check submission.zip
 
-Eleven files of `index<TAB>prediction`, one a test split; AX is predicted by the run on MNLI. The
-form is that of jiant, whose authors made the benchmark: names of classes for MNLI, AX, QNLI and
-RTE, ids for the others (WNLI too), three decimals for STS-B. Nothing was sent to the server from
-here. Of several runs of a task the best on validation serves, as in BERT's protocol (Devlin et al.
-2019, arXiv:1810.04805, section 4.1); the table that is printed names each.
+Eleven files of `index<TAB>prediction`, one for each test split; AX is predicted by the run on MNLI.
+The format is that of jiant, by the benchmark's authors: class names for MNLI, AX, QNLI and RTE,
+class ids for the others, three decimals for STS-B. No zip was sent to the server by this project.
+Of several runs of a task the best on validation is used, as by Devlin et al. 2019
+(arXiv:1810.04805, section 4.1).
 """
 
 import io
@@ -35,32 +35,28 @@ from finetune.results import (
 from finetune.settings import Recipe, normalize_paths
 from finetune.tasks import TASKS
 from train.loop.launch import run_command
-from train.settings import InputError, require
+from train.settings import InputError, reason, require
 
-Line = dict[str, Any]
+Result = dict[str, Any]
 
 HEADER = "index\tprediction"
 NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
-"""A score; float() takes more (nan, inf, 1_0, blanks)."""
-PINS = ("seed", "learning_rate")
-"""Settings that narrow the choice of runs."""
+"""A score; float() accepts more (nan, inf, 1_0, blanks)."""
 LINE_BYTES = 64
-"""More than a line needs: a file may unpack to so much for each of its rows, no further."""
-UNREADABLE = (
-    EOFError, ValueError, OverflowError, RuntimeError, zlib.error, zipfile.BadZipFile,
-)  # fmt: skip
-"""What zipfile raises at a file that is no zip, or is damaged, encrypted or of an unknown kind."""
+"""Upper bound on the bytes of a line, which limits how much is unpacked."""
+ZIP_ERRORS = (EOFError, ValueError, OverflowError, RuntimeError, zlib.error, zipfile.BadZipFile)
+"""Raised by zipfile for a file that is no zip, or is damaged, encrypted or of an unknown kind."""
 
 
 @dataclass(frozen=True)
-class Member:
+class ServerFile:
     """One file of the zip.
 
     Attributes:
         name: As the server expects it.
-        task: Whose runs predict it.
-        split: The name of those predictions.
-        labels: What the server calls the classes, in the order of their ids; None for a value.
+        task: Task whose runs predict it.
+        split: Name of those predictions.
+        labels: The server's names of the classes, in the order of their ids; None for a value.
     """
 
     name: str
@@ -74,20 +70,25 @@ class Member:
         task, split = ("ax", "test") if self.split == "ax" else (self.task, self.split)
         return TASKS[task].splits[split] or 0
 
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound on its size."""
+        return LINE_BYTES * (self.rows + 1)
+
 
 _IDS, _NLI = ("0", "1"), TASKS["mnli"].labels
-MEMBERS = (
-    Member("CoLA.tsv", "cola", "test", _IDS),
-    Member("SST-2.tsv", "sst2", "test", _IDS),
-    Member("MRPC.tsv", "mrpc", "test", _IDS),
-    Member("STS-B.tsv", "stsb", "test", None),
-    Member("QQP.tsv", "qqp", "test", _IDS),
-    Member("MNLI-m.tsv", "mnli", "test_matched", _NLI),
-    Member("MNLI-mm.tsv", "mnli", "test_mismatched", _NLI),
-    Member("QNLI.tsv", "qnli", "test", TASKS["qnli"].labels),
-    Member("RTE.tsv", "rte", "test", TASKS["rte"].labels),
-    Member("WNLI.tsv", "wnli", "test", _IDS),
-    Member("AX.tsv", "mnli", "ax", _NLI),
+FILES = (
+    ServerFile("CoLA.tsv", "cola", "test", _IDS),
+    ServerFile("SST-2.tsv", "sst2", "test", _IDS),
+    ServerFile("MRPC.tsv", "mrpc", "test", _IDS),
+    ServerFile("STS-B.tsv", "stsb", "test", None),
+    ServerFile("QQP.tsv", "qqp", "test", _IDS),
+    ServerFile("MNLI-m.tsv", "mnli", "test_matched", _NLI),
+    ServerFile("MNLI-mm.tsv", "mnli", "test_mismatched", _NLI),
+    ServerFile("QNLI.tsv", "qnli", "test", TASKS["qnli"].labels),
+    ServerFile("RTE.tsv", "rte", "test", TASKS["rte"].labels),
+    ServerFile("WNLI.tsv", "wnli", "test", _IDS),
+    ServerFile("AX.tsv", "mnli", "ax", _NLI),
 )
 
 
@@ -98,16 +99,16 @@ class SubmissionSettings:
     results: str = "results.jsonl"
     """File of runs made with `--test true`; their predictions lie beside it."""
     model: str | None = None
-    """The model, as it is named there; of its runs of a task the best on validation serves."""
+    """The model, as it is named there; of its runs of a task the best on validation is used."""
     output: str = "submission.zip"
     """The zip."""
     seed: int | None = None
-    """Look only at runs with this seed."""
+    """Use only runs with this seed."""
     learning_rate: float | None = None
-    """Look only at runs with this peak rate."""
+    """Use only runs with this peak learning rate."""
     placeholders: bool = False
-    """Give files without predictions the first class in every row, because the server wants all
-    files; what it says of those, and its average, mean nothing."""
+    """Fill files without predictions with the first class, because the server requires all files;
+    its scores for those and its average are then meaningless."""
     check: str | None = None
     """Check this zip, wherever it was made, and write none."""
 
@@ -117,8 +118,8 @@ class SubmissionSettings:
         found, remedy = " and ".join(given) or "neither", "model writes a zip, check reads one"
         require(len(given) == 1, "submission", "needs one of model and check", found, remedy)
         usable = self.output.endswith(".zip") and not os.path.isdir(self.output)
-        remedy = "choose another name"
-        require(usable, "output", "must name a file that ends in .zip", self.output, remedy)
+        rule = "must name a file that ends in .zip"
+        require(usable, "output", rule, self.output, "choose another name")
 
 
 @dataclass(frozen=True)
@@ -126,236 +127,240 @@ class Choice:
     """The run that predicts a task.
 
     Attributes:
-        line: Its line in the results.
-        runs: How many it is the best of.
-        better: How many runs score better, but made no test predictions.
+        result: Its line in results.jsonl.
+        candidates: Number of runs it is the best of.
+        better: Number of runs with a better score but without test predictions.
     """
 
-    line: Line
-    runs: int
+    result: Result
+    candidates: int
     better: int
 
-
-Sources = dict[Member, Choice | str]  # the run whose predictions serve, or why there are none
+    def __str__(self) -> str:
+        """One line for the printed table."""
+        result = self.result
+        parts = [run_name(result), f"rate {result['learning_rate']:g}", f"seed {result['seed']}"]
+        parts += ["from MNLI"] * (result["mnli"] is not None)
+        parts += ["one answer for every validation row"] * bool(result.get("collapsed"))
+        parts.append(f"best of {self.candidates}" if self.candidates > 1 else "the only run")
+        parts += [f"{self.better} better without test predictions"] * bool(self.better)
+        return ", ".join(parts)
 
 
 def main(settings: SubmissionSettings) -> None:
-    """Write the zip, whole or not at all, or check one; say what is in it.
+    """Write the zip, completely or not at all, or check one; print what is in it.
 
     Raises:
-        InputError: Predictions are missing or do not fit, or the zip is not what the server takes.
+        InputError: Predictions are missing or do not fit, or the server would refuse the zip.
     """
     if settings.check is not None:
-        check_zip(_content(settings.check), settings.check)
-        print(f"{settings.check}: all {len(MEMBERS)} files are as the server takes them")
+        check_zip(_read_zip(settings.check), settings.check)
+        print(f"{settings.check}: all {len(FILES)} files are as the server takes them")
         return
-    lines = model_lines(settings)
-    found = sources(settings, lines)
-    if not settings.placeholders and any(isinstance(source, str) for source in found.values()):
-        raise _incomplete(settings, lines, found)
-    files = {member.name: tsv(settings.results, member, found[member]) for member in MEMBERS}
-    packed = pack(files)
+    results = model_results(settings)
+    sources = choose_runs(settings, results)
+    missing = {file: source for file, source in sources.items() if isinstance(source, str)}
+    if missing and not settings.placeholders:
+        named = ", ".join(f"{file.name} ({why})" for file, why in missing.items())
+        command = _grid_command(settings, results, list({file.task: None for file in missing}))
+        raise InputError(
+            f"{settings.results} must have test predictions of {settings.model} for all "
+            f"{len(FILES)} files, got none for {named}; make them with `{command}`, or give "
+            "--placeholders true"
+        )
+    packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
     check_zip(packed, settings.output)
     _write(Path(settings.output), packed)
-    _tell(settings.output, found)
+    _print_sources(settings.output, sources)
 
 
-def model_lines(settings: SubmissionSettings) -> list[Line]:
-    """The model's lines, those of the control from random weights left out.
+def model_results(settings: SubmissionSettings) -> list[Result]:
+    """The model's lines, without those of random weights.
 
     Raises:
         InputError: The results have none of this model.
     """
-    every = [line for line in read_results(settings.results) if not line["random_weights"]]
-    lines = [line for line in every if line["model"] == settings.model]
-    models = ", ".join(sorted({line["model"] for line in every})) or "no runs"
-    rule, remedy = f"must be one of those in {settings.results}", f"there: {models}"
-    require(bool(lines), "model", rule, settings.model, remedy)
-    return lines
+    pretrained = [x for x in read_results(settings.results) if not x["random_weights"]]
+    results = [x for x in pretrained if x["model"] == settings.model]
+    models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
+    rule = f"must be one of those in {settings.results}"
+    require(bool(results), "model", rule, settings.model, f"there: {models}")
+    return results
 
 
-def sources(settings: SubmissionSettings, lines: Sequence[Line]) -> Sources:
-    """Where the predictions of each file come from; those of one task are all by one run."""
-    results, pins = settings.results, {name: getattr(settings, name) for name in PINS}
-    lines = [line for line in lines if all(pins[name] in (None, line[name]) for name in PINS)]
-    # those of the folder now; where it is gone, of its last run
-    direct = [line for line in lines if line["mnli"] is None]
-    last = next((line["weights"] for line in reversed(direct) if line.get("weights")), None)
+def choose_runs(
+    settings: SubmissionSettings, results: Sequence[Result]
+) -> dict[ServerFile, Choice | str]:
+    """Choose the run that predicts each file, or give the reason that there is none.
+
+    All files of a task are predicted by one run. Only runs of the weights that the model's folder
+    holds now are used; if the folder is gone, of those of its last run.
+    """
+    for name in ("seed", "learning_rate"):
+        wanted = getattr(settings, name)
+        results = [x for x in results if wanted in (None, x[name])]
+    direct = [x for x in results if x["mnli"] is None and x.get("weights")]
+    last = direct[-1]["weights"] if direct else None
     weights = hash_weights(str(settings.model)) or last
-    chosen = {
-        task: choose(results, lines, task, weights) for task in {m.task: None for m in MEMBERS}
-    }
-    found: Sources = {}
-    for member in MEMBERS:
-        choice = chosen[member.task]
-        if isinstance(choice, Choice):
-            file = prediction_file(results, choice.line, member.split)
-            found[member] = choice if file.is_file() else "not predicted by the run on MNLI"
-        else:
-            found[member] = choice
-    return found
+    tasks = dict.fromkeys(file.task for file in FILES)
+    chosen = {task: best_run(settings.results, results, task, weights) for task in tasks}
+    sources: dict[ServerFile, Choice | str] = {}
+    for file in FILES:
+        source = sources[file] = chosen[file.task]
+        if isinstance(source, Choice):
+            predicted = prediction_file(settings.results, source.result, file.split).is_file()
+            sources[file] = source if predicted else "not predicted by the run on MNLI"
+    return sources
 
 
-def choose(results: str, lines: Sequence[Line], task: str, weights: str | None) -> Choice | str:
+def best_run(file: str, results: Sequence[Result], task: str, weights: str | None) -> Choice | str:
     """The best run of a task on validation, of those that predicted its test splits.
 
-    Only runs of these weights serve: a folder's model may have been replaced between two of them.
-    (Runs that start from MNLI have those of a model of MNLI, one for each seed.)
+    Runs that start from MNLI have the weights of a model of MNLI, another one for each seed.
 
     Returns:
-        It, or why there is none.
+        The choice, or the reason that there is none.
     """
     splits = [split for split in TASKS[task].splits if split.startswith("test")]
-    steps = (
-        ("no run", lambda line: line["task"] == task),
-        (
-            "only runs of other weights of the model",
-            lambda line: line["mnli"] is not None or not hash_differs(weights, line, "weights"),
+
+    def is_predicted(x: Result) -> bool:
+        return all(prediction_file(file, x, split).is_file() for split in splits)
+
+    steps = {
+        "no run": lambda x: x["task"] == task,
+        "only runs of other weights of the model": lambda x: (
+            x["mnli"] is not None or not hash_differs(weights, x, "weights")
         ),
-        ("no run that ended well", lambda line: line.get("status") == "done"),
-        ("only runs on data with rows missing", lambda line: line["official"]),
-        (
-            "only runs without --test true",
-            lambda line: (
-                line["settings"]["test"]
-                and all(prediction_file(results, line, split).is_file() for split in splits)
-            ),
-        ),
-    )
-    kept = scored = list(lines)
-    for reason, serves in steps:
-        scored, kept = kept, [line for line in kept if serves(line)]
+        "no run that ended well": lambda x: x.get("status") == "done",
+        "only runs on data with rows missing": lambda x: x["official"],
+        "only runs without --test true": lambda x: x["settings"]["test"] and is_predicted(x),
+    }
+    kept = scored = list(results)
+    for why, is_usable in steps.items():
+        scored, kept = kept, [x for x in kept if is_usable(x)]
         if not kept:
-            return reason
-    # ties: the same run whatever the order in which the lines were appended
-    best = min(kept, key=lambda line: (-line["headline"], run_name(line)))
-    better = sum(line["headline"] > best["headline"] for line in scored)
+            return why
+    # a tie is broken by the name, whatever the order of the lines
+    best = min(kept, key=lambda x: (-x["headline"], run_name(x)))
+    better = sum(x["headline"] > best["headline"] for x in scored)
     return Choice(best, len(kept), better)
 
 
-def tsv(results: str, member: Member, source: Choice | str) -> bytes:
-    """One file of the zip; without predictions, one answer for every row.
+def tsv(results: str, file: ServerFile, source: Choice | str) -> bytes:
+    """One file of the zip; without predictions, the same answer in every row.
 
     Raises:
         InputError: The predictions are not those of the official split.
     """
     if isinstance(source, str):
-        answers = [member.labels[0] if member.labels else "0.000"] * member.rows
+        answers = [file.labels[0] if file.labels else "0.000"] * file.rows
     else:
-        answers = _answers(prediction_file(results, source.line, member.split), member)
+        path = prediction_file(results, source.result, file.split)
+        _, logits = read_predictions(path)
+        shape = (file.rows, len(file.labels or "1"))
+        rule = f"must be {shape[0]} rows of {shape[1]}, as of GLUE's own split"
+        remedy = "make the run again on the official data"
+        require(logits.shape == shape, str(path), rule, str(logits.shape), remedy)
+        finite = bool(np.isfinite(logits).all())
+        require(finite, str(path), "must hold finite numbers", "others", "make the run again")
+        if file.labels is None:  # adding 0 turns -0.0 into 0.0
+            answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
+        else:
+            answers = np.array(file.labels)[logits.argmax(axis=1)].tolist()
     lines = (f"{row}\t{answer}\n" for row, answer in enumerate(answers))
     return f"{HEADER}\n{''.join(lines)}".encode()
 
 
-def _answers(file: Path, member: Member) -> list[str]:
-    _, logits = read_predictions(file)
-    shape = (member.rows, len(member.labels or "1"))
-    rule = f"must be {shape[0]} rows of {shape[1]}, as of GLUE's own split"
-    fits = logits.shape == shape
-    require(fits, str(file), rule, str(logits.shape), "make the run again on the official data")
-    finite = bool(np.isfinite(logits).all())
-    require(finite, str(file), "must hold finite numbers", "others", "make the run again")
-    if member.labels is not None:
-        return np.array(member.labels)[logits.argmax(axis=1)].tolist()
-    # adding 0 turns -0.0, which would be written as -0.000, into 0.0
-    return [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
-
-
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """A zip of these files: no folder, no times, so that the same files give the same bytes."""
+    """Zip files without folders and dates, so that the same files give the same bytes."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name, content in files.items():
-            info = zipfile.ZipInfo(name)  # in 1980
-            info.external_attr = 0o644 << 16  # who unpacks it may read it
+            info = zipfile.ZipInfo(name)  # dated 1980
+            info.external_attr = 0o644 << 16
             archive.writestr(info, content, zipfile.ZIP_DEFLATED, compresslevel=6)
     return stream.getvalue()
 
 
-def check_zip(packed: bytes, where: str) -> None:
-    """Refuse what the server would; nothing is written to disk.
+def check_zip(packed: bytes, key: str) -> None:
+    """Refuse what the server would refuse; nothing is unpacked to disk.
 
     Args:
         packed: The zip.
-        where: Its name in the error.
+        key: Its name in error messages.
 
     Raises:
-        InputError: It is no zip, other files are in it, or a line of one is wrong; says which.
+        InputError: It is no zip, has other files, or a line of one is wrong.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-            infos = archive.infolist()
-            _check_names([info.filename for info in infos], where)
-            by_name = {info.filename: info for info in infos}
-            for member in MEMBERS:
-                _check_file(_unpacked(archive, by_name[member.name], member, where), member, where)
+            _check_names(archive.namelist(), key)
+            for file in FILES:
+                info = archive.getinfo(file.name)
+                _check_lines(_unpack(archive, info, file, key), file, f"{key}: {file.name}")
     except InputError:
         raise
-    except UNREADABLE as error:
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(f"{where} must be a whole zip, got {reason}; make it again") from error
+    except ZIP_ERRORS as error:
+        raise InputError(
+            f"{key} must be a whole zip, got {reason(error)}; make it again"
+        ) from error
 
 
-def _check_names(names: Sequence[str], where: str) -> None:
-    wanted = {member.name for member in MEMBERS}
+def _check_names(names: Sequence[str], key: str) -> None:
+    wanted = [file.name for file in FILES]
     faults = [f"{name!a:.80}" for name in names if name not in wanted]
     faults += [f"{name} twice" for name in sorted(wanted) if names.count(name) > 1]
-    faults += [f"no {name}" for name in sorted(wanted.difference(names))]
-    rule = f"must hold {', '.join(member.name for member in MEMBERS)} and nothing else"
-    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-    remedy = "zip these files alone, without a folder"
-    require(not faults, where, rule, ", ".join(faults[:5]) + more, remedy)
+    faults += [f"no {name}" for name in sorted(set(wanted).difference(names))]
+    rule = f"must hold {', '.join(wanted)} and nothing else"
+    found = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+    require(not faults, key, rule, found, "zip these files alone, without a folder")
 
 
-def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, member: Member, where: str) -> bytes:
-    key = f"{where}: {member.name}"
-    plain = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    require(plain, key, "must be deflated or stored", f"method {info.compress_type}", "zip again")
-    most = LINE_BYTES * (member.rows + 1)
-    with archive.open(info) as stream:  # what the zip says of its sizes may be wrong
-        content = stream.read(most + 1)
-    rule = f"must be at most {most} bytes for its {member.rows} rows"
-    require(len(content) <= most, key, rule, "more", "write an index and a prediction a line")
+def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: ServerFile, key: str) -> bytes:
+    key, method = f"{key}: {file.name}", info.compress_type
+    known = method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    require(known, key, "must be deflated or stored", f"method {method}", "zip again")
+    with archive.open(info) as stream:  # the sizes stated in the zip may be wrong
+        content = stream.read(file.max_bytes + 1)
+    rule = f"must be at most {file.max_bytes} bytes for its {file.rows} rows"
+    remedy = "write an index and a prediction a line"
+    require(len(content) <= file.max_bytes, key, rule, "more", remedy)
     return content
 
 
-def _check_file(content: bytes, member: Member, where: str) -> None:
-    lines = content.split(b"\n")
-    if not lines[-1]:
-        lines.pop()  # the last line may have an end, or none
-    for number, line in enumerate(lines or [b""], 1):
-        rule = _broken_rule(line, number, member)
-        if rule:
-            key = f"{where}: {member.name} line {number}"
-            found = ascii(line[:LINE_BYTES].decode(errors="backslashreplace"))
-            raise InputError(f"{key} must {rule}, got {found}; mend it")
-    rows, key = len(lines) - 1, f"{where}: {member.name} line {len(lines) + 1}"
-    rule = f"must follow: the test split has {member.rows} rows"
-    require(rows == member.rows, key, rule, f"an end after {rows}", "predict the official split")
+def _check_lines(content: bytes, file: ServerFile, key: str) -> None:
+    lines = content.removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        rule = _broken_rule(line, number, file)
+        found = ascii(line[:LINE_BYTES].decode(errors="backslashreplace")) if rule else ""
+        require(not rule, f"{key} line {number}", f"must {rule}", found, "mend it")
+    rows, rule = len(lines) - 1, f"must follow: the test split has {file.rows} rows"
+    remedy = "predict the official split"
+    require(rows == file.rows, f"{key} line {rows + 2}", rule, f"an end after {rows}", remedy)
 
 
-def _broken_rule(line: bytes, number: int, member: Member) -> str:
-    """What a line, counted from 1, must do and does not; empty for a good one."""
+def _broken_rule(line: bytes, number: int, file: ServerFile) -> str:
+    """The rule that a line, counted from 1, breaks; empty if it breaks none."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError:
         return "be UTF-8"
     if number == 1:
         return "" if text == HEADER else f"be {HEADER!r}"
-    if number > member.rows + 1:
-        return f"not be there: the test split has {member.rows} rows"
+    if number > file.rows + 1:
+        return f"not be there: the test split has {file.rows} rows"
     index, tab, answer = text.partition("\t")
     if index != str(number - 2) or not tab:
         return f"begin with index {number - 2} and a tab"
-    if member.labels is not None:
-        return "" if answer in member.labels else f"predict one of {', '.join(member.labels)}"
-    good = NUMBER.fullmatch(answer) and float(answer) <= 5
-    return "" if good else "predict a number from 0 to 5"
+    if file.labels is not None:
+        return "" if answer in file.labels else f"predict one of {', '.join(file.labels)}"
+    valid = NUMBER.fullmatch(answer) and float(answer) <= 5
+    return "" if valid else "predict a number from 0 to 5"
 
 
-def _content(path: str) -> bytes:
-    """A file's bytes, if it can be a zip of these files at all."""
-    most = sum(LINE_BYTES * (member.rows + 1) for member in MEMBERS)
+def _read_zip(path: str) -> bytes:
+    """A file's bytes, unless it is larger than a zip of these files can be."""
+    most = sum(file.max_bytes for file in FILES)
     try:
         require(Path(path).is_file(), "check", "must name a zip", path, "check the path")
         size = Path(path).stat().st_size
@@ -365,30 +370,20 @@ def _content(path: str) -> bytes:
         raise InputError(f"check must be readable, got {error}; check the path") from error
 
 
-def _incomplete(settings: SubmissionSettings, lines: Sequence[Line], found: Sources) -> InputError:
-    gaps = {member: reason for member, reason in found.items() if isinstance(reason, str)}
-    named = ", ".join(f"{member.name} ({reason})" for member, reason in gaps.items())
-    grid = _grid_command(settings, lines, list({member.task: None for member in gaps}))
-    return InputError(
-        f"{settings.results} must have test predictions of {settings.model} for all "
-        f"{len(MEMBERS)} files, got none for {named}; make them with `{grid}`, or give "
-        "--placeholders true"
-    )
-
-
-def _grid_command(settings: SubmissionSettings, lines: Sequence[Line], tasks: list[str]) -> str:
-    """The grid that makes what is missing, by the recipe of a run that is there, if one is."""
-    known: Line = next((line for line in lines if line.get("official")), {})
+def _grid_command(
+    settings: SubmissionSettings, results: Sequence[Result], tasks: Sequence[str]
+) -> str:
+    """The command for what is missing, with the recipe of an existing run if there is one."""
+    known: Result = next((x for x in results if x.get("official")), {})
     values = {field.name: field.default for field in fields(Recipe)} | known.get("settings", {})
     values |= {"output": settings.results, "test": True}
     if settings.learning_rate is not None:
         values["learning_rate"] = settings.learning_rate
-    parts = ["accelerate", "launch", "--num_processes", "1"]
-    parts += ["--mixed_precision", known.get("precision", "no")]
+    precision = known.get("precision", "no")
+    parts = ["accelerate", "launch", "--num_processes", "1", "--mixed_precision", precision]
     parts += ["-m", "finetune.grid", "--models", f"[{settings.model}]"]
     parts += ["--tasks", f"[{', '.join(tasks)}]"]
-    if settings.seed is not None:
-        parts += ["--seeds", f"[{settings.seed}]"]
+    parts += [] if settings.seed is None else ["--seeds", f"[{settings.seed}]"]
     for field in fields(Recipe):
         value = values[field.name]
         if value != field.default:
@@ -409,37 +404,23 @@ def _write(output: Path, packed: bytes) -> None:
         raise InputError(f"output must be writable, got {error}; choose another") from error
 
 
-def _tell(output: str, found: Sources) -> None:
-    """One row a file: where its predictions come from and how that run scored on validation."""
-    rows = [("file", "validation", "run")]
-    for member, source in found.items():
-        if isinstance(source, str):
-            rows.append((member.name, "PLACEHOLDER", f"{source}: one answer for all rows"))
-        else:
-            line = source.line
-            score = f"{line['headline_metric']} {100 * line['headline']:.1f}"
-            rows.append((member.name, score, _described(source)))
-    for name, score, run in rows:
-        print(f"{name:<12} {score:<14} {run}")
+def _print_sources(output: str, sources: Mapping[ServerFile, Choice | str]) -> None:
+    """Print for each file the run that predicted it and its score on validation."""
+    print(f"{'file':<12} {'validation':<14} run")
+    for file, source in sources.items():
+        score, run = "PLACEHOLDER", f"{source}: one answer for all rows"
+        if isinstance(source, Choice):
+            result, run = source.result, str(source)
+            score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
+        print(f"{file.name:<12} {score:<14} {run}")
     print(f"written and checked: {output}")
-    gaps = [member.name for member, source in found.items() if isinstance(source, str)]
+    gaps = [file.name for file, source in sources.items() if isinstance(source, str)]
     if gaps:
         print(
             f"warning: {', '.join(gaps)} hold placeholders, not predictions: the server's scores "
             "for them and its average mean nothing",
             file=sys.stderr,
         )
-
-
-def _described(choice: Choice) -> str:
-    line = choice.line
-    parts = [run_name(line), f"rate {line['learning_rate']:g}", f"seed {line['seed']}"]
-    parts += ["from MNLI"] * (line["mnli"] is not None)
-    parts += ["one answer for every validation row"] * bool(line.get("collapsed"))
-    parts.append(f"best of {choice.runs}" if choice.runs > 1 else "the only run")
-    if choice.better:
-        parts.append(f"{choice.better} better without test predictions")
-    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ def contents(whole) -> dict[str, list[str]]:
 
 def server_wants(names: Iterable[str], monkeypatch) -> None:
     """Fewer files than GLUE's, where the rest, QQP above all, would only take time."""
-    chosen = tuple(member for member in submission.MEMBERS if member.name in names)
-    monkeypatch.setattr(submission, "MEMBERS", chosen)
+    chosen = tuple(member for member in submission.FILES if member.name in names)
+    monkeypatch.setattr(submission, "FILES", chosen)
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, s
     message = str(error.value)
     assert message.isprintable()
     reasons = "STS-B.tsv (no run), AX.tsv (not predicted by the run on MNLI)"
-    every = ", ".join(f"{member.name} (no run)" for member in submission.MEMBERS)
+    every = ", ".join(f"{member.name} (no run)" for member in submission.FILES)
     assert f"none for {every if rate == 2e-5 else reasons};" in message
     (typed,) = re.findall("`(.*)`", message)
     launcher, flags = typed.split(" finetune.grid ")
@@ -387,7 +387,7 @@ def test_a_full_disk_leaves_an_old_zip_alone_and_nothing_beside_it(tmp_path, sma
 def test_our_own_zip_is_held_to_the_same_rules(tmp_path, small, monkeypatch):
     write_run(tmp_path, line("wnli"))
     monkeypatch.setattr(submission, "HEADER", "id\tprediction")
-    made = submission.tsv(str(tmp_path), submission.MEMBERS[0], "no run")
+    made = submission.tsv(str(tmp_path), submission.FILES[0], "no run")
     monkeypatch.undo()
     monkeypatch.setattr(submission, "tsv", lambda *_: made)
     with pytest.raises(InputError, match="CoLA.tsv line 1 must be 'index"):
