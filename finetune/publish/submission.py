@@ -13,12 +13,11 @@ Of several runs of a task the best on validation is used, as by Devlin et al. 20
 import io
 import os
 import re
-import shlex
 import sys
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from finetune.results import (
     read_results,
     run_name,
 )
-from finetune.settings import Recipe, normalize_paths
+from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.loop.launch import run_command
 from train.settings import InputError, reason, require
@@ -129,12 +128,10 @@ class Choice:
     Attributes:
         result: Its line in results.jsonl.
         candidates: Number of runs it is the best of.
-        better: Number of runs with a better score but without test predictions.
     """
 
     result: Result
     candidates: int
-    better: int
 
     def __str__(self) -> str:
         """One line for the printed table."""
@@ -143,7 +140,6 @@ class Choice:
         parts += ["from MNLI"] * (result["mnli"] is not None)
         parts += ["one answer for every validation row"] * bool(result.get("collapsed"))
         parts.append(f"best of {self.candidates}" if self.candidates > 1 else "the only run")
-        parts += [f"{self.better} better without test predictions"] * bool(self.better)
         return ", ".join(parts)
 
 
@@ -162,11 +158,11 @@ def main(settings: SubmissionSettings) -> None:
     missing = {file: source for file, source in sources.items() if isinstance(source, str)}
     if missing and not settings.placeholders:
         named = ", ".join(f"{file.name} ({why})" for file, why in missing.items())
-        command = _grid_command(settings, results, list({file.task: None for file in missing}))
+        tasks = ", ".join(dict.fromkeys(file.task for file in missing))
         raise InputError(
             f"{settings.results} must have test predictions of {settings.model} for all "
-            f"{len(FILES)} files, got none for {named}; make them with `{command}`, or give "
-            "--placeholders true"
+            f"{len(FILES)} files, got none for {named}; run finetune.grid with "
+            f"--tasks '[{tasks}]' --test true, or give --placeholders true"
         )
     packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
     check_zip(packed, settings.output)
@@ -235,15 +231,13 @@ def best_run(file: str, results: Sequence[Result], task: str, weights: str | Non
         "only runs on data with rows missing": lambda x: x["official"],
         "only runs without --test true": lambda x: x["settings"]["test"] and is_predicted(x),
     }
-    kept = scored = list(results)
     for why, is_usable in steps.items():
-        scored, kept = kept, [x for x in kept if is_usable(x)]
-        if not kept:
+        results = [x for x in results if is_usable(x)]
+        if not results:
             return why
     # a tie is broken by the name, whatever the order of the lines
-    best = min(kept, key=lambda x: (-x["headline"], run_name(x)))
-    better = sum(x["headline"] > best["headline"] for x in scored)
-    return Choice(best, len(kept), better)
+    best = min(results, key=lambda x: (-x["headline"], run_name(x)))
+    return Choice(best, len(results))
 
 
 def tsv(results: str, file: ServerFile, source: Choice | str) -> bytes:
@@ -368,27 +362,6 @@ def _read_zip(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"check must be readable, got {error}; check the path") from error
-
-
-def _grid_command(
-    settings: SubmissionSettings, results: Sequence[Result], tasks: Sequence[str]
-) -> str:
-    """The command for what is missing, with the recipe of an existing run if there is one."""
-    known: Result = next((x for x in results if x.get("official")), {})
-    values = {field.name: field.default for field in fields(Recipe)} | known.get("settings", {})
-    values |= {"output": settings.results, "test": True}
-    if settings.learning_rate is not None:
-        values["learning_rate"] = settings.learning_rate
-    precision = known.get("precision", "no")
-    parts = ["accelerate", "launch", "--num_processes", "1", "--mixed_precision", precision]
-    parts += ["-m", "finetune.grid", "--models", f"[{settings.model}]"]
-    parts += ["--tasks", f"[{', '.join(tasks)}]"]
-    parts += [] if settings.seed is None else ["--seeds", f"[{settings.seed}]"]
-    for field in fields(Recipe):
-        value = values[field.name]
-        if value != field.default:
-            parts += [f"--{field.name}", "true" if value is True else str(value)]
-    return shlex.join(parts)
 
 
 def _write(output: Path, packed: bytes) -> None:

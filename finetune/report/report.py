@@ -26,9 +26,6 @@ from finetune.report.figures import Picture, draw_figures
 from finetune.report.markdown_table import escape_cell, markdown_table
 from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, average, build_groups
 from finetune.report.tables import (
-    PAPER,
-    PAPER_REMARK,
-    PAPER_TASKS,
     Table,
     group_tables,
     outcome_counts,
@@ -57,7 +54,8 @@ NOTES = (
     "the rate of each task is the one with the best mean over seeds on that very split, as in the "
     "paper; such a score is biased upwards. Only rates with the most scored seeds compete.",
     "A difference is taken seed by seed between runs of the same recipe. Intervals are those of "
-    "Student's t, p-values those of the paired t-test. p (Holm) is corrected over the tasks of one "
+    "Student's t, p-values those of the paired t-test; a single pair, or pairs that all differ by "
+    "the same, have neither. p (Holm) is corrected over the tasks of one "
     "comparison. The effect size is Hedges' g_z: mean over standard deviation of the differences, "
     "corrected for few seeds; report.json has Cohen's d_z too.",
     "Intervals and tests are about the seeds of fine-tuning, for the given checkpoints and "
@@ -156,15 +154,14 @@ def named_models(groups: Sequence[TaskGroup], pair: Sequence[str]) -> list[str]:
         InputError: A model is not in the results, or both names are of the same model.
     """
     names = {run.model: run.short_name for group in groups for run in group.runs.itertuples()}
-    chosen = []
+    known = {name: model for model, name in names.items()} | {model: model for model in names}
     for given in pair:
-        models = [model for model, name in names.items() if given in (model, name)]
         listed = ", ".join(sorted(names.values()))
-        require(bool(models), "pair", "must name models of the results", given, f"have {listed}")
-        chosen.append(models[0])
-    found = f"{chosen} for {list(pair)}"
-    require(len(set(chosen)) == 2, "pair", "must be two models", found, "name another")
-    return chosen
+        rule = "must name models of the results"
+        require(given in known, "pair", rule, given, f"they have {listed}")
+    models = [known[given] for given in pair]
+    require(models[0] != models[1], "pair", "must be two models", models, "name another")
+    return models
 
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
@@ -286,11 +283,9 @@ def json_report(reports: Sequence[GroupReport]) -> dict[str, Any]:
         for x in reports
     }
     return {
-        "notes": NOTES,
         "groups": groups,
         "scores": [record for x in reports for record in score_records(x.group)],
         "differences": [record for x in reports for record in difference_records(x)],
-        "paper": {"tasks": PAPER_TASKS, "rows": PAPER, "remark": PAPER_REMARK},
         "runs": runs,
     }
 

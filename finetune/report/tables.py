@@ -4,7 +4,7 @@ Every table has the name of its row in the first column. The report writes each 
 LaTeX and HTML.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,8 +155,7 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], verdict: Sequence[
         for label in pair.missing
     ]
     frame = pd.DataFrame(rows).replace("", pd.NA).dropna(axis=1, how="all").fillna(DASH)
-    remarks = [*untested(pairs), *missing, *verdict]
-    return Table("Differences, seed by seed", frame, remarks)
+    return Table("Differences, seed by seed", frame, [*missing, *verdict])
 
 
 def comparison_texts(comparison: Comparison) -> dict[str, str]:
@@ -181,17 +180,6 @@ def p_text(p: float | None) -> str:
     return "< 0.001" if p < 0.0005 else f"{p:.3f}"
 
 
-def untested(differences: Iterable[Difference]) -> list[str]:
-    """Sentences that say for which comparisons there is no interval and no test, and why."""
-    found = [(f"{d.title}, {label}", c.why) for d in differences for label, c in d.comparisons()]
-    remarks = []
-    for why in dict.fromkeys(why for _, why in found if why):
-        names = [name for name, reason in found if reason == why]
-        listed = "" if len(names) == len(found) else f": {'; '.join(names)}"
-        remarks.append(f"No interval and no test where {why}{listed}.")
-    return remarks
-
-
 def control_table(group: TaskGroup, controls: Sequence[Difference]) -> Table:
     """Pretrained minus random weights, one row a configuration and one column a task."""
     rows = []
@@ -206,7 +194,7 @@ def control_table(group: TaskGroup, controls: Sequence[Difference]) -> Table:
         rows.append(row)
     remark = "Mean difference, [95 % t interval], p of the paired t-test."
     title = "Pretrained against random weights, seed by seed"
-    return Table(title, pd.DataFrame(rows), [remark, *untested(controls)])
+    return Table(title, pd.DataFrame(rows), [remark])
 
 
 def control_text(comparison: Comparison) -> str:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import shlex
 import struct
 import tracemalloc
 import zipfile
@@ -19,10 +18,8 @@ import pytest
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
 from finetune.results import prediction_file, write_predictions
-from finetune.settings import GridSettings
 from tiny import command
 from tiny_results import RECIPE
-from train.command_line import parse_settings
 from train.settings import InputError
 
 MODEL = "runs/a/model"
@@ -273,37 +270,24 @@ def test_the_table_tells_what_a_reader_should_know_of_a_run(tmp_path, small, cap
     found = built(tmp_path, placeholders=True)
     assert found["WNLI.tsv"] == answers(run, "WNLI.tsv")
     out = capsys.readouterr().out
-    assert (
-        "seed 0, from MNLI, one answer for every validation row, the only run, "
-        "1 better without test predictions" in out
-    )
+    assert "seed 0, from MNLI, one answer for every validation row, the only run" in out
 
 
 # --- what is missing
 
 
-@pytest.mark.parametrize("rate", [None, 2e-5, 3e-5])
-def test_missing_predictions_are_named_with_their_reason_and_command(tmp_path, small, rate):
-    known = {"glue_dir": "data/my glue", "learning_rate": 3e-5, "epochs": 4, "cache": "runs/tokens",
-             "test": True}  # fmt: skip
-    wnli = line("wnli", settings=known, precision="bf16", learning_rate=3e-5, seed=3)
-    write_run(tmp_path, wnli)
+def test_missing_predictions_are_named_with_their_reason_and_their_tasks(tmp_path, small):
+    write_run(tmp_path, line("wnli", learning_rate=3e-5, seed=3))
     write_run(tmp_path, line("mnli", learning_rate=3e-5, seed=3), leave_out=("AX.tsv",))
-    with pytest.raises(InputError) as error:
-        main(settings(tmp_path, seed=3, learning_rate=rate))
-    message = str(error.value)
-    assert message.isprintable()
     reasons = "STS-B.tsv (no run), AX.tsv (not predicted by the run on MNLI)"
-    every = ", ".join(f"{member.name} (no run)" for member in submission.FILES)
-    assert f"none for {every if rate == 2e-5 else reasons};" in message
-    (typed,) = re.findall("`(.*)`", message)
-    launcher, flags = typed.split(" finetune.grid ")
-    assert launcher == "accelerate launch --num_processes 1 --mixed_precision bf16 -m"
-    grid = parse_settings(GridSettings, shlex.split(flags))
-    tasks = ["stsb", "mnli", "wnli"] if rate == 2e-5 else ["stsb", "mnli"]
-    assert (grid.models, grid.tasks, grid.seeds) == ([MODEL], tasks, [3])
-    assert (grid.glue_dir, grid.learning_rate, grid.epochs) == ("data/my glue", rate or 3e-5, 4)
-    assert (grid.test, grid.output) == (True, str(tmp_path / "results.jsonl"))
+    every = ", ".join(f"{file.name} (no run)" for file in submission.FILES)
+    for rate, named, tasks in ((3e-5, reasons, "stsb, mnli"), (2e-5, every, "stsb, mnli, wnli")):
+        with pytest.raises(InputError) as error:
+            main(settings(tmp_path, seed=3, learning_rate=rate))
+        message = str(error.value)
+        assert message.isprintable()
+        assert f"none for {named};" in message
+        assert f"--tasks '[{tasks}]' --test true" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ from scipy import stats
 from finetune.report.differences import MINUS
 from finetune.report.differences import verdicts as group_verdicts
 from finetune.report.statistics import t_interval
-from finetune.report.tables import Table, control_table, group_tables, untested
+from finetune.report.tables import Table, control_table, group_tables
 from tiny_results import BERT, ROFORMER, line, report, seeds, texts
 
 
@@ -52,19 +52,10 @@ def test_a_task_without_a_shared_seed_is_said_and_not_subtracted():
     assert any("rte: no seed with a score on both sides" in remark for remark in shown.remarks)
 
 
-def test_one_seed_has_a_difference_but_no_empty_columns_and_says_why():
+def test_one_seed_has_a_difference_but_no_empty_columns():
     shown = pairs_shown([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7)])
     assert list(shown.frame) == ["difference", "task", "seeds", "mean"]
     assert shown.frame.iloc[0].tolist()[1:] == ["RTE, accuracy", "1", "+10.00"]
-    assert shown.remarks == ["No interval and no test where there is one pair."]
-
-
-def test_where_there_is_no_test_is_said_by_name_among_others_that_have_one():
-    lines = [*seeds(BERT, "rte", (0.5, 0.6)), *seeds(ROFORMER, "rte", (0.6, 0.8))]
-    lines += [*seeds(BERT, "wnli", (0.5, 0.6)), *seeds(ROFORMER, "wnli", (0.5, 0.6))]
-    title = f"RoFormer {MINUS} BERT, wnli"
-    why = "No interval and no test where all pairs differ by the same"
-    assert untested(report(lines).pairs) == [f"{why}: {title}."]
 
 
 def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
