@@ -34,7 +34,7 @@ from finetune.results import (
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.loop.launch import run_command
-from train.settings import InputError, reason, require
+from train.settings import InputError, first_line, require
 
 Result = dict[str, Any]
 
@@ -296,7 +296,7 @@ def check_zip(packed: bytes, key: str) -> None:
         raise
     except ZIP_ERRORS as error:
         raise InputError(
-            f"{key} must be a whole zip, got {reason(error)}; make it again"
+            f"{key} must be a whole zip, got {first_line(error)}; make it again"
         ) from error
 
 
