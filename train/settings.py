@@ -1,253 +1,254 @@
-"""Every knob of pretraining, and the one way from YAML and flags to settings.
+"""Every setting of pretraining, with its default, its help text and the rule that it must obey.
 
-Defaults stand here and nowhere else. A YAML under configs/ lists what an experiment decides;
-several `--config` files are merged, later ones win, flags win over all (`--optim.steps 100`).
+The string under a field is its `--help` text. Defaults are given here and nowhere else: a YAML file
+under configs/ lists what an experiment decides. `train.command_line` reads YAML files and flags.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 SCHEDULES = ("linear", "cosine", "constant")
-"""What the rate does after the warm-up; the first two end at 0."""
+"""Learning rate after the warm-up; the first two end at 0."""
 
 
 class InputError(ValueError):
-    """What a user gave cannot be used: said in one line (key, rule, found, remedy), exit code 2."""
+    """Unusable input of a user; commands print it as one line and exit with code 2."""
 
 
-def require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
-    """Refuse a value in one line.
+def require(condition: bool, key: str, rule: str, found: object, remedy: str) -> None:
+    """Check a value that a user gave.
+
+    Args:
+        condition: Whether the value can be used.
+        key: Setting or file that holds it.
+        rule: What it must be, "must be ...".
+        found: What it is.
+        remedy: What the user can do.
 
     Raises:
-        InputError: `holds` is false.
+        InputError: `condition` is false; the message is "KEY RULE, got FOUND; REMEDY".
     """
-    if not holds:
+    if not condition:
         raise InputError(f"{key} {rule}, got {found}; {remedy}")
 
 
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, or the name of its type if the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def check_seed(seed: int, key: str) -> None:
-    """Refuse a seed that torch would not take.
+    """Check that a seed is one that torch accepts.
 
     Raises:
         InputError: It is negative or has more than 64 bits.
     """
-    fits = 0 <= seed < 2**64
-    require(fits, key, "must be from 0 to 2^64 - 1", seed, "use 0, 1, 2, ...")
+    require(0 <= seed < 2**64, key, "must be from 0 to 2^64 - 1", seed, "use 0, 1, 2, ...")
+
+
+def _check_fields(
+    settings: Any,
+    section: str,
+    names: tuple[str, ...],
+    accept: Callable[[Any], bool],
+    rule: str,
+    remedy: str,
+) -> None:
+    """Apply one rule to several fields of a section; None, an option not used, is accepted."""
+    for name in names:
+        value = getattr(settings, name)
+        require(value is None or accept(value), f"{section}.{name}", rule, value, remedy)
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The encoder that is trained."""
+    """The model that is trained."""
 
     type: str = "roformer"
-    """transformers' model type: roformer, bert, or another whose language-model head is BERT's."""
+    """Model type of transformers: roformer, bert, or another one with BERT's LM head."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of that type's configuration class; the vocabulary size comes from the tokenizer."""
+    """Fields of the type's configuration class; the tokenizer gives the vocabulary size."""
     init: str | None = None
-    """Folder or hub id to continue from instead of random weights; BERT's fit a RoFormer."""
+    """Folder or hub id of weights to start from, null for random ones. BERT's fit a RoFormer."""
     attention: str = "sdpa"
-    """Attention kernel by transformers' name: eager (fastest on CPU in bf16), sdpa, or this
-    project's `unpadded`."""
+    """Attention implementation: transformers' eager (fastest on CPU in bf16) or sdpa, or this
+    project's unpadded."""
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass: slower, for longer sequences or a larger
-    micro-batch in the same memory."""
+    """Recompute each layer in the backward pass: slower, but longer sequences or larger
+    micro-batches fit in the same memory."""
 
 
 @dataclass(frozen=True)
 class HeldOutSettings:
-    """Held-out text, for commands that measure a model on it."""
+    """Held-out text of a command that evaluates a model."""
 
     validation: str | list[str] = "embedded"
-    """Folders, globs or files of held-out parquet, jsonl or txt (the last two also .gz or .zst);
-    hub data sets; or `embedded`, the documentation installed on this machine."""
+    """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
+    .zst); hub data sets; or `embedded`, the documentation installed on this machine."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     cache: str = "runs/tokens"
-    """Folder where tokenised text is kept and found again."""
+    """Folder of the token cache."""
 
 
 @dataclass(frozen=True)
 class CorpusSettings(HeldOutSettings):
-    """The text, and how it becomes sequences."""
+    """Training and held-out text, tokenizer, sequence length and masking."""
 
     train: str | list[str] = "embedded"
-    """Training text, given in the same ways as held-out text."""
+    """Training text, in the same forms as held-out text."""
     weights: list[float] | None = None
-    """How often an epoch takes each name of `train`: 2 twice, 0.5 one half now and the other in the
-    next; null takes everything once."""
+    """How often an epoch reads each source in `train`: 2 reads it twice, 0.5 reads half of it and
+    the other half in the next epoch; null reads everything once."""
     tokenizer: str = "runs/vocabulary"
-    """Folder, hub id or vocab.txt of the tokenizer; `bytes` is one piece a byte of UTF-8. A bare
-    vocab.txt is BERT's, lower-cased unless it has capitals."""
+    """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
+    vocab.txt alone is read as BERT's, lower-cased unless it holds capitals."""
     vocabulary_size: int | None = None
-    """Learn a WordPiece vocabulary of this size into `corpus.tokenizer` where there is none yet,
-    lower-cased and without accents; null takes what is there."""
+    """Train a WordPiece vocabulary of this size, lower-cased and without accents, into the folder
+    `corpus.tokenizer` if that does not exist; null uses the tokenizer that is there."""
     length: int = 128
-    """Longest sequence in tokens, [CLS] and [SEP] included; longer documents are cut."""
+    """Longest sequence in tokens, with [CLS] and [SEP]; longer documents are cut into several."""
     mask_rate: float = 0.15
-    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay. A decoder
-    (model.config.is_decoder) predicts every next token instead."""
+    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay. Unused by a
+    decoder (model.config.is_decoder), which predicts every next token."""
     whole_word: bool = False
-    """Choose words instead of tokens; what becomes of each of their tokens is decided alone."""
+    """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
     def __post_init__(self) -> None:
-        require(
-            self.length >= 8,
-            "corpus.length",
-            "must be at least 8",
-            self.length,
-            "128 and 512 are usual",
-        )
-        require(
-            0 < self.mask_rate < 1,
-            "corpus.mask_rate",
-            "must lie between 0 and 1",
-            self.mask_rate,
-            "BERT and the paper use 0.15",
-        )
+        remedy = "128 and 512 are usual"
+        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, remedy)
+        rule, remedy = "must lie between 0 and 1", "BERT and the paper use 0.15"
+        require(0 < self.mask_rate < 1, "corpus.mask_rate", rule, self.mask_rate, remedy)
         if self.weights is not None:
-            names = 1 if isinstance(self.train, str) else len(self.train)
-            fits = len(self.weights) == names and all(0 < w < math.inf for w in self.weights)
-            rule = f"must be a positive number for each of the {names} names of corpus.train"
-            require(fits, "corpus.weights", rule, self.weights, "give 1.0 where nothing changes")
+            count = 1 if isinstance(self.train, str) else len(self.train)
+            valid = len(self.weights) == count and all(0 < w < math.inf for w in self.weights)
+            rule = f"must be a positive number for each of the {count} names of corpus.train"
+            require(valid, "corpus.weights", rule, self.weights, "give 1.0 where nothing changes")
 
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """How the weights move."""
+    """AdamW, its learning rate schedule, batch size and length of training."""
 
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
     """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
     warmup_steps: int = 100
-    """Optimiser steps over which the rate rises from 0 to its peak."""
+    """Optimizer steps over which the learning rate rises from 0 to its peak."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW's decay of the first and second moment."""
+    """AdamW's decay rates of the first and second moment."""
     epsilon: float = 1e-6
-    """AdamW's addition to the denominator."""
+    """AdamW's term added to the denominator."""
     weight_decay: float = 0.01
-    """Decoupled decay of matrices; biases and LayerNorms are exempt."""
+    """Decoupled weight decay of matrices; biases and LayerNorms have none."""
     clip_norm: float = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     batch_size: int = 32
-    """Sequences an optimiser step, over all processes and accumulated micro-batches."""
+    """Sequences per optimizer step, over all processes and accumulated micro-batches."""
     micro_batch: int = 32
-    """Sequences a process takes at once; the rest of its share is accumulated."""
+    """Sequences per forward pass of a process; gradients of several are accumulated."""
     steps: int | None = None
-    """Optimiser steps; give this, `tokens`, `hours` or stages."""
+    """Optimizer steps; give this, `tokens`, `hours` or stages."""
     tokens: int | None = None
-    """Training tokens, turned into steps by the corpus's mean sequence."""
+    """Training tokens, converted to steps by the mean sequence length of the corpus."""
     hours: float | None = None
-    """Hours of training, over all launches of the run; the schedule follows the clock."""
+    """Hours of training over all launches of the run; the schedule follows the elapsed time."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon", "clip_norm", "batch_size", "micro_batch"):
-            value = getattr(self, name)
-            finite = 0 < value < math.inf
-            remedy = "leave it out for the default"
-            require(finite, f"optim.{name}", "must be positive and finite", value, remedy)
-        inside = all(0 <= beta < 1 for beta in self.betas)
-        require(
-            inside, "optim.betas", "must be at least 0 and below 1", self.betas, "0.9, 0.98 work"
+        names: tuple[str, ...] = (
+            "learning_rate",
+            "epsilon",
+            "clip_norm",
+            "batch_size",
+            "micro_batch",
         )
-        for name in ("warmup_steps", "weight_decay"):
-            value = getattr(self, name)
-            require(value >= 0, f"optim.{name}", "must not be negative", value, "0 turns it off")
-        named = f"must be one of {', '.join(SCHEDULES)}"
-        found = repr(self.schedule)
-        require(self.schedule in SCHEDULES, "optim.schedule", named, found, "linear is BERT's")
-        for name in ("steps", "tokens", "hours"):
-            value = getattr(self, name)
-            fits = value is None or value > 0
-            require(fits, f"optim.{name}", "must be positive", value, "raise it")
+        rule, remedy = "must be positive and finite", "leave it out for the default"
+        _check_fields(self, "optim", names, lambda x: 0 < x < math.inf, rule, remedy)
+        valid, rule = all(0 <= beta < 1 for beta in self.betas), "must be at least 0 and below 1"
+        require(valid, "optim.betas", rule, self.betas, "0.9, 0.98 work")
+        names, rule = ("warmup_steps", "weight_decay"), "must not be negative"
+        _check_fields(self, "optim", names, lambda x: x >= 0, rule, "0 turns it off")
+        rule, found = f"must be one of {', '.join(SCHEDULES)}", repr(self.schedule)
+        require(self.schedule in SCHEDULES, "optim.schedule", rule, found, "linear is BERT's")
+        names, rule = ("steps", "tokens", "hours"), "must be positive"
+        _check_fields(self, "optim", names, lambda x: x > 0, rule, "raise it")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where a run lives and how often it reports."""
+    """Folder, seed, logging, evaluation and checkpoints of a run."""
 
     name: str = "demo-roformer"
-    """Folder of the run under `folder`; starting the same name again resumes it."""
+    """Folder of the run under `run.folder`; starting the same name again resumes the run."""
     folder: str = "runs"
-    """Parent of all runs."""
+    """Folder that holds the runs."""
     seed: int = 0
-    """Decides initial weights, order, masks and dropout, each as a pure function."""
+    """Seed of initial weights, order of the text, masks and dropout."""
     log_every: int = 20
-    """Optimiser steps between two lines of log.jsonl."""
+    """Optimizer steps between two lines of log.jsonl."""
     validate_every: int = 200
-    """Optimiser steps between two evaluations on the held-out text."""
+    """Optimizer steps between two evaluations on the held-out text."""
     validation_sequences: int = 2048
-    """Most held-out sequences an evaluation reads: the first, whatever they are of."""
+    """Number of held-out sequences, from the first, that an evaluation reads at most."""
     save_every: int = 500
-    """Optimiser steps between two checkpoints."""
+    """Optimizer steps between two checkpoints."""
     keep: int = 2
-    """Newest checkpoints kept, beside the best of those saved right after an evaluation (let
-    `save_every` be a multiple of `validate_every`); an older one goes only after a newer one is
-    complete."""
+    """Number of newest checkpoints to keep, besides the best of those saved right after an
+    evaluation (let `save_every` be a multiple of `validate_every`). A checkpoint is deleted only
+    after a newer one is complete."""
     workers: int = 0
-    """Processes beside each training process that make its batches ahead of time."""
+    """Processes, per training process, that make batches ahead of time."""
     max_hours: float | None = None
-    """Hours after which this launch saves and ends, for machines with a time limit; the same
-    command continues the run."""
+    """Hours after which this launch saves a checkpoint and ends, for machines with a time limit;
+    the same command continues the run."""
     peak_tflops: float | None = None
-    """What the accelerator can do in 10^12 operations a second, for the log's share of it (mfu);
-    null measures a large matrix product."""
+    """Peak of the accelerator in 10^12 operations per second, for the utilisation (mfu) in the log;
+    null measures it with a large matrix product."""
     allow_drift: bool = False
-    """Go on although settings or data are not those the run began with; settings.yaml then holds
-    the new ones, and says what has changed."""
+    """Continue a run although settings or data differ from those that it started with;
+    settings.yaml then holds the new ones and a note on what changed."""
     dry: bool = False
-    """Say what the run would take (parameters, steps, time, memory, disk) and start nothing."""
+    """Print what the run needs (parameters, steps, time, memory, disk) without starting it."""
     tracker: str | None = "tensorboard"
-    """Accelerate tracker by name beside log.jsonl, or null."""
+    """Accelerate tracker besides log.jsonl, or null."""
 
     def __post_init__(self) -> None:
-        names = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
-        for name in names:
-            value = getattr(self, name)
-            require(
-                value >= 1,
-                f"run.{name}",
-                "must be at least 1",
-                value,
-                "leave it out for the default",
-            )
-        require(self.workers >= 0, "run.workers", "must not be negative", self.workers, "use 0")
-        for name in ("max_hours", "peak_tflops"):
-            value = getattr(self, name)
-            fits = value is None or value > 0
-            require(fits, f"run.{name}", "must be positive", value, "leave it out")
-        usable = bool(self.name) and self.name not in (".", "..") and "/" not in self.name
-        require(
-            usable,
-            "run.name",
-            "must be a plain folder name",
-            repr(self.name),
-            "put the path in run.folder",
+        names: tuple[str, ...] = (
+            "log_every",
+            "validate_every",
+            "validation_sequences",
+            "save_every",
+            "keep",
         )
+        rule, remedy = "must be at least 1", "leave it out for the default"
+        _check_fields(self, "run", names, lambda x: x >= 1, rule, remedy)
+        require(self.workers >= 0, "run.workers", "must not be negative", self.workers, "use 0")
+        names = ("max_hours", "peak_tflops")
+        _check_fields(self, "run", names, lambda x: x > 0, "must be positive", "leave it out")
+        valid = self.name not in ("", ".", "..") and "/" not in self.name
+        rule, remedy = "must be a plain folder name", "put the path in run.folder"
+        require(valid, "run.name", rule, repr(self.name), remedy)
         check_seed(self.seed, "run.seed")
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """A part of a run with a length, batch or text of its own."""
+    """A stage of a run with its own sequence length, batch size or text; null keeps the run's."""
 
     steps: int
-    """Optimiser steps of the stage."""
+    """Optimizer steps of the stage."""
     length: int | None = None
-    """As corpus.length, which it replaces; null keeps that."""
+    """Replaces corpus.length."""
     train: str | list[str] | None = None
-    """As corpus.train."""
+    """Replaces corpus.train."""
     batch_size: int | None = None
-    """As optim.batch_size."""
+    """Replaces optim.batch_size."""
     micro_batch: int | None = None
-    """As optim.micro_batch."""
+    """Replaces optim.micro_batch."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class PretrainSettings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     run: RunSettings = field(default_factory=RunSettings)
     stages: list[StageSettings] = field(default_factory=list)
-    """Stages one after the other, in place of optim.steps; the schedule spans them all."""
+    """Consecutive stages, instead of optim.steps; the schedule spans all of them."""
 
     def __post_init__(self) -> None:
         optim = self.optim
@@ -268,30 +269,29 @@ class PretrainSettings:
         given = [name for name, value in budgets.items() if value is not None]
         found, remedy = ", ".join(given) or "none", "set one and null the others"
         require(len(given) == 1, "optim", f"needs one of {', '.join(budgets)}", found, remedy)
-        for number in range(len(self.stages)):  # each is checked as a run of its own would be
-            stage_settings(self, number)
+        for index in range(len(self.stages)):  # which checks each stage
+            stage_settings(self, index)
 
 
-def stage_settings(settings: PretrainSettings, number: int) -> PretrainSettings:
-    """The settings of one stage, as those of a run without stages.
+def stage_settings(settings: PretrainSettings, index: int) -> PretrainSettings:
+    """Settings of one stage, as those of a run without stages.
 
     Raises:
-        InputError: The stage breaks a rule of the settings it replaces.
+        InputError: A setting of the stage breaks the rule of the one that it replaces.
     """
-    chosen = settings.stages[number]
-    corpus = {"length": chosen.length, "train": chosen.train}
-    optim = {"batch_size": chosen.batch_size, "micro_batch": chosen.micro_batch}
-    optim["steps"] = chosen.steps
+    stage = settings.stages[index]
+    corpus = {"length": stage.length, "train": stage.train}
+    optim = {"batch_size": stage.batch_size, "micro_batch": stage.micro_batch, "steps": stage.steps}
+
+    def replace(section: Any, values: dict[str, Any]) -> Any:
+        return dataclasses.replace(section, **{k: v for k, v in values.items() if v is not None})
+
     try:
         return dataclasses.replace(
             settings,
             stages=[],
-            corpus=dataclasses.replace(settings.corpus, **_given(corpus)),
-            optim=dataclasses.replace(settings.optim, **_given(optim)),
+            corpus=replace(settings.corpus, corpus),
+            optim=replace(settings.optim, optim),
         )
     except InputError as error:
-        raise InputError(f"stages[{number}]: {error}") from error
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+        raise InputError(f"stages[{index}]: {error}") from error

@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import parquet
 
 from train.data import demo_corpus
-from train.settings import CorpusSettings, HeldOutSettings, InputError, require
+from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line, require
 
 Source = Path | str
 """A file, or the name of a hub data set."""
@@ -141,7 +141,7 @@ def wrap_read_errors(file: Path, key: str) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        found = f"{file}: {_first_line(error)}"
+        found = f"{file}: {first_line(error)}"
         raise InputError(f"{key} must be a readable file, got {found}; mend the file") from error
 
 
@@ -227,10 +227,6 @@ def _text(value: object, column: str, place: object) -> str:
     return str(value)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
     """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
     dataset, _, configuration = name.partition(":")
@@ -253,5 +249,5 @@ def _hub_documents(name: str, part: str, column: str) -> Iterator[str]:
     ) as error:
         raise InputError(
             f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
-            f"got {name!r} ({_first_line(error)}); check the spelling and the network"
+            f"got {name!r} ({first_line(error)}); check the spelling and the network"
         ) from error
