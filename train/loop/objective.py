@@ -157,5 +157,5 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
 
     Encodings that are added to the scores have a kernel that would compute those between sequences.
     """
-    added = getattr(model.config, "biases_scores", False)
+    added = getattr(model.config, "has_position_bias", False)
     return model.config._attn_implementation == UNPADDED and not added
