@@ -27,7 +27,7 @@ from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 from train.loop.atomic_dir import check_writable
 from train.loop.launch import run_command
-from train.loop.run_log import collect_environment
+from train.loop.run_metadata import collect_environment
 from train.settings import require
 
 Epoch = Callable[[], float]  # makes one, returns its seconds

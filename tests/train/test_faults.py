@@ -56,7 +56,8 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.data.stages import StagedDataset
 from train.loop import checkpoint
-from train.pretrain import blame, main
+from train.loop.run_log import describe_nonfinite
+from train.pretrain import main
 from train.settings import InputError, PretrainSettings
 
 
@@ -229,14 +230,19 @@ def test_a_warning_names_at_most_eight_sequences_of_those_to_blame(tmp_path):
 
     lost = torch.zeros(4, 2, dtype=torch.long)
     finite = " and ".join(some(rank, 0, 2) for rank in range(4))
-    assert blame(whole, 5, lost) == f"its loss is finite everywhere, with {finite}"
+    assert (
+        describe_nonfinite(whole.sequences, 5, lost)
+        == f"its loss is finite everywhere, with {finite}"
+    )
     lost[2, 1] = 1
-    assert blame(whole, 5, lost) == f"its loss is not finite in {some(2, 1, 8)}"
+    assert (
+        describe_nonfinite(whole.sequences, 5, lost) == f"its loss is not finite in {some(2, 1, 8)}"
+    )
     lost[0, 1] = 1
     both = f"{some(0, 1, 4)} and {some(2, 1, 4)}"
-    assert blame(whole, 5, lost) == f"its loss is not finite in {both}"
+    assert describe_nonfinite(whole.sequences, 5, lost) == f"its loss is not finite in {both}"
     lost[:] = 1
-    told = blame(whole, 5, lost)
+    told = describe_nonfinite(whole.sequences, 5, lost)
     assert len(re.findall(r"\d+(?=,)", told)) == 8
     assert told.endswith(" of process 1 and others")
 

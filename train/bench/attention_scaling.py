@@ -23,7 +23,7 @@ from roformer.configuration_rules import FEATURE_MAPS
 from train.analysis.plotting import COLOURS, axes_of, require_picture, save
 from train.bench.baselines import keep_freed_memory
 from train.loop.launch import run_command, start_accelerator
-from train.loop.run_log import collect_environment, peak_memory
+from train.loop.run_metadata import collect_environment, peak_memory
 from train.settings import require
 
 SOFTMAX = "softmax"

@@ -48,7 +48,7 @@ from train.data.batching import SequenceIndex, StepDataset
 from train.data.masking import Vocab
 from train.data.token_store import TokenStore
 from train.loop.flops import measure_peak_flops, step_flops
-from train.loop.run_log import collect_environment
+from train.loop.run_metadata import collect_environment
 from train.settings import InputError, require
 
 Maker = Callable[[str, Work, Batch], Step]

@@ -44,7 +44,7 @@ from train.data.documents import (
 from train.data.token_store import TokenStore
 from train.loop.atomic_dir import check_writable, report_full_disk, write_dir_atomically
 from train.loop.launch import progress_interval, run_command
-from train.loop.run_log import peak_memory
+from train.loop.run_metadata import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""A folder is there whole or not at all: how everything but checkpoints is written."""
+"""Folders that are written atomically, and checks of the disk before and while writing."""
 
 import errno
 import glob
@@ -13,79 +13,80 @@ from pathlib import Path
 from train.settings import InputError, require
 
 UNFINISHED = ".unfinished-"
-"""In the name of a folder that is being filled."""
+"""Part of the name of a temporary folder."""
 
 
 @contextmanager
 def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `target` when the block ends without an error.
+    """Yield an empty temporary folder, which is renamed to `target` at the end of the block.
 
-    What is already at `target` stays: several processes or machines may make the same folder at
-    once, and the first to finish wins. After an error nothing is left.
+    An existing `target` is kept: several processes or machines may write the same folder at once,
+    and the first to finish wins. After an error the temporary folder is deleted.
 
     Args:
-        target: What to make.
-        replace: Nobody else makes it: what is there goes, and what kills have left of it.
+        target: Folder to write.
+        replace: Replace an existing `target`, and delete what killed processes have left of it.
+            Only for folders that no other process writes.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:
         for left in target.parent.glob(f".{glob.escape(target.name)}{UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)  # one that cannot go is hidden and in no way
+            shutil.rmtree(left, ignore_errors=True)
     prefix = f".{target.name}{UNFINISHED}"
-    unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    aside = Path(f"{unfinished}-replaced")
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    replaced = Path(f"{temporary}-replaced")
     try:
-        yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp's is private, and so are the files of safetensors
-        for file in unfinished.rglob("*.safetensors"):
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp and safetensors give no access to other users
+        for file in temporary.rglob("*.safetensors"):
             file.chmod(0o644)
         if replace and target.exists():
-            target.rename(aside)  # not deleted yet: no half of it shall be there
+            target.rename(replaced)  # restored if the next rename fails
         try:
-            unfinished.rename(target)
+            temporary.rename(target)
         except OSError:
             if replace or not target.exists():
                 raise
     finally:
-        if aside.exists() and not target.exists():
-            aside.rename(target)
-        for folder in (unfinished, aside):
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        for folder in (temporary, replaced):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def model_name(place: str) -> str:
-    """The telling part of a model's path or hub id: NAME of runs/NAME/model."""
-    parts = [part for part in Path(place).parts if part not in ("/", "model")]
+def model_name(path: str) -> str:
+    """Return the name of a model from its path or hub id: NAME of runs/NAME/model."""
+    parts = [part for part in Path(path).parts if part not in ("/", "model")]
     return parts[-1] if parts else "model"
 
 
 def split_seed(name: str) -> tuple[str, int]:
-    """A run's model and seed: `bert-1` is seed 1 of `bert`, and `bert` alone seed 0."""
-    found = re.fullmatch(r"(.+)-(\d+)", name)
-    return (found[1], int(found[2])) if found else (name, 0)
+    """Split a run's name into model and seed: `bert-1` is seed 1 of `bert`, `bert` is seed 0."""
+    match = re.fullmatch(r"(.+)-(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, 0)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder that could not be made or written, before there is anything to lose.
+    """Check that a folder can be created and written.
 
     Raises:
-        InputError: It, or the folder it would be made in, is a file or not ours.
+        InputError: The folder, or its nearest existing parent, is a file or not writable.
     """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    require(free, key, "must be a folder that can be written", there, "choose another")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    require(writable, key, "must be a folder that can be written", existing, "choose another")
 
 
 @contextmanager
 def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
-    """Turn a disk that is full, or a quota, into one line.
+    """Turn the errors of a full disk, quota or file-size limit into an `InputError`.
 
     Args:
-        folder: What is written to.
-        key: The setting that names it.
+        folder: Folder that is written.
+        key: Setting that names it.
 
     Raises:
-        InputError: There is no room.
+        InputError: The disk is full.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Loss of any saved language model on held-out text, at any length.
+"""Loss of a language model on held-out text, at any length.
 
     python -m train.loop.evaluate --model runs/NAME/model --corpus.validation TEXT --length 512
 
-Masks are fixed: 15 % of the tokens, the same for every model and every evaluation, whatever a run
-masks in training, so that losses compare. A decoder predicts every next token.
+15 % of the tokens are masked, with a fixed seed and whatever the training masks, so that losses of
+different runs are comparable. A decoder predicts every next token.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ MASK_SEED = 0
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Measure the masked-LM loss of a saved model."""
+    """Measure the language-model loss of a saved model."""
 
     model: str
     """Folder or hub id of the model and its tokenizer."""
@@ -45,9 +45,9 @@ class EvaluateSettings:
     length: int = 128
     """Longest sequence in tokens."""
     sequences: int | None = None
-    """Most sequences to read, the first; null means all."""
+    """Number of sequences to read, from the first; null means all."""
     batch: int = 32
-    """Sequences a forward pass, in each process."""
+    """Sequences per forward pass of each process."""
     attention: str = "sdpa"
     """Attention kernel by transformers' name."""
 
@@ -65,24 +65,24 @@ def evaluate(
     vocab: Vocab,
     accelerator: Accelerator,
     batch: int = 32,
-    chosen: NDArray[np.int64] | None = None,
+    indices: NDArray[np.int64] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss and accuracy per predicted token, exact over processes.
+    """Compute loss and accuracy per predicted token, exact for any number of processes.
 
     Args:
         model: A `LanguageModel`, prepared by Accelerate.
         sequences: Held-out text.
-        vocab: The tokenizer's ids.
-        accelerator: Shares the batches out and adds the sums up.
-        batch: Sequences a forward pass.
-        chosen: Numbers of the sequences to read; None means all.
+        vocab: Token ids of the tokenizer.
+        accelerator: Distributes the batches and reduces the sums.
+        batch: Sequences per forward pass.
+        indices: Sequences to read; None means all.
         heartbeat: Called before each batch.
 
     Returns:
-        validation_loss in nats, validation_accuracy in [0, 1], validation_tokens predicted.
+        `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.
     """
-    index = np.arange(len(sequences)) if chosen is None else chosen
+    index = np.arange(len(sequences)) if indices is None else indices
     by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
     batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
@@ -91,29 +91,33 @@ def evaluate(
     tokens = dataclasses.replace(vocab, is_continuation=None)
     was_training = model.training
     model.eval()
-    for turn in range(0, len(batches), accelerator.num_processes):
+    for start in range(0, len(batches), accelerator.num_processes):
         heartbeat()
-        place = turn + accelerator.process_index
-        # where weights are sharded every process must take part; what is left over does not count
-        rows = batches[min(place, len(batches) - 1)]
+        number = start + accelerator.process_index
+        # with sharded weights all processes must call the model; extra batches are not counted
+        rows = batches[min(number, len(batches) - 1)]
         first = np.zeros_like(rows)
         tensors = make_batch(sequences, rows, first, tokens, rate, MASK_SEED, objective.packed)
-        loss, right = model(**send_to_device(tensors, accelerator.device))
-        found = (loss.double(), right.double(), right.new_tensor(len(tensors["labels"])).double())
-        sums += torch.stack(found) * (place < len(batches))
+        loss, correct = model(**send_to_device(tensors, accelerator.device))
+        values = (
+            loss.double(),
+            correct.double(),
+            correct.new_tensor(len(tensors["labels"])).double(),
+        )
+        sums += torch.stack(values) * (number < len(batches))
     model.train(was_training)
-    loss, right, predicted = accelerator.reduce(sums).tolist()
+    loss, correct, predicted = accelerator.reduce(sums).tolist()
     rule, remedy = "must hold a token to predict", "give more text, or a tokenizer that knows it"
     require(predicted > 0, "corpus.validation", rule, 0, remedy)
     return {
         "validation_loss": loss / predicted,
-        "validation_accuracy": right / predicted,
+        "validation_accuracy": correct / predicted,
         "validation_tokens": int(predicted),
     }
 
 
 def first_indices(sequences: SequenceIndex, limit: int | None) -> NDArray[np.int64]:
-    """Numbers of the first sequences, at most `limit`."""
+    """Return the indices of the first sequences, at most `limit`."""
     return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
 
 
@@ -124,26 +128,26 @@ def load_language_model(
     attention: str,
     changes: dict[str, Any] | None = None,
 ) -> LanguageModel:
-    """A saved model with its loss, in float32.
+    """Load a saved model with its loss, in float32.
 
     Args:
-        folder: Of the model, or a hub id.
+        folder: Folder or hub id of the model.
         tokenizer: Its tokenizer.
-        length: Longest sequence it is to read.
-        attention: Kernel by transformers' name.
-        changes: Fields of its configuration to replace.
+        length: Longest sequence to evaluate.
+        attention: Attention kernel by transformers' name.
+        changes: Configuration fields to replace.
 
     Raises:
-        InputError: There is no model, it lacks a head, or its positions end before the length.
+        InputError: There is no model, it has no head, or its position table is too short.
     """
     kind = load_config(folder, key="model").model_type
     wanted = ModelSettings(type=kind, init=folder, attention=attention, config=changes or {})
     config = build_config(wanted, length, tokenizer, key="length")
-    return LanguageModel(build_model(wanted, config, seed=0, whole=True))
+    return LanguageModel(build_model(wanted, config, seed=0, require_all_weights=True))
 
 
 def main(settings: EvaluateSettings) -> dict[str, float]:
-    """Load, measure, print one line of JSON."""
+    """Evaluate a saved model and print its scores as one line of JSON."""
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
@@ -153,8 +157,8 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(objective, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
-    chosen = first_indices(sequences, settings.sequences)
-    scores = evaluate(objective, sequences, vocab, accelerator, settings.batch, chosen)
+    indices = first_indices(sequences, settings.sequences)
+    scores = evaluate(objective, sequences, vocab, accelerator, settings.batch, indices)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores

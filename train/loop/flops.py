@@ -1,31 +1,32 @@
-"""Arithmetic of a masked-LM step, counted on paper, and what the machine could do.
+"""Floating-point operations of a training step, and the peak rate of the device.
 
-Only what learning needs is counted: real tokens, and the vocabulary layer at predicted ones. A
-multiplication and an addition are two operations; forward and backward together cost three times
-the forward pass.
+Counted are tokens that are not padding, and the vocabulary layer at predicted positions only. A
+multiplication and an addition are two operations; forward and backward pass together cost three
+times the forward pass.
 """
 
 import time
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from roformer.kernels.linear import dense
 
 
 def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
-    """Floating-point operations of training on some sequences.
+    """Return the floating-point operations of a forward and backward pass.
 
-    6 L (4 E^2 + 2 E F) a token, 12 L E a pair of tokens in one sequence, 6 (E^2 + V E) a predicted
-    token; L layers, E width, F feed-forward width, V vocabulary. In linear attention 12 L E M a
-    token take the place of the pairs, with M features of a head, or 20 L E M where these are random
-    products, too. A decoder is charged all pairs.
+    6 L (4 E^2 + 2 E F) per token, 12 L E per pair of tokens of a sequence and 6 (E^2 + V E) per
+    predicted token, with L layers, hidden size E, intermediate size F and V vocabulary entries.
+    Linear attention with M features per head costs 12 L E M per token instead of the pairs; FAVOR+,
+    which also computes its random projections, 20 L E M. Causal attention counts all pairs.
 
     Args:
-        config: Of the encoder.
-        tokens: Real tokens.
+        config: Configuration of the model.
+        tokens: Number of tokens without padding.
         squares: Sum of the squared lengths of the sequences.
-        predicted: Predicted tokens.
+        predicted: Number of predicted tokens.
     """
     E, F = config.hidden_size, config.intermediate_size  # noqa: N806
     layers, V = config.num_hidden_layers, config.vocab_size  # noqa: N806
@@ -38,22 +39,31 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     return weights + layers * E * pairs + 6 * (E**2 + V * E) * predicted
 
 
+def peak_flops(peak_tflops: float | None, accelerator: Accelerator) -> float:
+    """Return the operations per second of one device: as given, or measured in its precision."""
+    if peak_tflops is not None:
+        return peak_tflops * 1e12
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes.get(accelerator.mixed_precision, torch.float32)
+    return measure_peak_flops(accelerator.device, dtype)
+
+
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large dense layer here: what 100 % would be."""
+    """Measure the operations per second of a large matrix product, the best of six."""
     size = 8192 if device.type == "cuda" else 1024
     layer = torch.nn.Linear(size, size, bias=False, device=device, dtype=dtype)
     rows = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(6):
-        _wait(device)
+        _synchronize(device)
         started = time.perf_counter()
         with torch.no_grad():
             dense(layer, rows)
-        _wait(device)
+        _synchronize(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / min(seconds)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""How a command starts and ends: processes as asked for, errors in one line, exit codes."""
+"""Start and end of a command: its Accelerator, errors in one line, exit codes."""
 
 import dataclasses
 import os
@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     InitProcessGroupKwargs,
 )
 
@@ -27,11 +28,11 @@ def run_command(
     argv: Sequence[str] | None = None,
     default_config: str | None = None,
 ) -> None:
-    """Parse, run, and leave: exit code 2 and one line when what was given cannot be used.
+    """Parse the settings and run a command; an `InputError` is one line and exit code 2.
 
     Args:
         main: The command, called with its settings.
-        settings: Their dataclass.
+        settings: Dataclass of the settings.
         argv: Flags; None means the command line's.
         default_config: YAML read when no `--config` is given.
     """
@@ -43,37 +44,36 @@ def run_command(
         if torch.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(2)  # a thread of torch's own now and then aborts an orderly end
+            os._exit(2)  # threads of torch.distributed can abort a normal exit
         sys.exit(2)
 
 
 def launcher_pid() -> int | None:
-    """The process that launched this one, whose end is this one's; None where a user did.
+    """Return the process id of the launcher (accelerate or torchrun); None without a launcher.
 
-    What `nohup python train/pretrain.py &` starts must outlive its shell.
+    A process started from a shell, as by `nohup python train/pretrain.py &`, outlives its parent.
     """
-    told = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
-    return os.getppid() if any(name in os.environ for name in told) else None
+    variables = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+    return os.getppid() if any(name in os.environ for name in variables) else None
 
 
 def progress_interval() -> float:
-    """Least seconds between two drawings of a progress bar: few where they would fill a file."""
+    """Return the seconds between two updates of a progress bar: longer if it goes to a file."""
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:
-    """The Accelerator of this process, as the launcher was asked for it.
+    """Build the Accelerator of this process and check it against the launcher's request.
+
+    Gradient accumulation and data loading are the loop's, so none is configured here.
 
     Args:
         tracker: Accelerate tracker by name, or None.
-        folder: Where the tracker writes.
-
-    Returns:
-        It. Accumulation, data and loss scaling stay with the loop, which is why none is set here.
+        folder: Folder the tracker writes to.
 
     Raises:
         InputError: The launcher started fewer processes, or another kind of distribution, than its
-            flags or configuration say: what `accelerate launch --cpu --num_processes 2` does.
+            flags or configuration say, as `accelerate launch --cpu --num_processes 2` does.
     """
     environment = os.environ
     # Accelerate's launcher of a single process sets these only when several were asked for
@@ -85,10 +85,10 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
         )
     handlers = [
-        # other processes wait while one tokenises: an hour on a large corpus, not a fault
+        # the other processes wait while one tokenises, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
-        # buffers are constants here; without this an evaluation with fewer batches than processes
-        # would wait for a broadcast that the others never join
+        # buffers are constant; their broadcast would block evaluations in which some processes
+        # have fewer batches
         DistributedDataParallelKwargs(broadcast_buffers=False),
     ]
     try:
@@ -98,12 +98,12 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         raise InputError(
             f"launch must be one Accelerate can make, got {line}; change it"
         ) from error
-    wanted = int(environment.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != wanted:
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world_size:
         raise InputError(
-            f"launch must join all {wanted} processes, got a world of {accelerator.num_processes}; "
-            "put ACCELERATE_USE_CPU=1 before torchrun on a CPU, or check num_processes and "
-            "num_machines in the accelerate configuration"
+            f"launch must join all {world_size} processes, got a world of "
+            f"{accelerator.num_processes}; put ACCELERATE_USE_CPU=1 before torchrun on a CPU, or "
+            "check num_processes and num_machines in the accelerate configuration"
         )
     sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if sharded and accelerator.distributed_type != DistributedType.FSDP:
@@ -121,13 +121,19 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     return accelerator
 
 
-def keep_float32(plugin: Any) -> None:
-    """Shards in half precision that leave in float32 what is: a rotation's angles, sums of losses.
+def is_compiled(accelerator: Accelerator) -> bool:
+    """Return whether Accelerate compiles the model."""
+    return accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
 
-    Accelerate's policy casts what goes into each layer and what comes out of the model.
+
+def keep_float32(plugin: Any) -> None:
+    """Keep float32 inputs and outputs of layers in float32 under FSDP2 with half precision.
+
+    Accelerate's policy casts the inputs of each layer and the outputs of the model, among them the
+    cos and sin of the rotary embedding and the sums of losses.
 
     Args:
-        plugin: Accelerate's FullyShardedDataParallelPlugin, for FSDP2; changed in place.
+        plugin: Accelerate's FullyShardedDataParallelPlugin; changed in place.
     """
     policy = plugin.mixed_precision_policy
     if policy is not None:

@@ -1,45 +1,50 @@
-"""What fits into memory, and what a run would take: time, memory and disk."""
+"""Memory of a micro-batch and of a run: micro-batches that fit, and the dry run."""
 
+import dataclasses
 import gc
 import json
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import PreTrainedConfig
 
+from train.data import vocabulary
 from train.data.batching import max_predictions
-from train.loop.objective import LanguageModel
-from train.loop.run_log import peak_memory
+from train.data.stages import StagedDataset
+from train.loop.model_init import build_config
+from train.loop.objective import LanguageModel, build_objective
+from train.loop.optim import check_warmup, count_steps
+from train.loop.run_metadata import peak_memory
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
-"""Weight, gradient and two moments of a parameter in float32."""
+"""Bytes per parameter of weight, gradient and two moments in float32."""
 
 SAVED_BYTES = 12
-"""Weight and moments, as a checkpoint holds them."""
+"""Bytes per parameter of weight and moments in a checkpoint."""
 
 
 def largest_batch(
-    rows: int, length: int, vocabulary: int, mask_rate: float | None, packed: bool
+    rows: int, length: int, vocab_size: int, mask_rate: float | None, packed: bool
 ) -> dict[str, Any]:
-    """A micro-batch of random tokens as large as any: full rows, and as many predicted as can be.
+    """Build a micro-batch of random tokens with the largest possible shapes.
 
     Args:
-        rows: Sequences.
+        rows: Number of sequences.
         length: Tokens of each.
-        vocabulary: Ids are below.
-        mask_rate: Share of tokens that is masked; None predicts every token.
-        packed: The layout, as in `batching.make_batch`.
+        vocab_size: Number of token ids.
+        mask_rate: Share of masked tokens; None predicts every token.
+        packed: Layout, as in `batching.make_batch`.
     """
-    ids = torch.randint(vocabulary, (rows, length))
+    ids = torch.randint(vocab_size, (rows, length))
     predicted = max_predictions(rows * length, mask_rate)
-    places = torch.arange(predicted) * rows * length // predicted
-    batch: dict[str, Any] = {"label_positions": places, "labels": ids.flatten()[places]}
+    positions = torch.arange(predicted) * rows * length // predicted
+    batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return batch | {
@@ -50,41 +55,55 @@ def largest_batch(
     }
 
 
+def fit_micro_batches(
+    dataset: StagedDataset, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
+) -> None:
+    """Reduce the micro-batch of every stage to one that fits into memory, on all processes."""
+    for stage in dataset.stages:
+        length = stage.sequences.length
+        stage.micro_batch = fit_micro_batch(
+            model, objective, length, stage.micro_batch, stage.mask_rate, accelerator
+        )
+        if stage.pad_predictions_to is not None:
+            stage.pad_predictions_to = max_predictions(stage.micro_batch * length, stage.mask_rate)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # failed attempts are not the run's peak
+
+
 def fit_micro_batch(
     model: nn.Module,
     objective: LanguageModel,
     length: int,
-    wanted: int,
+    micro_batch: int,
     mask_rate: float | None,
     accelerator: Accelerator,
 ) -> int:
-    """A micro-batch that every process can compute: `wanted`, or the next part of it that fits.
+    """Find the largest micro-batch that fits into memory on every process.
 
-    Only sizes that divide `wanted` are tried, at most half of the last each time, because all
-    processes must make the same number of micro-batches of a step. This happens before the first
-    step, because a process that runs out of memory later leaves the others waiting for it. The rest
-    of the batch is accumulated, so the losses are the same without dropout, and but for the random
-    features of FAVOR+, which are drawn anew by the number of forward passes.
+    Only divisors of `micro_batch` are tried, each at most half of the one before, because all
+    processes must compute the same number of micro-batches per step; the rest is accumulated. This
+    happens before the first step, because a process that runs out of memory later would leave the
+    others waiting. Losses stay the same, except with dropout, and with the random features of
+    FAVOR+, which are redrawn after a number of forward passes.
 
     Args:
         model: As prepared by Accelerate.
-        objective: What it wraps.
+        objective: The module inside it.
         length: Longest sequence.
-        wanted: Sequences.
+        micro_batch: Requested number of sequences.
         mask_rate: As in `largest_batch`.
-        accelerator: Its processes agree.
+        accelerator: Reduces over processes.
 
     Raises:
         InputError: Not even one sequence fits.
     """
-    size, before = wanted, [buffer.clone() for buffer in objective.buffers()]
+    size, before = micro_batch, [buffer.clone() for buffer in objective.buffers()]
+    vocab_size = objective.model.config.vocab_size
     while True:
-        batch = largest_batch(
-            size, length, objective.model.config.vocab_size, mask_rate, objective.packed
-        )
+        batch = largest_batch(size, length, vocab_size, mask_rate, objective.packed)
         failed = torch.tensor(float(not _fits(model, batch, accelerator)))
         model.zero_grad(set_to_none=True)
-        for buffer, old in zip(objective.buffers(), before):  # random features count their calls
+        for buffer, old in zip(objective.buffers(), before):  # FAVOR+ counts its calls
             buffer.copy_(old)
         gc.collect()
         if torch.cuda.is_available():
@@ -96,23 +115,22 @@ def fit_micro_batch(
                 f"corpus.length must fit into memory, got {length} tokens that do not; shorten it, "
                 "or set model.gradient_checkpointing true"
             )
-        size = next(part for part in range(size // 2, 0, -1) if wanted % part == 0)
+        size = next(part for part in range(size // 2, 0, -1) if micro_batch % part == 0)
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
 
 
 def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> bool:
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        # AdamW's moments come with the first step: their room is taken here
+        # AdamW allocates its moments at the first step
         moments = [torch.empty_like(p) for p in trained for _ in range(2)]
-        # FSDP2 would keep the gradients of an unsynchronised pass where zero_grad does not look
-        sharded = accelerator.is_fsdp2
-        with nullcontext() if sharded else accelerator.no_sync(model):
+        # after no_sync, FSDP2 would keep gradients that zero_grad does not free
+        with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["labels"]))
         del moments
     except (MemoryError, RuntimeError) as error:
-        # torch's error for a CPU has no class of its own
+        # torch's CPU allocator raises a plain RuntimeError
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and (
             "allocate" not in str(error) and "not enough memory" not in str(error)
         ):
@@ -121,44 +139,47 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
     return True
 
 
-def plan(
-    settings: PretrainSettings,
-    stages: list[PretrainSettings],
-    objective: LanguageModel,
-    steps: list[int | None],
-    accelerator: Accelerator,
-) -> dict[str, Any]:
-    """What the run would take, from one micro-batch that fits, timed here; nothing is written.
+def dry_run(
+    settings: PretrainSettings, stages: list[PretrainSettings], accelerator: Accelerator
+) -> None:
+    """Print what a run would take, as JSON, and write nothing.
+
+    Time and memory are measured on one micro-batch of each stage. Printed are parameters,
+    micro-batches, tokens per step, steps, hours, memory and disk in GB.
 
     Args:
-        settings: Of the run.
-        stages: Of its stages.
-        objective: On the device.
-        steps: Of each stage; None where the end is a time.
-        accelerator: Says how many processes there would be.
+        settings: Settings of the run.
+        stages: Settings of its stages.
+        accelerator: The accelerator.
 
-    Returns:
-        Parameters, micro-batches, tokens a step, steps, hours, memory and disk in GB, as JSON
-        values.
+    Raises:
+        InputError: There is no tokenizer and none would be trained, or the warm-up is too long.
     """
-    parameters = sum(p.numel() for p in objective.parameters())
-    seconds, tokens, hours, sizes = [], 0, 0.0, []
+    objective = _untrained_objective(settings).to(accelerator.device)
+    steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
+    known = [number for number in steps if number is not None]
+    check_warmup(settings.optim, sum(known) if known == steps else None)
+    micro_batches, tokens, hours = [], 0, 0.0
     for stage, number in zip(stages, steps):
-        length, wanted = stage.corpus.length, stage.optim.micro_batch
-        rate = None if objective.causal else stage.corpus.mask_rate
+        length, batch_size = stage.corpus.length, stage.optim.batch_size
+        mask_rate = None if objective.causal else stage.corpus.mask_rate
         with accelerator.autocast():
-            rows = fit_micro_batch(objective, objective, length, wanted, rate, accelerator)
-        sizes.append(rows)
-        seconds.append(_time(objective, rows, length, rate, accelerator))
-        share = stage.optim.batch_size / rows / accelerator.num_processes
-        tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
-        hours += (number or 0) * share * seconds[-1] / 3600
+            rows = fit_micro_batch(
+                objective, objective, length, stage.optim.micro_batch, mask_rate, accelerator
+            )
+        micro_batches.append(rows)
+        seconds = _time_micro_batch(objective, rows, length, mask_rate, accelerator)
+        tokens += batch_size * length * (number or 0)
+        per_process = batch_size / rows / accelerator.num_processes
+        hours += (number or 0) * per_process * seconds / 3600
+    parameters = sum(p.numel() for p in objective.parameters())
+    # the measured peak holds weights and gradients, but no moments
     memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
     report = {
         "parameters": parameters,
-        "micro_batch": sizes,
+        "micro_batch": micro_batches,
         "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],
-        # a budget of tokens takes more where sequences are shorter than they may be
+        # more steps if sequences are shorter than the longest
         "steps_at_least" if settings.optim.tokens else "steps": steps,
         "tokens_at_most": tokens or None,
         "hours": settings.optim.hours or round(hours, 2),
@@ -167,24 +188,40 @@ def plan(
         "processes": accelerator.num_processes,
     }
     accelerator.print(json.dumps(report, indent=2))
-    return report
 
 
-def _time(
-    objective: LanguageModel, rows: int, length: int, rate: float | None, accelerator: Accelerator
+def _untrained_objective(settings: PretrainSettings) -> LanguageModel:
+    """Build the run's model with random weights, and the vocabulary size it would get."""
+    corpus, model, tokenizer = settings.corpus, settings.model, None
+    if corpus.vocabulary_size is None or Path(corpus.tokenizer).exists():
+        tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
+    else:  # not trained yet: assume the largest size
+        model = dataclasses.replace(
+            model, config={"vocab_size": corpus.vocabulary_size} | model.config
+        )
+    config = build_config(model, corpus.length, tokenizer)
+    return build_objective(dataclasses.replace(model, init=None), config, settings.run.seed)
+
+
+def _time_micro_batch(
+    objective: LanguageModel,
+    rows: int,
+    length: int,
+    mask_rate: float | None,
+    accelerator: Accelerator,
 ) -> float:
-    """Seconds of a forward and backward pass of a micro-batch of full length, the second of two."""
-    config: PreTrainedConfig = objective.model.config
+    """Return the seconds of a forward and backward pass, the second of two."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
-    batch = largest_batch(rows, length, config.vocab_size, rate, objective.packed)
+    vocab_size = objective.model.config.vocab_size
+    batch = largest_batch(rows, length, vocab_size, mask_rate, objective.packed)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
         with accelerator.autocast():
             loss, _ = objective(**send_to_device(batch, accelerator.device))
         (loss / len(batch["labels"])).backward()
-        loss.item()  # waits for the device
+        loss.item()  # synchronises with the device
         seconds = time.perf_counter() - started
     objective.zero_grad(set_to_none=True)
     return seconds

@@ -1,4 +1,4 @@
-"""What a run starts from: fresh weights of a configuration, a checkpoint, or a BERT's weights."""
+"""Configuration and initial weights of a model: random, from a checkpoint, or from a BERT."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,18 +26,18 @@ def build_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
     key: str = "corpus.length",
 ) -> PreTrainedConfig:
-    """The configuration of the model to train, checked against length and tokenizer.
+    """Build the configuration of a model, checked against length and tokenizer.
 
     Args:
         settings: The model section.
         length: Longest training sequence.
-        tokenizer: Decides the vocabulary size of a fresh model; None checks all that can be checked
-            before there is one.
-        key: What messages call the length.
+        tokenizer: Sets the vocabulary size of a model with random weights; None checks everything
+            else.
+        key: Name of the length in error messages.
 
     Raises:
-        InputError: The type or a field is unknown, a value is refused, the vocabulary does not fit,
-            or the length exceeds a table of positions.
+        InputError: The type, a field or a value is invalid, the vocabulary does not fit, or the
+            length exceeds a table of position embeddings.
     """
     known = settings.type in CONFIG_MAPPING
     rule, remedy = "must be a transformers model type", "use roformer or bert"
@@ -45,8 +45,8 @@ def build_config(
     names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     for name in settings.config:
         rule = f"must be a field of the {settings.type} configuration"
-        angle = name in ("rope_theta", "partial_rotary_factor") and "rope_parameters" in names
-        remedy = f"write rope_parameters: {{{name}: ...}}" if angle else "check the spelling"
+        is_rope = name in ("rope_theta", "partial_rotary_factor") and "rope_parameters" in names
+        remedy = f"write rope_parameters: {{{name}: ...}}" if is_rope else "check the spelling"
         require(name in names, "model.config", rule, repr(name), remedy)
     with input_errors("model.config"):
         config = _config(settings, tokenizer)
@@ -61,10 +61,10 @@ def build_config(
 
 
 def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
-    """Let a model that rotates say that it is made for the longest sequence it is trained on.
+    """Raise `max_position_embeddings` of a rotary model to the longest training sequence.
 
-    transformers' RoFormer, and tokenizers, stop at what it says. A rope type that changes longer
-    rows counts from it, and keeps what it was given.
+    transformers' RoFormer and tokenizers treat it as a limit. Rope types that scale longer
+    sequences relative to it keep the configured value.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if not getattr(config, "has_position_limit", True) and rope.get("rope_type") == "default":
@@ -73,12 +73,12 @@ def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
 
 @contextmanager
 def input_errors(key: str) -> Iterator[None]:
-    """Turn what transformers says of a user's values into one line that names the key."""
+    """Turn errors of transformers about user input into an `InputError` for a key."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # as many kinds as there are checks
+    except Exception as error:  # transformers raises many types
         line = " ".join(str(error).split())[:300] or type(error).__name__
         raise InputError(f"{key} must be usable by transformers, got: {line}; change it") from error
 
@@ -99,13 +99,13 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     same = saved.model_type == settings.type
     require(same or convertible, "model.init", rule, found, remedy)
     for name, value in settings.config.items():
-        # what says nothing about the weights may change, angles for longer texts for instance, and
-        # the encoding of positions, whose own weights are drawn; the rest is the checkpoint's
-        there = getattr(saved, name, value)
+        # only fields that leave the checkpoint's weights valid may change; weights of another
+        # position encoding are initialised
+        before = getattr(saved, name, value)
         free = name.endswith("dropout_prob") or name in ("rope_parameters", "position_encoding")
-        rule = f"must stay {there} of model.init"
-        require(free or there == value, f"model.config.{name}", rule, value, "leave it out")
-        setattr(saved, name, value)  # not as a whole: a RoFormer completes its rope_parameters
+        rule = f"must stay {before} of model.init"
+        require(free or before == value, f"model.config.{name}", rule, value, "leave it out")
+        setattr(saved, name, value)  # the setter of a RoFormer completes rope_parameters
     names = {f.name for f in dataclasses.fields(CONFIG_MAPPING[settings.type])} & set(
         saved.to_dict()
     )
@@ -114,10 +114,10 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def load_config(folder: str, key: str) -> PreTrainedConfig:
-    """What a folder or the hub, given under `key`, says of a model.
+    """Load the configuration of a model from a folder or the hub.
 
     Raises:
-        InputError: There is no model.
+        InputError: There is none; the message names `key`.
     """
     try:
         return AutoConfig.from_pretrained(folder)
@@ -129,7 +129,7 @@ def load_config(folder: str, key: str) -> PreTrainedConfig:
 def _require_vocabulary(
     settings: ModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Ids must mean to the weights what they mean to the tokenizer."""
+    """Check that the model's weights were trained with the vocabulary of the tokenizer."""
     fits = config.vocab_size >= len(tokenizer)
     if fits and settings.init is not None:
         pieces = tokenizer.get_vocab()
@@ -137,8 +137,8 @@ def _require_vocabulary(
             own = AutoTokenizer.from_pretrained(settings.init).get_vocab()
         except (OSError, ValueError):
             own = {}
-        # without tokenizer files transformers makes one of special tokens: then sizes must do, up
-        # to the padding that some vocabularies get
+        # without tokenizer files transformers builds one of special tokens only; then compare
+        # sizes, up to padding of the embedding table
         unknown = len(own) < len(pieces) // 2
         fits = config.vocab_size - len(pieces) < 128 if unknown else own == pieces
     rule = f"must fit the model's vocabulary of {config.vocab_size}"
@@ -147,34 +147,36 @@ def _require_vocabulary(
 
 
 def build_model(
-    settings: ModelSettings, config: PreTrainedConfig, seed: int, whole: bool = False
+    settings: ModelSettings, config: PreTrainedConfig, seed: int, require_all_weights: bool = False
 ) -> PreTrainedModel:
-    """The model to train, in float32 and with its dropout on.
+    """Build the model in float32 and training mode.
 
     Args:
         settings: The model section.
-        config: From `model_config`.
-        seed: Decides fresh weights, and those a checkpoint lacks.
-        whole: Refuse a checkpoint that lacks any, a masked-LM head for instance.
+        config: From `build_config`.
+        seed: Seed of random weights, also of those missing in a checkpoint.
+        require_all_weights: Refuse a checkpoint without, for example, a language-model head.
 
     Raises:
-        InputError: transformers cannot make or load it.
+        InputError: transformers cannot build or load it.
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    kind = auto_model_class(config)
+    auto_class = auto_model_class(config)
     with input_errors("model"):
         if settings.init is None:
-            return kind.from_config(config, **options)
+            return auto_class.from_config(config, **options)
         if load_config(settings.init, "model.init").model_type == config.model_type:
-            model, report = kind.from_pretrained(
+            model, report = auto_class.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
             missing = sorted(report["missing_keys"])
             rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
-            require(not (whole and missing), "model", rule, found, "pretrain it first")
-            return model.train()  # which from_pretrained turns off
-        model = kind.from_config(config, **options)
+            require(
+                not (require_all_weights and missing), "model", rule, found, "pretrain it first"
+            )
+            return model.train()  # from_pretrained returns it in evaluation mode
+        model = auto_class.from_config(config, **options)
         load_bert_weights(
             model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
         )
@@ -182,14 +184,14 @@ def build_model(
 
 
 def auto_model_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of the model: a decoder predicts the next token, an encoder masked ones."""
+    """Return the Auto class: of causal models for a decoder, of masked ones for an encoder."""
     return AutoModelForCausalLM if getattr(config, "is_decoder", False) else AutoModelForMaskedLM
 
 
 def load_bert_weights(model: PreTrainedModel, bert: PreTrainedModel) -> None:
     """Copy a BERT's weights into a RoFormer of the same sizes.
 
-    The position embeddings are left behind where the model's positions are no table of weights.
+    Its position embeddings are copied only for `position_encoding="learned"`.
     """
     learned = getattr(model.config, "position_encoding", "rope") == "learned"
     weights = {

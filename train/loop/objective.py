@@ -1,37 +1,38 @@
-"""The loss of any language model, computed where a token is predicted and nowhere else.
+"""Model and loss of masked and causal language modelling, computed at predicted positions only.
 
-An encoder predicts masked tokens, a decoder (`is_decoder` of its configuration) every next one.
-
-The vocabulary layer is most of a small model's arithmetic: skipping the 85 % of rows whose scores
-nobody reads makes the head 6 times faster and a whole small step 3 times (4 x 256, V 30,522).
+An encoder predicts masked tokens, a decoder (`is_decoder` in its configuration) every next token.
+The vocabulary layer is most of a small model's arithmetic: without the 85 % of positions that are
+not predicted, the head is 6 times faster, and a whole step 3 times (4 x 256 tokens, V = 30,522).
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from roformer.kernels.attention import UNPADDED
 from roformer.kernels.dispatch import is_plain
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.batching import IGNORE_INDEX
-from train.settings import InputError
+from train.loop.model_init import build_config, build_model
+from train.settings import InputError, ModelSettings
 
 ELEMENTS_AT_A_TIME = 2**20
 """Scores a CPU looks at in one go: 4 MiB of float32."""
 
 
 class LanguageModel(nn.Module):
-    """An encoder or decoder with its language-model head, as one module from batch to loss.
+    """A model with a language-model head, as one module from batch to loss.
 
     Args:
-        model: A model with a head in transformers' BERT layout, under `cls`.
+        model: A model whose head is at `cls`, as in transformers' BERT and RoFormer.
 
     Raises:
-        InputError: The model keeps its head elsewhere, or cannot use its kernel.
+        InputError: The model has no such head, or does not support its attention kernel.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,57 +42,82 @@ class LanguageModel(nn.Module):
                 "model.type must keep its language-model head under `cls`, as roformer and bert "
                 f"do, got {model.config.model_type!r}; use one of those"
             )
-        if takes_packed_rows(model) and not isinstance(model, RoFormerPreTrainedModel):
+        self.model = model
+        if self.packed and not isinstance(model, RoFormerPreTrainedModel):
             raise InputError(
                 "model.attention must be a kernel that model.type knows, got "
                 f"{UNPADDED!r} for {model.config.model_type!r}; use sdpa or train a roformer"
             )
-        self.model = model
         head = getattr(model.cls, "predictions", None)
         if head is not None and getattr(head, "bias", None) is not None:
-            # without tied weights nothing reads it, in transformers' models neither
+            # without tied weights this bias is unused, also in transformers' models
             head.bias.requires_grad_(head.bias is head.decoder.bias)
-        # what FSDP shards piece by piece: layers; not the embeddings, which the output layer shares
+        # modules that FSDP shards: layers, but not embeddings, whose weights the output layer uses
         names = model._no_split_modules or ()
         self._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
 
-    def tie_weights(self) -> None:
-        """Share the embeddings with the output layer; Accelerate asks for it after sharding."""
-        self.model.tie_weights()
-
     @property
     def packed(self) -> bool:
-        """Whether batches come as one packed row: where the kernel knows borders."""
-        return takes_packed_rows(self.model)
+        """Whether batches have to be packed rows: with the unpadded kernel.
+
+        Position encodings that add a bias to the attention scores still need padded rows.
+        """
+        biased = getattr(self.model.config, "has_position_bias", False)
+        return self.model.config._attn_implementation == UNPADDED and not biased
 
     @property
     def causal(self) -> bool:
-        """Whether every next token is predicted, instead of masked ones."""
+        """Whether the model predicts every next token instead of masked ones."""
         return bool(getattr(self.model.config, "is_decoder", False))
+
+    def tie_weights(self) -> None:
+        """Tie the output layer to the embeddings; called by Accelerate after sharding."""
+        self.model.tie_weights()
 
     def forward(
         self, input_ids: Tensor, label_positions: Tensor, labels: Tensor, **layout: Any
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies and number of right guesses over the predicted tokens.
+        """Compute the summed cross-entropy and the number of correct predictions.
 
-        Sums, not means: only the caller knows how many tokens the whole step predicts.
+        Sums, because the mean is over the predicted tokens of the whole step, which spans several
+        micro-batches and processes.
 
         Args:
-            input_ids: [B, L], or one packed row [1, T].
+            input_ids: [B, L], or packed [1, T].
             label_positions: [n] positions in the flattened `input_ids` whose hidden states predict.
             labels: [n] token ids to predict; -100 is ignored.
-            **layout: `attention_mask` [B, L], or of a packed row `position_ids` [1, T],
-                `cu_seq_lens_q` [B + 1] and `max_length_q`, as `batching.make_batch` makes them.
+            **layout: `attention_mask` [B, L], or for a packed row `position_ids` [1, T],
+                `cu_seq_lens_q` [B + 1] and `max_length_q`, as from `batching.make_batch`.
 
         Returns:
-            Two scalars: loss in nats, float32, and a count.
+            Loss in nats, float32 scalar, and a count, scalar.
         """
-        encoder = self.model.base_model
         if self.causal:
             layout["use_cache"] = False
-        hidden = encoder(input_ids=input_ids, **layout).last_hidden_state
-        scores = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
-        return cross_entropy(scores, labels)
+        hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
+        logits = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
+        return cross_entropy(logits, labels)
+
+
+def build_objective(settings: ModelSettings, config: PreTrainedConfig, seed: int) -> LanguageModel:
+    """Build the model of a configuration with its loss, in float32."""
+    model = build_model(settings, config, seed)
+    if settings.gradient_checkpointing:
+        # renamed in transformers after 5.17
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
+    return LanguageModel(model)
+
+
+def check_model(settings: ModelSettings, length: int) -> None:
+    """Check type, configuration, attention kernel and head by building the model without memory.
+
+    Raises:
+        InputError: The model cannot be built, or not for sequences of this length.
+    """
+    config = build_config(settings, length)
+    with torch.device("meta"):
+        LanguageModel(build_model(dataclasses.replace(settings, init=None), config, seed=0))
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,12 +176,3 @@ class _CrossEntropy(torch.autograd.Function):
         """What was made, times what comes in."""
         (gradient,) = ctx.saved_tensors
         return gradient * gradients[0], None
-
-
-def takes_packed_rows(model: PreTrainedModel) -> bool:
-    """Whether the model's attention kernel is told the borders of sequences in a row.
-
-    Encodings that are added to the scores have a kernel that would compute those between sequences.
-    """
-    added = getattr(model.config, "has_position_bias", False)
-    return model.config._attn_implementation == UNPADDED and not added

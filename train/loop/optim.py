@@ -1,5 +1,6 @@
-"""AdamW with decay groups, the learning rate as a function of progress, and finite steps."""
+"""AdamW with weight-decay groups, learning-rate schedules, and skipping of non-finite gradients."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,24 +9,23 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from train.loop.preemption import AsyncScalars
-from train.settings import InputError, OptimSettings
+from train.settings import InputError, OptimSettings, require
 
-PATIENCE = 3
-"""Steps in a row without a finite gradient after which a run ends: it will not mend itself."""
+MAX_SKIPPED_STEPS = 3
+"""Consecutive skipped steps after which a run ends."""
 
-SCALES = 40
-"""The same with a loss scaler, which halves its scale at each of them."""
+MAX_SKIPPED_STEPS_SCALED = 40
+"""The same with a loss scaler (fp16), which halves its scale at each skipped step."""
 
-MIN_LOSS_SCALE = 65_536 / 2**SCALES
-"""What then is left of the scale that it begins with."""
+MIN_LOSS_SCALE = 65_536 / 2**MAX_SKIPPED_STEPS_SCALED
+"""The loss scale after so many skipped steps, from the initial scale of `GradScaler`."""
 
-TIMED_STEPS = 1_000_000
-"""Parts into which a schedule over hours divides them."""
+SCHEDULE_RESOLUTION = 1_000_000
+"""Number of steps by which a schedule over hours is approximated."""
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: what has two dimensions or more decays; biases and LayerNorm gains do not."""
+    """Split trained parameters in two groups: matrices with weight decay, vectors without."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -40,63 +40,106 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """Fused AdamW over `decay_groups`."""
+    """Build a fused AdamW over `decay_groups`."""
     groups = decay_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
 
 
 def schedule_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """The learning rate's factor at a step, as transformers' schedules have it.
+    """Return one of transformers' schedules as a function from step to learning-rate factor.
 
-    A function of the step alone, so a checkpoint need not hold a scheduler.
+    A function of the step alone: a checkpoint does not need to hold a scheduler.
     """
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    name = "constant_with_warmup" if schedule == "constant" else schedule  # whose plain has none
+    # transformers' "constant" has no warm-up
+    name = "constant_with_warmup" if schedule == "constant" else schedule
     return get_scheduler(name, optimizer, warmup_steps, steps).lr_lambdas[0]
 
 
-def learning_rate(settings: OptimSettings, total: int | None) -> Callable[[int, float], float]:
-    """The learning rate of a step, given its number (from 0) and the hours trained before it.
+def learning_rate_schedule(
+    optim: OptimSettings, total: int | None
+) -> Callable[[int, float], float]:
+    """Return the learning rate as a function of the step, from 0, and the hours trained before it.
 
     Args:
-        settings: The optim section.
-        total: Steps of the run; None where `settings.hours` is the budget: then the schedule
-            follows the clock, and only the warm-up the steps.
+        optim: The optim section.
+        total: Steps of the run; None when `optim.hours` limits it. The decay then follows the
+            clock, and only the warm-up the steps.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    peak, warmup = optim.learning_rate, optim.warmup_steps
     if total is not None:
-        factor = schedule_factor(settings.schedule, warmup, total + 1)  # the last step still moves
+        factor = schedule_factor(optim.schedule, warmup, total + 1)  # not 0 at the last step
         return lambda step, hours: peak * factor(step + 1)
-    assert settings.hours is not None
-    budget, factor = settings.hours, schedule_factor(settings.schedule, 0, TIMED_STEPS + 1)
+    assert optim.hours is not None
+    budget, decay = optim.hours, schedule_factor(optim.schedule, 0, SCHEDULE_RESOLUTION + 1)
 
     def timed(step: int, hours: float) -> float:
-        part = factor(int(TIMED_STEPS * min(1.0, hours / budget)))
-        return peak * min(1.0, (step + 1) / max(1, warmup)) * part
+        progress = int(SCHEDULE_RESOLUTION * min(1.0, hours / budget))
+        return peak * min(1.0, (step + 1) / max(1, warmup)) * decay(progress)
 
     return timed
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group this learning rate."""
+def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
+    """Return the optimizer steps of a budget of steps or tokens; None for a budget of hours."""
+    if optim.tokens is None:
+        return optim.steps
+    return math.ceil(optim.tokens / (optim.batch_size * mean_length))
+
+
+def check_warmup(optim: OptimSettings, total: int | None) -> None:
+    """Check that the warm-up is shorter than the run.
+
+    Raises:
+        InputError: It is not.
+    """
+    rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
+    fits = total is None or optim.warmup_steps < total
+    require(fits, "optim.warmup_steps", rule, optim.warmup_steps, remedy)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate
+
+
+class AsyncScalars:
+    """A small tensor that is copied to the host without waiting for the device.
+
+    Args:
+        tensor: [n], on any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host = tensor
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def result(self) -> list[float]:
+        """Return the values; waits only for work queued on the device before the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
 
 class NonFiniteGuard:
-    """An optimizer that leaves the weights alone where the gradient is not finite.
+    """Skips the optimizer step on all ranks when the gradient norm is not finite.
 
-    Gradients are added up over processes before their norm is taken, so every process sees the same
-    norm, and none moves. The decision stays on the device, as fused AdamW's `found_inf`; the host
-    reads it a step later, and so waits for nothing.
+    Ends the run after `MAX_SKIPPED_STEPS` in a row. Every rank sees the same norm, because it is
+    computed from reduced gradients. The decision stays on the device, as `found_inf` of fused
+    AdamW; the host reads it one step later, so it never waits for the device.
 
     Args:
-        optimizer: As prepared by Accelerate. One with a loss scaler (fp16) leaves steps out by
-            itself while it looks for its scale: that is told only when it finds none.
-        report: Called in every process with the step that was skipped, how many have been in a row,
-            and for each micro-batch of this process whether its own loss was not finite, [n], on
-            the device.
-        checkpoints: Folder of the run's checkpoints, for the message.
+        optimizer: As prepared by Accelerate. With a loss scaler (fp16), which skips steps itself
+            while it looks for its scale, only a failed search is reported.
+        report: Called on every rank with a skipped step, the number of skipped steps in a row, and
+            a bool tensor [micro-batches] on the device: whether the rank's own loss was not finite.
+        checkpoints: Folder of the run's checkpoints, for the error message.
     """
 
     def __init__(
@@ -108,56 +151,56 @@ class NonFiniteGuard:
         self.optimizer = optimizer
         self.report = report
         self.checkpoints = checkpoints
-        self.lost: list[Tensor] = []
-        self.pending: tuple[int, AsyncScalars, Tensor] | None = None
-        self.in_a_row = 0
-        self.patience = PATIENCE if optimizer.scaler is None else SCALES
+        self.scaled = optimizer.scaler is not None
+        self.max_skipped = MAX_SKIPPED_STEPS_SCALED if self.scaled else MAX_SKIPPED_STEPS
+        self.skipped_in_a_row = 0
+        self.nonfinite_losses: list[Tensor] = []
+        self.last_step: tuple[int, AsyncScalars, Tensor] | None = None
 
     def record_loss(self, loss: Tensor) -> None:
-        """Remember whether the loss of a micro-batch is finite."""
-        self.lost.append(loss.detach().isfinite().logical_not())
+        """Record whether the loss of a micro-batch is finite."""
+        self.nonfinite_losses.append(loss.detach().isfinite().logical_not())
 
     def step(self, number: int, norm: Tensor) -> None:
-        """Move the weights unless the norm of the gradient is not finite.
+        """Update the weights unless the gradient norm is not finite.
 
         Raises:
-            InputError: As `check_last_step`.
+            InputError: As `check_last_step`, for the step before.
         """
         self.check_last_step()
-        skipped = norm.isfinite().logical_not().float()
-        if self.optimizer.scaler is None:
-            self.optimizer.optimizer.found_inf = skipped
-        self.pending = number, AsyncScalars(skipped[None]), torch.stack(self.lost)
-        self.lost = []
+        skip = norm.isfinite().logical_not().float()
+        if not self.scaled:
+            self.optimizer.optimizer.found_inf = skip
+        self.last_step = number, AsyncScalars(skip[None]), torch.stack(self.nonfinite_losses)
+        self.nonfinite_losses = []
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def check_last_step(self) -> bool:
-        """Look at the step before, if it has not been looked at.
+        """Report the last step if it was skipped and has not been checked yet.
 
         Returns:
-            Whether to save: nobody should have to go on from weights whose gradients are not finite
-            (but for a loss scaler, which leaves a step out now and then).
+            Whether the weights may be saved: no checkpoint follows a skipped step, so that a
+            restart does not begin where gradients are not finite. A loss scaler's skips are normal.
 
         Raises:
-            InputError: It was one of several in a row without a finite gradient.
+            InputError: Too many steps in a row were skipped.
         """
-        if self.pending is not None:
-            self._look(*self.pending)
-        return self.in_a_row == 0 or self.optimizer.scaler is not None
+        if self.last_step is not None:
+            (number, skipped, nonfinite), self.last_step = self.last_step, None
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped.result()[0] else 0
+            failed = self.skipped_in_a_row >= self.max_skipped
+            if failed or (self.skipped_in_a_row and not self.scaled):
+                self.report(number, self.skipped_in_a_row, nonfinite)
+            if failed:
+                self._fail(number)
+        return self.skipped_in_a_row == 0 or self.scaled
 
-    def _look(self, number: int, told: AsyncScalars, lost: Tensor) -> None:
-        self.pending = None
-        self.in_a_row = self.in_a_row + 1 if told.result()[0] else 0
-        if not self.in_a_row:
-            return
-        if self.optimizer.scaler is None or self.in_a_row >= self.patience:
-            self.report(number, self.in_a_row, lost)
-        if self.in_a_row >= self.patience:
-            good = max(self.checkpoints.glob("step-*[0-9]"), default=None)
-            where = f"goes on from {good}" if good else "begins again"
-            raise InputError(
-                f"optim must keep gradients finite, got {self.patience} steps in a row, the last "
-                f"{number + 1}, with infinite ones; the same command with a lower "
-                f"optim.learning_rate and run.allow_drift true {where}"
-            )
+    def _fail(self, number: int) -> None:
+        newest = max(self.checkpoints.glob("step-*[0-9]"), default=None)
+        outcome = f"goes on from {newest}" if newest else "begins again"
+        raise InputError(
+            f"optim must keep gradients finite, got {self.max_skipped} steps in a row, the last "
+            f"{number + 1}, with infinite ones; the same command with a lower "
+            f"optim.learning_rate and run.allow_drift true {outcome}"
+        )

@@ -1,13 +1,12 @@
-"""What ends a run before its time: signals, a launcher or reader that died, a limit, a stall.
+"""Everything that ends a run early: signals, a dead launcher or reader, a time limit, a stall.
 
-Whichever process is told, all of them save and leave after the same step: what each has heard is
-added up over processes with the predicted tokens of the step, so agreeing costs nothing extra.
+A request to stop may reach only one of the processes. The all-reduce of each step therefore carries
+the requests of all of them, so that all processes save and exit after the same step.
 """
 
 import errno
 import faulthandler
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,195 +17,180 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO, cast
 
-import torch
-from torch import Tensor
+from accelerate import Accelerator
 
 from train.loop.launch import launcher_pid
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-LAUNCHER = "the launcher died"
-LIMIT = "run.max_hours"
+LAUNCHER_DIED = "the launcher died"
+TIME_LIMIT = "run.max_hours"
 
-STOP_REASONS = (*(number.name for number in SIGNALS), LAUNCHER, LIMIT)
+STOP_REASONS = (*(number.name for number in SIGNALS), LAUNCHER_DIED, TIME_LIMIT)
 EXIT_CODES = (*(128 + number for number in SIGNALS), 128 + signal.SIGHUP, 0)
-"""What the process ends with for each reason, as a shell would have it; a limit is no failure."""
+"""Exit code for each stop reason, by the shell's convention; a time limit is not a failure."""
 
 MIN_STALL_SECONDS = 25.0
-"""Seconds without a sign of life, at least, before a process counts as stuck; torchrun then gives
-the others 30 to end: a minute in all."""
+"""Shortest heartbeat timeout. torchrun gives the other processes 30 s more to end."""
 
-TICK = 0.5
-"""Seconds between two looks at whether there was a sign."""
+MIN_STALL_SECONDS_COMPILED = 600.0
+"""The same with torch.compile, which may stop at any step to compile a new shape."""
+
+POLL_SECONDS = 0.5
+"""Interval at which the watchdog thread looks for heartbeats."""
 
 MAX_SAVE_SECONDS = 900.0
-"""Seconds a checkpoint may take to write, and the other processes to wait for it."""
+"""Heartbeat timeout while a checkpoint is written."""
 
 
-class ClosablePipe:
-    """Standard output or error, which leads nowhere from the moment that nobody reads it.
+class BrokenPipeGuard:
+    """Standard output or error that is redirected to /dev/null when its reader exits.
 
-    Otherwise the next line of a process whose `| tee log` is gone would end it before it saves.
+    Otherwise the next line printed after the end of `| tee log` would end the process before it
+    has saved a checkpoint.
 
     Args:
-        stream: Where it leads.
-        unread: Called when nobody reads it any more.
+        stream: The stream to write to.
+        on_broken_pipe: Called when the reader has exited.
     """
 
-    def __init__(self, stream: TextIO, unread: Callable[[], None]) -> None:
-        self.stream, self.unread = stream, unread
+    def __init__(self, stream: TextIO, on_broken_pipe: Callable[[], None]) -> None:
+        self.stream, self.on_broken_pipe = stream, on_broken_pipe
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write at once: a line that waits in a buffer would fail when the process ends."""
-        with self._outlived():
+        """Write and flush: text left in the buffer would raise when the process exits."""
+        with self._redirect_when_broken():
             self.stream.write(text)
             self.stream.flush()
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits."""
-        with self._outlived():
+        """Flush the stream."""
+        with self._redirect_when_broken():
             self.stream.flush()
 
     @contextmanager
-    def _outlived(self) -> Iterator[None]:
+    def _redirect_when_broken(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe's reader, a terminal
+            if error.errno not in (errno.EPIPE, errno.EIO):  # pipe, terminal
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
-            self.unread()
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.stream.fileno())
+            os.close(devnull)
+            self.on_broken_pipe()
 
 
 class PreemptionHandler:
-    """Listens while the loop runs; a launcher that dies from the moment this is made is noticed.
+    """Context manager that collects requests to stop, and ends the process when it hangs.
+
+    Inside the context, signals are recorded instead of ending the process, broken output pipes are
+    tolerated, and a watchdog thread expects regular calls of `heartbeat`.
 
     Args:
-        started: When this launch began, by `time.monotonic`.
-        max_hours: Hours after which this launch shall stop, or None.
-        compiled: A step may stop to compile a new shape, which takes minutes.
+        started: Start of this launch, by `time.monotonic`.
+        max_hours: Hours after which this launch has to stop, or None.
+        compiled: Whether torch.compile is used, which makes single steps take minutes.
     """
 
     def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
-        self.shortest = 600.0 if compiled else MIN_STALL_SECONDS
+        self.min_timeout = MIN_STALL_SECONDS_COMPILED if compiled else MIN_STALL_SECONDS
         self.deadline = None if max_hours is None else started + 3600 * max_hours
-        self.launcher_pid = launcher_pid()
-        self.heard: set[str] = set()
-        self.longest = 0.0
-        self.last_sign: float | None = None
-        self.quiet, self.limit = 0.0, math.inf  # seconds without a sign: there are, there may be
-        self.over = threading.Event()
+        self.launcher_pid = launcher_pid()  # compared later: a dead launcher changes getppid()
+        self.requested: set[str] = set()
+        self.longest_interval = 0.0
+        self.last_heartbeat: float | None = None
+        self.silent_seconds, self.timeout = 0.0, math.inf
+        self.stopped = threading.Event()
 
     def __enter__(self) -> "PreemptionHandler":
         threading.Thread(target=self._watch, daemon=True).start()
-        self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
-        for number, handler in self.before.items():
-            if handler == signal.SIG_IGN:  # as `nohup`, or a script's `&`, wants it
+        self.handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        for number, handler in self.handlers.items():
+            if handler == signal.SIG_IGN:  # set by `nohup`, or by a script's `&`
                 signal.signal(number, handler)
-        self.streams = sys.stdout, sys.stderr
-        outlets = [s and cast(TextIO, ClosablePipe(s, self._unread)) for s in self.streams]
-        sys.stdout, sys.stderr = outlets
+        self.streams = sys.stdout, sys.stderr  # None when closed by `>&-`
+        sys.stdout, sys.stderr = (
+            stream and cast(TextIO, BrokenPipeGuard(stream, self._on_broken_pipe))
+            for stream in self.streams
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.over.set()
-        if sys.stdout:  # there is none after `>&-`
-            sys.stdout.flush()  # while that cannot fail: at the end of the process it would
+        self.stopped.set()
+        if sys.stdout:
+            sys.stdout.flush()  # while it is guarded: an error at exit would change the exit code
         sys.stdout, sys.stderr = self.streams
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and name in self.heard:
-            signal.default_int_handler(number, frame)  # whoever presses Ctrl-C again means now
-        self.heard.add(name)
+        if number == signal.SIGINT and name in self.requested:
+            signal.default_int_handler(number, frame)  # a second Ctrl-C ends without saving
+        self.requested.add(name)
 
-    def _unread(self) -> None:
-        self.heard.add(LAUNCHER)
+    def _on_broken_pipe(self) -> None:
+        self.requested.add(LAUNCHER_DIED)
 
     def stop_requests(self) -> list[bool]:
-        """Whether this process has heard each of `STOP_REASONS`.
+        """Return for each of `STOP_REASONS` whether this process has a reason to stop.
 
-        A limit is heard one step early, and a save, so that the checkpoint is there before it.
+        The time limit is reported three of the longest steps early, so that the checkpoint is
+        complete before it.
         """
         if self.launcher_pid not in (None, os.getppid()):
-            self.heard.add(LAUNCHER)
-        if self.deadline is not None and time.monotonic() + 3 * self.longest > self.deadline:
-            self.heard.add(LIMIT)
-        return [reason in self.heard for reason in STOP_REASONS]
+            self.requested.add(LAUNCHER_DIED)
+        now = time.monotonic()
+        if self.deadline is not None and now + 3 * self.longest_interval > self.deadline:
+            self.requested.add(TIME_LIMIT)
+        return [reason in self.requested for reason in STOP_REASONS]
 
     def heartbeat(self) -> None:
-        """Give a sign of life; without one for ten times the longest pause so far, and
-        `MIN_STALL_SECONDS` at least, the process prints where it is stuck and ends, so that the
-        launcher stops the others.
-        """  # noqa: D205 one sentence
+        """Report progress to the watchdog.
+
+        Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
+        the process prints its stack and exits, so that the launcher ends the other processes.
+        """
         now = time.monotonic()
-        if self.last_sign is not None:
-            # the first pause holds compilation and the start of the workers: nothing to go by
-            pause = min(now - self.last_sign, self.quiet + 2 * TICK)
-            self.longest = max(self.longest, pause)
-            self.limit = max(self.shortest, 10 * self.longest)
-        self.last_sign, self.quiet = now, 0.0
+        if self.last_heartbeat is not None:
+            # not set before: the first interval includes compilation and the start of workers
+            interval = min(now - self.last_heartbeat, self.silent_seconds + 2 * POLL_SECONDS)
+            self.longest_interval = max(self.longest_interval, interval)
+            self.timeout = max(self.min_timeout, 10 * self.longest_interval)
+        self.last_heartbeat, self.silent_seconds = now, 0.0
 
     def _watch(self) -> None:
-        """Count the seconds without a sign, but not those in which the process was stopped, by
-        Ctrl-Z for instance: whatever passed, a look is one tick. A process that never lets Python
-        run again is ended by the others.
-        """  # noqa: D205 one sentence
-        while not self.over.wait(TICK):
-            self.quiet += TICK
-            if self.quiet > self.limit:
-                os.write(2, f"no sign of life for {self.limit:.0f} s, stuck here:\n".encode())
+        """Watchdog thread: exit after `timeout` seconds without a heartbeat.
+
+        Time is counted in polls, so that a process stopped by Ctrl-Z does not time out.
+        """
+        while not self.stopped.wait(POLL_SECONDS):
+            self.silent_seconds += POLL_SECONDS
+            if self.silent_seconds > self.timeout:
+                os.write(2, f"no sign of life for {self.timeout:.0f} s, stuck here:\n".encode())
                 faulthandler.dump_traceback(file=2)
                 os._exit(1)
 
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
-        """For a save: a disk may be slow, but nobody waits for a process that hangs for ever."""
-        self.quiet, self.limit = 0.0, MAX_SAVE_SECONDS
+        """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
+        self.silent_seconds, self.timeout = 0.0, MAX_SAVE_SECONDS
         yield
-        self.last_sign = time.monotonic()
+        self.last_heartbeat = time.monotonic()
 
 
-def end_workers() -> None:
-    """At exit, kill what is left of the data workers: multiprocessing would send them a SIGTERM,
-    which they ignore, and wait for ever.
-    """  # noqa: D205 one sentence
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would call their end an error
-    for worker in multiprocessing.active_children():
-        worker.kill()
-
-
-def ignore_signals(worker: int) -> None:
-    """For data workers: a signal to the whole group is for the loop to obey, not for them."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-class AsyncScalars:
-    """Numbers on their way from the device to the host, which nobody waits for until they are read.
+def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerator) -> int:
+    """Print the first stop reason that any process has, and return its exit code.
 
     Args:
-        tensor: [n], on any device.
+        stop_requests: Number of processes that have each of `STOP_REASONS`.
+        step: Step after which the checkpoint was saved.
+        accelerator: Prints on the main process.
     """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        self.host = tensor
-        if tensor.is_cuda:
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def result(self) -> list[float]:
-        """The numbers; waits for what the device did before them and nothing after."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
+    first = next(i for i, count in enumerate(stop_requests) if count)
+    accelerator.print(f"{STOP_REASONS[first]}: saved after step {step}; the same command goes on")
+    return EXIT_CODES[first]

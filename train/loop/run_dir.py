@@ -1,50 +1,99 @@
-"""What a launch does with its run's folder: claims it, goes on from it, saves into it.
+"""The folder of a run, used by all processes of a launch together: lock, resume, save.
 
-`checkpoint` knows the files; here all processes act together: what one of them finds, all obey.
+Files are touched by the main process; whether it succeeded is reduced over all processes, so that
+all of them continue or stop together. `train.loop.checkpoint` lists the files.
 """
 
+import fcntl
+import os
+import platform
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from train.loop import checkpoint
 from train.loop.atomic_dir import write_dir_atomically
 from train.loop.objective import LanguageModel
-from train.loop.run_log import INITIAL_STATE, RunLog, changed_settings, write_header
+from train.loop.run_log import INITIAL_STATE, RunLog
+from train.loop.run_metadata import changed_settings, write_metadata
 from train.settings import InputError, PretrainSettings, require
+
+LOCK_TIMEOUT = 60.0
+"""Seconds a launch waits for another of the same run, which may be about to save and exit."""
 
 
 @contextmanager
 def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep the run's folder to this launch; the main process has it, the others wait for it.
+    """Lock the run's folder for this launch; a collective call.
 
     Raises:
-        InputError: Another launch does not let go of it.
+        InputError: Another launch still holds the lock after `LOCK_TIMEOUT`.
     """
-    with ExitStack() as held:
-        refused = ""
+    with ExitStack() as stack:
+        error = ""
         if accelerator.is_main_process:
             try:
-                held.enter_context(checkpoint.lock_run_dir(folder))
-            except InputError as error:
-                refused = str(error)
-        if any_process(bool(refused), accelerator):
-            raise InputError(refused or "run.folder must be free, got one in use; see process 0")
+                stack.enter_context(lock_dir(folder))
+            except InputError as refused:
+                error = str(refused)
+        if any_process(bool(error), accelerator):
+            raise InputError(error or "run.folder must be free, got one in use; see process 0")
         yield
 
 
-def any_process(said: bool, accelerator: Accelerator) -> bool:
-    """Whether any process says so; they wait for each other."""
-    return bool(accelerator.reduce(torch.tensor(float(said), device=accelerator.device)).item())
+@contextmanager
+def lock_dir(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for this process; the kernel unlocks it however the process ends.
+
+    fcntl's locks are not inherited by forked data workers, which may outlive a killed process;
+    flock's are.
+
+    Raises:
+        InputError: Another process still holds the lock after `LOCK_TIMEOUT`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as stream:
+        started, waiting = time.monotonic(), False
+        while not _try_lock(stream):
+            stream.seek(0)
+            found = f"{folder} in use by {stream.read() or 'another process'}"
+            in_time = time.monotonic() - started <= LOCK_TIMEOUT
+            remedy = "end it, or choose another run.name"
+            require(in_time, "run.folder", "must be free", found, remedy)
+            if not waiting:
+                print(f"waiting up to {LOCK_TIMEOUT:.0f} s: {found}", flush=True)
+            waiting = True
+            time.sleep(0.2)
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {platform.node()}")
+        stream.flush()
+        yield
+
+
+def _try_lock(stream: TextIO) -> bool:
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:  # a file system without locks, such as Lustre by default
+        print(f"warning: no lock on {stream.name}: {error.strerror}; start a run only once")
+    return True
+
+
+def any_process(condition: bool, accelerator: Accelerator) -> bool:
+    """Return whether the condition holds on any process; a collective call."""
+    value = torch.tensor(float(condition), device=accelerator.device)
+    return bool(accelerator.reduce(value).item())
 
 
 def resume(
@@ -56,36 +105,47 @@ def resume(
     data: list[str],
     total: int | None,
 ) -> dict[str, Any]:
-    """Load the newest complete checkpoint, if there is one; says where the run goes on.
+    """Load the newest intact checkpoint, if any, and write the run's metadata.
 
-    Only after that is the run's header written, so that settings which cannot go on change nothing.
-    If the run ended earlier before, and now goes on to `total` steps, its model is taken away: the
-    log no longer tells of it.
+    The metadata is written last, so that a launch that cannot continue changes nothing. The model
+    of a run that was finished earlier and now continues to `total` steps is removed.
+
+    Args:
+        settings: Settings of this launch.
+        folder: The run's folder.
+        model: The model.
+        optimizer: Its optimizer.
+        accelerator: The accelerator.
+        data: Names of the token stores, which are hashes of text and tokenizer.
+        total: Steps of the run, or None.
+
+    Returns:
+        `step`, `data` and `RunLog.state` to continue from.
 
     Raises:
-        InputError: The text or vocabulary is not what the run began with, the checkpoint is another
-            model's, or machines hold different ones.
+        InputError: Text or vocabulary differ from those at the beginning of the run, the checkpoint
+            belongs to another model, or machines see different checkpoints.
     """
-    with accelerator.main_process_first():  # which sets damaged ones aside
+    with accelerator.main_process_first():  # it renames damaged checkpoints
         path = checkpoint.latest(folder)
     state = INITIAL_STATE | {"step": 0, "data": data}
     if path is not None:
         state |= checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
-    same, rule = state["data"] == data, f"must give the tokens {state['data']} the run began with"
-    remedy = "choose another run.name, or set run.allow_drift true"
-    free = same or settings.run.allow_drift
+    same_data = state["data"] == data
     keys = "corpus.tokenizer, corpus.train and corpus.validation"
-    require(free, keys, rule, data, remedy)
+    rule = f"must give the tokens {state['data']} the run began with"
+    remedy = "choose another run.name, or set run.allow_drift true"
+    require(same_data or settings.run.allow_drift, keys, rule, data, remedy)
     steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
     found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     if accelerator.is_main_process:
         changed = changed_settings(folder, settings, accelerator.mixed_precision)
-        if not same:
+        if not same_data:
             changed[f"the tokens of {keys}"] = state["data"], data
-        size = sum(parameter.numel() for parameter in model.parameters())
-        write_header(folder, settings, accelerator, state["step"], size, changed)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        write_metadata(folder, settings, accelerator, state["step"], parameters, changed)
         if state["step"] != total:
             shutil.rmtree(folder / "model", ignore_errors=True)
     return state
@@ -93,7 +153,15 @@ def resume(
 
 @dataclass
 class CheckpointSaver:
-    """Writes checkpoints of a run on the main process, and deletes old ones."""
+    """Saves checkpoints of a run and deletes old ones, on the main process.
+
+    Attributes:
+        folder: The run's folder.
+        model: The model.
+        optimizer: Its optimizer.
+        data: Names of the token stores.
+        keep: Number of checkpoints to keep.
+    """
 
     folder: Path
     model: nn.Module
@@ -101,26 +169,27 @@ class CheckpointSaver:
     data: list[str]
     keep: int
 
-    def save(self, step: int, journal: RunLog, last: bool) -> None:
-        """Save, and go on without if the disk is full, unless it is the last.
+    def save(self, step: int, run_log: RunLog, last: bool) -> None:
+        """Save a checkpoint; a collective call. A failure is a warning unless it is the last one.
 
         Raises:
             InputError: The last checkpoint could not be written.
         """
-        accelerator = journal.accelerator
-        state = journal.state(step) | {"data": self.data}
-        held = checkpoint.gather_state(self.model, self.optimizer, keep=accelerator.is_main_process)
-        failed = ""
+        accelerator, error = run_log.accelerator, ""
+        state = run_log.state(step) | {"data": self.data}
+        tensors = checkpoint.gather_state(
+            self.model, self.optimizer, keep=accelerator.is_main_process
+        )
         if accelerator.is_main_process:
             try:
-                checkpoint.save(self.folder, step, held, state)
+                checkpoint.save(self.folder, step, tensors, state)
                 checkpoint.prune(self.folder, self.keep)
-            except OSError as error:
-                failed = str(error)
-                journal.warn(f"no checkpoint after step {step}, the one before stays: {failed}")
-        if any_process(bool(failed), accelerator) and last:
+            except OSError as failure:
+                error = str(failure)
+                run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
+        if any_process(bool(error), accelerator) and last:
             raise InputError(
-                f"run.folder must have room for a checkpoint, got {failed or 'none'}; make some, "
+                f"run.folder must have room for a checkpoint, got {error or 'none'}; make some, "
                 "the same command goes on"
             )
 
@@ -130,49 +199,39 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     accelerator: Accelerator,
-    fresh: bool,
+    copy_token_type: bool,
 ) -> None:
-    """Write the finished model and its tokenizer; every process must call it.
-
-    The tokenizer is told the positions of the model, whatever vocabulary it was learned with.
+    """Write the finished model and its tokenizer; a collective call.
 
     Args:
-        objective: With the model.
-        tokenizer: Of the run.
-        folder: Where to.
-        accelerator: Of the launch.
-        fresh: Whether the run began with weights of its own, so that it alone has taught the model.
+        objective: The model.
+        tokenizer: The run's tokenizer; its `model_max_length` becomes the model's.
+        folder: Folder to write, replaced atomically.
+        accelerator: The accelerator.
+        copy_token_type: Give every token type the embedding of type 0, the only one that
+            pretraining trains. With its random initial values, a second segment would be
+            unreadable (12 % instead of 44 % masked accuracy for the models of results/pair).
 
     Raises:
         InputError: They could not be written; an earlier model stays.
     """
-    main = accelerator.is_main_process
-    weights = checkpoint.gather_weights(objective.model, keep=main)  # each process may hold a part
-    failed = ""
-    if fresh:
-        weights = _with_token_types(weights)
-    if main:
+    weights = checkpoint.gather_weights(objective.model, keep=accelerator.is_main_process)
+    error = ""
+    if accelerator.is_main_process:
+        for name, table in weights.items():
+            if copy_token_type and name.endswith("token_type_embeddings.weight"):
+                weights[name] = table[:1].expand_as(table).clone()
         limit = getattr(objective.model.config, "max_position_embeddings", None)
         tokenizer.model_max_length = limit or tokenizer.model_max_length
         try:
-            with write_dir_atomically(folder, replace=True) as unfinished:
-                objective.model.save_pretrained(unfinished, state_dict=weights)
-                tokenizer.save_pretrained(unfinished)
+            with write_dir_atomically(folder, replace=True) as temporary:
+                objective.model.save_pretrained(temporary, state_dict=weights)
+                tokenizer.save_pretrained(temporary)
             print(f"model and tokenizer: {folder}")
-        except (OSError, SafetensorError) as error:
-            failed = " ".join(str(error).split())
-    if any_process(bool(failed), accelerator):
+        except (OSError, SafetensorError) as failure:
+            error = " ".join(str(failure).split())
+    if any_process(bool(error), accelerator):
         raise InputError(
-            f"run.folder must have room for the model, got {failed or 'none'}; make some, the same "
+            f"run.folder must have room for the model, got {error or 'none'}; make some, the same "
             "command goes on"
         )
-
-
-def _with_token_types(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in which every token type has the embedding of type 0, the only one ever shown.
-
-    The others still have their drawn values, with which a second text cannot be read: the pair of
-    results/pair guesses 12 % of its masked words right instead of 44 %.
-    """
-    types = (name for name in weights if name.endswith("token_type_embeddings.weight"))
-    return weights | {name: weights[name][:1].expand_as(weights[name]).clone() for name in types}

@@ -2,20 +2,18 @@
 
 import errno
 import fcntl
-import json
 import os
 import platform
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tiny import TINY_MODEL, command
-from train.loop import checkpoint
+from train.loop import checkpoint, run_dir
 from train.settings import InputError
 
 
@@ -103,8 +101,8 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
 
 HOLDER = """
 import os, pathlib, sys, time
-from train.loop import checkpoint
-with checkpoint.lock_run_dir(pathlib.Path(sys.argv[1])):
+from train.loop import run_dir
+with run_dir.lock_dir(pathlib.Path(sys.argv[1])):
     if os.fork():  # what is left, like a data worker, must not keep the run from going on
         print(flush=True)
     time.sleep(600)
@@ -112,7 +110,7 @@ with checkpoint.lock_run_dir(pathlib.Path(sys.argv[1])):
 
 
 def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 1.0)
+    monkeypatch.setattr(run_dir, "LOCK_TIMEOUT", 1.0)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -122,13 +120,13 @@ def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monk
             found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()}"
             with (
                 pytest.raises(InputError, match=f"run.folder must be free, {found}; end it"),
-                checkpoint.lock_run_dir(tmp_path),
+                run_dir.lock_dir(tmp_path),
             ):
                 pass
             assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
             holder.kill()
             holder.wait()
-            with checkpoint.lock_run_dir(tmp_path):
+            with run_dir.lock_dir(tmp_path):
                 assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
             assert not capsys.readouterr().out
         finally:
@@ -140,7 +138,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with checkpoint.lock_run_dir(tmp_path):
+    with run_dir.lock_dir(tmp_path):
         pass
     assert "lock: No locks available; start a run only once" in capsys.readouterr().out
 
@@ -160,32 +158,6 @@ def test_another_models_checkpoint_is_refused(tmp_path):
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
 
 
-def test_a_kill_inside_a_save_leaves_a_checkpoint_to_go_on_from(tmp_path):
-    """A process that saves without pause is killed; what it leaves must always be complete."""
-    code = f"""
-import pathlib, torch
-from train.loop import checkpoint
-from train.settings import InputError
-model = torch.nn.Linear(300, 300)
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(1, 10**6):
-    held = checkpoint.gather_state(model, optimizer)
-    checkpoint.save(pathlib.Path({str(tmp_path)!r}), step, held, {{}})
-    checkpoint.prune(pathlib.Path({str(tmp_path)!r}), 2)
-    print(step, flush=True)
-"""
-    victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    while int(victim.stdout.readline()) < 3:
-        pass
-    time.sleep(0.05 * (os.getpid() % 7) / 7)
-    victim.send_signal(signal.SIGKILL)
-    last = [3, *map(int, victim.stdout.read().split())][-1]
-    victim.wait()
-    victim.stdout.close()
-    path = checkpoint.latest(tmp_path)
-    assert json.loads((path / "state.json").read_text())["step"] >= last
-
-
 SHARDED = f"""
 import copy, os, pathlib, sys, torch, weakref
 import torch.distributed as dist
@@ -193,7 +165,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tiny import enlarge
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from train.loop import checkpoint
+from train.loop import checkpoint, run_dir
 from train.loop.optim import adamw
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
@@ -281,7 +253,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from tiny import enlarge
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from train.loop import checkpoint
+from train.loop import checkpoint, run_dir
 from train.loop.memory import fit_micro_batch
 from train.loop.launch import keep_float32
 from train.loop.objective import LanguageModel

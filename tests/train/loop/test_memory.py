@@ -104,56 +104,62 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags,
     assert not (tmp_path / "tokens").exists()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(packed, monkeypatch, capsys):
+@pytest.fixture
+def limit_memory(monkeypatch):
+    """limit_memory(name, size) makes forward run out of memory above a size of one argument."""
+    forward, sizes = LanguageModel.forward, []
+
+    def limit(name: str, size: int) -> list[int]:
+        def limited(self, **batch):
+            sizes.append(batch[name].numel())
+            if sizes[-1] > size:
+                raise torch.OutOfMemoryError("no room")
+            return forward(self, **batch)
+
+        monkeypatch.setattr(LanguageModel, "forward", limited)
+        return sizes
+
+    return limit
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rate", "name", "fits"),
+    [
+        ("sdpa", 0.15, "input_ids", 4),
+        ("unpadded", 0.15, "input_ids", 4),
+        # as small as its predicted tokens need
+        ("sdpa", 0.15, "label_positions", 16),
+        ("sdpa", 0.3, "label_positions", 8),
+        ("sdpa", None, "label_positions", 4),
+    ],
+)
+def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(
+    kernel, rate, name, fits, limit_memory, capsys
+):
     model = objective()
-    if packed:
-        model.model.set_attn_implementation("unpadded")
-    whole = model.forward
-
-    def small(input_ids, **batch):
-        if input_ids.numel() > 5 * 24:
-            raise torch.OutOfMemoryError("no room")
-        return whole(input_ids, **batch)
-
-    monkeypatch.setattr(model, "forward", small)
-    assert fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True)) == 4
-    assert "optim.micro_batch is 4" in capsys.readouterr().out
+    model.model.set_attn_implementation(kernel)
+    limit_memory(name, 5 * 24)
+    assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == fits
+    assert (f"optim.micro_batch is {fits}" in capsys.readouterr().out) == (fits < 16)
     assert all(p.grad is None for p in model.parameters())
-    monkeypatch.setattr(
-        model, "forward", lambda **batch: small(**(batch | {"input_ids": torch.zeros(999)}))
-    )
-    with pytest.raises(InputError, match="corpus.length must fit into memory, got 24"):
-        fit_micro_batch(model, model, 24, 16, 0.15, Accelerator(cpu=True))
 
 
-def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(pretrain_flags, monkeypatch, capsys):
-    whole = LanguageModel.forward
+def test_micro_batches_that_are_tried_divide_the_one_asked_for(limit_memory):
+    """Otherwise processes would compute different numbers of micro-batches per step."""
+    model, tried = objective(), limit_memory("input_ids", 0)
+    with pytest.raises(InputError, match="corpus.length .* 24"):
+        fit_micro_batch(model, model, 24, 28, 0.15, Accelerator(cpu=True))
+    assert tried == [rows * 24 for rows in (28, 14, 7, 2, 1)]
 
-    def small(self, input_ids, **batch):
-        if len(input_ids) > 3:
-            raise torch.OutOfMemoryError("no room")
-        return whole(self, input_ids=input_ids, **batch)
 
-    monkeypatch.setattr(LanguageModel, "forward", small)
+def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(
+    pretrain_flags, limit_memory, capsys
+):
+    limit_memory("input_ids", 3 * 32)
     main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
     warned, _, report = capsys.readouterr().out.partition("{")
     assert "out of memory; optim.micro_batch is 2" in warned
     assert json.loads("{" + report)["micro_batch"] == [2]
-
-
-def test_what_is_tried_divides_what_was_wanted(monkeypatch):
-    """Or the micro-batches of a step would not come out, and not alike in all processes."""
-    model, tried = objective(), []
-
-    def small(input_ids, **batch):
-        tried.append(len(input_ids))
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(model, "forward", small)
-    with pytest.raises(InputError, match="must fit into memory"):
-        fit_micro_batch(model, model, 24, 28, 0.15, Accelerator(cpu=True))
-    assert tried == [28, 14, 7, 2, 1]
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
@@ -165,20 +171,6 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
         rows = np.arange(first, first + 8)
         batch = make_batch(sequences, rows, rows * 0, VOCAB, rate, 0)
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
-
-
-@pytest.mark.parametrize(("rate", "size"), [(0.15, 16), (0.3, 8), (None, 4)])
-def test_a_micro_batch_is_as_small_as_its_predicted_tokens_need(rate, size, monkeypatch):
-    model = objective()
-    whole = model.forward
-
-    def small(label_positions, **batch):
-        if len(label_positions) > 5 * 24:
-            raise torch.OutOfMemoryError("no room")
-        return whole(label_positions=label_positions, **batch)
-
-    monkeypatch.setattr(model, "forward", small)
-    assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == size
 
 
 def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):

@@ -7,7 +7,13 @@ from transformers import get_scheduler
 
 import roformer
 from tiny import TINY_MODEL
-from train.loop.optim import NonFiniteGuard, adamw, decay_groups, learning_rate, schedule_factor
+from train.loop.optim import (
+    NonFiniteGuard,
+    adamw,
+    decay_groups,
+    learning_rate_schedule,
+    schedule_factor,
+)
 from train.settings import SCHEDULES, InputError, OptimSettings
 
 
@@ -42,7 +48,7 @@ def test_every_schedule_warms_up_over_steps_and_over_hours_and_no_two_are_one(bu
     curves = {}
     for schedule in SCHEDULES:
         settings = OptimSettings(schedule=schedule, warmup_steps=10, **budget)
-        rate = learning_rate(settings, settings.steps)
+        rate = learning_rate_schedule(settings, settings.steps)
         warm = [rate(step, 0.0) for step in range(10)]
         assert warm == pytest.approx([settings.learning_rate * n / 10 for n in range(1, 11)])
         curves[schedule] = [rate(step, 2.0 * step / 50) for step in range(12, 50)]

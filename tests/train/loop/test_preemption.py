@@ -36,7 +36,7 @@ from launched_runs import (
     wait_for,
 )
 from tiny import ROOT
-from train.loop import checkpoint
+from train.loop import checkpoint, run_dir
 from train.loop.preemption import MIN_STALL_SECONDS, STOP_REASONS, PreemptionHandler
 
 SRUN = """#!/bin/sh
@@ -56,22 +56,24 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
     pretrain_flags, tmp_path, start
 ):
     flags, run = [*pretrain_flags, *TWO_RANKS], tmp_path / "runs" / "tiny"
-    for number, to in (
-        (signal.SIGTERM, "group"),
-        (signal.SIGUSR1, "group"),
-        (signal.SIGTERM, "rank 1"),
-        (signal.SIGUSR1, "rank 0"),
-        (signal.SIGHUP, "rank 1"),
-        (signal.SIGINT, "rank 0"),
+    for number, to, workers in (
+        (signal.SIGTERM, "group", 2),  # data workers receive it too
+        (signal.SIGUSR1, "group", 2),
+        (signal.SIGTERM, "rank 1", 0),
+        (signal.SIGUSR1, "rank 0", 0),
+        (signal.SIGHUP, "rank 1", 0),
+        (signal.SIGINT, "rank 0", 0),
     ):
         before = log_mtime(run)
-        both = start_ranks(start, flags)
+        both = start_ranks(start, [*flags, f"--run.workers={workers}"])
         last = train_until(both[0], run, before, 2)
+        assert all(len(child_pids(rank.pid)) >= workers for rank in both)
         if to == "group":
             os.killpg(both[0].pid, number)
         else:
             both[int(to[-1])].send_signal(number)
         assert [rank.wait(30) for rank in both] == [128 + number] * 2, to
+        wait_for(lambda: not child_processes(tmp_path))
         assert_saved_at_once(run, last)
         assert (
             f"{signal.Signals(number).name}: saved after step {newest_step(run)};"
@@ -99,24 +101,6 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
     for more in ([], ["--run.name=whole"]):
         assert start(*TORCHRUN, SCRIPT, *flags, *more, **CPU).wait(PATIENCE) == 0
     assert read_output(tmp_path).count("going on after step") == 8
-    assert_same_run(tmp_path / "runs" / "whole", run)
-
-
-@pytest.mark.slow
-def test_a_signal_to_two_ranks_and_their_workers_costs_nothing(pretrain_flags, tmp_path, start):
-    flags, run = [*pretrain_flags, *TWO_RANKS, "--run.workers=2"], tmp_path / "runs" / "tiny"
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        before = log_mtime(run)
-        both = start_ranks(start, flags)
-        last = train_until(both[0], run, before, 2)
-        assert all(len(child_pids(rank.pid)) >= 2 for rank in both)
-        os.killpg(both[0].pid, number)  # the workers hear it too
-        assert [rank.wait(30) for rank in both] == [128 + number] * 2
-        assert_saved_at_once(run, last)
-        wait_for(lambda: not child_processes(tmp_path))
-    for more in ([], ["--run.name=whole"]):
-        assert start(*TORCHRUN, SCRIPT, *flags, *more, **CPU).wait(PATIENCE) == 0
-    assert read_output(tmp_path).count("going on after step") == 2
     assert_same_run(tmp_path / "runs" / "whole", run)
 
 
@@ -263,7 +247,7 @@ def test_a_launcher_that_died_before_the_first_step_is_noticed_at_it(
     pretrain_flags, tmp_path, start
 ):
     run = tmp_path / "runs" / "tiny"
-    with checkpoint.lock_run_dir(run):  # so that the process waits before its first step
+    with run_dir.lock_dir(run):  # so that the process waits before its first step
         launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
         wait_for(lambda: "waiting up to" in read_output(tmp_path))
         (process,) = child_pids(launcher.pid)

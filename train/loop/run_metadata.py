@@ -1,0 +1,230 @@
+"""settings.yaml and environment.json of a run, and the check that a resumed run keeps its settings.
+
+The numbers of a run need both beside them: the settings it was trained with, and the versions,
+machine and git commit.
+"""
+
+import dataclasses
+import functools
+import json
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+
+from train.loop.launch import is_compiled
+from train.settings import PretrainSettings, require
+
+ChangedSettings = dict[str, tuple[Any, Any]]
+"""Changed keys with the value at the beginning of the run and the value now."""
+
+CHANGEABLE = {
+    "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
+    "optim": {"micro_batch"},
+    "run": {
+        "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
+        "keep", "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
+    },
+}  # fmt: skip
+"""Keys that may change when a run is resumed, because the trained weights do not depend on them."""
+
+
+def collect_environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Return versions, machine, launch and git commit, as environment.json holds them."""
+    cuda = accelerator.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "machine": torch.cuda.get_device_name() if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+        "compiled": _compilation(accelerator),
+        "commit": git_commit(),
+    }
+
+
+def _compilation(accelerator: Accelerator) -> str:
+    if not is_compiled(accelerator):
+        return "no"
+    return "regional" if accelerator.state.dynamo_plugin.use_regional_compilation else "full"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of this clone, with "-dirty" if code has changed, or "unknown".
+
+    Files that runs write into the clone, such as results, do not count as changes.
+    """
+    root = Path(__file__).parents[2]
+    code = [str(root / name) for name in ("roformer", "train", "finetune", "configs")]
+    try:
+        changed = _git(root, "status", "--porcelain", *code)
+        return _git(root, "describe", "--always", "--abbrev=12") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(clone: Path, *command: str) -> str:
+    git = ["git", "-C", str(clone), *command]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: of a GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS: bytes, Linux: KiB
+
+
+def settings_dict(settings: PretrainSettings) -> dict[str, Any]:
+    """Return the settings as JSON values, as settings.yaml holds them."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | bool]:
+    """Return the settings by flag name for a tracker: lists as JSON, without null values."""
+    flat: dict[str, int | float | str | bool] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{name}.{key}".removeprefix("."), inner)
+        elif value is not None:
+            flat[name] = value if isinstance(value, int | float | str) else json.dumps(value)
+
+    add("", settings_dict(settings))
+    return flat
+
+
+def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
+    """Compare settings with those the run in a folder began with.
+
+    Args:
+        folder: The run's folder.
+        settings: Settings of this launch.
+        precision: Mixed precision of this launch, which is not in settings.yaml because the
+            launcher decides it; environment.json holds it.
+
+    Returns:
+        The changed keys on which trained weights depend; empty for a new run.
+
+    Raises:
+        InputError: settings.yaml or environment.json cannot be read.
+    """
+    if not (folder / "settings.yaml").exists():
+        return {}
+    before = _read_mapping(folder / "settings.yaml", "the settings")
+    changed: ChangedSettings = {}
+    now = settings_dict(settings)
+    stages = [_decisive(stage) for stage in now.pop("stages")]
+    stages_before = [_decisive(stage) for stage in before.get("stages") or []]
+    for section, values in now.items():
+        for key, value in values.items():
+            begun = before.get(section, {}).get(key)
+            if begun != value and key not in CHANGEABLE.get(section, ()):
+                changed[f"{section}.{key}"] = begun, value
+    if stages_before != stages:
+        changed["stages"] = stages_before, stages
+    if (folder / "environment.json").exists():
+        environment = _read_mapping(folder / "environment.json", "the environment")
+        begun = environment.get("precision", precision)
+        if begun != precision:
+            changed["mixed_precision"] = begun, precision
+    return changed
+
+
+def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
+    changeable = CHANGEABLE["optim"] | CHANGEABLE["corpus"]
+    return {key: value for key, value in stage.items() if key not in changeable}
+
+
+def _read_mapping(file: Path, what: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+    except (ValueError, yaml.YAMLError):
+        content = None
+    rule, remedy = f"must hold {what} of the run", "delete it to go on"
+    require(isinstance(content, dict), str(file), rule, "none", remedy)
+    return content
+
+
+def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
+    """Refuse to resume a run with other settings than it began with.
+
+    Raises:
+        InputError: A setting on which trained weights depend has changed, and `run.allow_drift`
+            is false.
+    """
+    for key, (begun, value) in changed_settings(folder, settings, precision).items():
+        rule = f"must stay {begun!r} for the run in {folder}"
+        remedy = "choose another run.name, or set run.allow_drift true"
+        require(settings.run.allow_drift, key, rule, repr(value), remedy)
+
+
+def write_metadata(
+    folder: Path,
+    settings: PretrainSettings,
+    accelerator: Accelerator,
+    step: int,
+    parameters: int,
+    changed: ChangedSettings,
+) -> None:
+    """Write environment.json and settings.yaml if they are missing or settings have changed.
+
+    Changes are printed, and kept as comments at the top of settings.yaml, because results of the
+    run belong to neither set of settings alone.
+
+    Args:
+        folder: The run's folder.
+        settings: Settings of this launch.
+        accelerator: Its device, processes and precision.
+        step: Step from which the run continues.
+        parameters: Number of model parameters.
+        changed: From `changed_settings`.
+    """
+    settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
+    is_new, comments = not settings_file.exists(), ""
+    if is_new or not environment_file.exists():
+        environment = collect_environment(accelerator) | {"parameters": parameters}
+        _replace_text(environment_file, json.dumps(environment, indent=2) + "\n")
+    if not is_new and not changed:
+        return
+    if not is_new:
+        changes = "; ".join(
+            f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
+        )
+        note = f"run.allow_drift changed after step {step}: {changes}"
+        print(f"warning: {note}", flush=True)
+        lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
+        comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
+        if "mixed_precision" in changed:
+            environment = _read_mapping(environment_file, "the environment")
+            environment["precision"] = accelerator.mixed_precision
+            _replace_text(environment_file, json.dumps(environment, indent=2) + "\n")
+    text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
+    _replace_text(settings_file, text)
+
+
+def _replace_text(file: Path, text: str) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
