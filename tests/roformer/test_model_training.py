@@ -21,7 +21,7 @@ from roformer import (
     RoFormerModel,
 )
 from tiny import TINY_MODEL, command, enlarge
-from train.bench.speed import Kept
+from train.bench.parts import StorageTracker
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -393,10 +393,10 @@ def step_bytes(model: torch.nn.Module, **options: object) -> int:
     """Kept after the forward pass of one masked-LM step at 8 x 512, until its backward pass."""
     ids = torch.randint(5, 30522, (8, 512))
     labels = ids.masked_fill(torch.rand(ids.shape) > 0.15, -100)
-    with Kept() as kept:
+    with StorageTracker() as storages:
         loss = model.train()(ids, labels=labels, **options).loss
     assert loss.requires_grad
-    return kept.bytes(but={p.untyped_storage()._cdata for p in model.parameters()})
+    return storages.live_bytes(model)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from scipy import stats
 
 from train.analysis.length_extrapolation import PLAIN, REFUSED, draw_on, means
 from train.analysis.loss_curves import NATS, Run, at_equal, difference, draw_held_out, read_runs
-from train.analysis.plotting import COLOURS, axes_of, require_picture, save
+from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.loop.launch import run_command
 from train.settings import InputError, require
 
@@ -41,7 +41,7 @@ class ContestSettings:
     """Heading of the picture."""
 
     def __post_init__(self) -> None:
-        require_picture(self.output)
+        check_figure_path(self.output)
 
 
 def interval(values: Sequence[float]) -> Row:
@@ -121,7 +121,7 @@ def cell(found: Row | str | None, form: str = ".3f") -> str:
 
 def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: str) -> None:
     """Loss against tokens, what separates each model from the first, loss against length."""
-    axes = axes_of(1, 3 if lengths else 2, 15 if lengths else 10.5, 5.2)
+    axes = make_axes(1, 3 if lengths else 2, 15 if lengths else 10.5, 5.2)
     (first, leader), *others = models.items()
     for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
         draw_held_out(axes[0], "tokens", 1e6, name, list(seeds.values()), colour)
@@ -147,7 +147,7 @@ def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: st
         if crosses:  # the colours are those of the other panels
             axes[2].legend(*zip(*crosses), frameon=False, fontsize=8)
     axes[0].figure.suptitle(settings.title)
-    save(axes, Path(settings.output))
+    save_figure(axes, Path(settings.output))
 
 
 def read_lengths(file: str | None) -> list[Row]:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 import roformer
 from train.analysis.loss_curves import by_model
-from train.analysis.plotting import COLOURS, axes_of, require_picture, save
+from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
@@ -64,7 +64,7 @@ class LengthsSettings:
         require(self.trained >= 8, "trained", "must be at least 8", self.trained, "128 is usual")
         require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
         require(len(self.models) > 0, "models", "must name a folder", "none", "give one")
-        require_picture(self.output)
+        check_figure_path(self.output)
 
 
 def main(settings: LengthsSettings) -> list[dict[str, Any]]:
@@ -204,10 +204,10 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
 
 def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
     """Write the picture."""
-    (axis,) = axes_of(1, 1, 9.5, 4.6)
+    (axis,) = make_axes(1, 1, 9.5, 4.6)
     draw_on(axis, rows, settings.trained, [row["model"] for row in rows])
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    save([axis], Path(settings.output))
+    save_figure([axis], Path(settings.output))
 
 
 def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int, models: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
 from train.analysis.loss_curves import by_model
-from train.analysis.plotting import COLOURS, axes_of, require_picture, save
+from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
@@ -78,7 +78,7 @@ class DecaySettings:
             require(fits, "widths", "must be even and at least 2", width, "heads turn in pairs")
         for theta in self.thetas:
             require(theta > 1, "thetas", "must be above 1", theta, "the paper has 10000")
-        require_picture(self.output)
+        check_figure_path(self.output)
 
 
 def bound(distances: Floats, width: int, theta: float) -> Floats:
@@ -194,7 +194,7 @@ def queries_and_keys(model: Any, inputs: dict[str, Tensor], width: int) -> tuple
 
 def draw(numbers: dict[str, Any], output: Path) -> None:
     """Three panels: the bound for bases, for widths, and what scores do."""
-    axes = axes_of(1, 3, 14, 4.2)
+    axes = make_axes(1, 3, 14, 4.2)
     x = numbers["distances"]
     for axis, kind in zip(axes, ("thetas", "widths")):
         for row, colour in zip(numbers["bound"][kind], COLOURS):
@@ -208,7 +208,7 @@ def draw(numbers: dict[str, Any], output: Path) -> None:
     for axis in axes:
         axis.set_xlabel("distance m − n in tokens")  # noqa: RUF001 the sign
         axis.legend(frameon=False, fontsize=8)
-    save(axes, output)
+    save_figure(axes, output)
 
 
 def main(settings: DecaySettings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from train.analysis.plotting import COLOURS, axes_of, require_picture, save
+from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.data.vocabulary import BYTES
 from train.loop.atomic_dir import split_seed
 from train.loop.launch import run_command
@@ -194,7 +194,7 @@ def difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str,
 
 def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output: Path) -> None:
     """Write the picture."""
-    axes = axes_of(2, 2, 10.5, 7.4)
+    axes = make_axes(2, 2, 10.5, 7.4)
     *losses, last = axes
     for axis, (key, scale, label) in zip(losses, AXES):
         for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
@@ -206,7 +206,7 @@ def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output:
     losses[0].legend(title="held out (dots); training (faint)", frameon=False)
     last.set_visible(len(models) == 2 and draw_difference(last, models))
     last.figure.suptitle(title)
-    save(axes, output)
+    save_figure(axes, output)
 
 
 def last_loss(name: str, runs: Sequence[Run]) -> str:
@@ -261,7 +261,7 @@ def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
 def main(settings: CurvesSettings) -> None:
     """Read, draw, write the numbers, say where."""
     output = Path(settings.output)
-    require_picture(settings.output)
+    check_figure_path(settings.output)
     models, unit = read_runs(settings.runs)
     runs = [run for seeds in models.values() for run in seeds.values()]
     draw(models, unit, settings.title, output)

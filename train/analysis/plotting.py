@@ -1,6 +1,6 @@
-"""What the project's pictures have in common: no screen, a grid, no frame, one set of colours.
+"""Figures: one style, one set of colours, no display.
 
-matplotlib is imported only when something is drawn: a machine that only trains may lack it.
+matplotlib is imported when a figure is drawn, because a machine that only trains may lack it.
 """
 
 from pathlib import Path
@@ -15,22 +15,22 @@ COLOURS = (
 )  # fmt: skip
 
 
-def require_picture(output: str) -> None:
-    """Refuse a name that is no picture's, or in no folder of ours, before anything is measured.
+def check_figure_path(output: str) -> None:
+    """Check the name and folder of a figure before anything is measured.
 
     Raises:
-        InputError: It does not end in .png or .svg, or could not be written.
+        InputError: It does not end in .png or .svg, or its folder is not writable.
     """
-    fits = Path(output).suffix in (".png", ".svg")
-    require(fits, "output", "must end in .png or .svg", output, "rename it")
+    known = Path(output).suffix in (".png", ".svg")
+    require(known, "output", "must end in .png or .svg", output, "rename it")
     check_writable(Path(output).parent, "output")
 
 
-def axes_of(rows: int, columns: int, width: float, height: float) -> list[Any]:
-    """Empty axes in reading order, of one figure of that size in inches."""
+def make_axes(rows: int, columns: int, width: float, height: float) -> list[Any]:
+    """Return empty axes, row by row, of a figure of this size in inches."""
     import matplotlib as mpl
 
-    mpl.use("Agg")  # no screen is needed
+    mpl.use("Agg")  # draws without a display
     from matplotlib import pyplot as plt
 
     _, grid = plt.subplots(
@@ -42,8 +42,8 @@ def axes_of(rows: int, columns: int, width: float, height: float) -> list[Any]:
     return list(grid.flat)
 
 
-def save(axes: list[Any], output: Path) -> None:
-    """Write the figure of the axes, into a folder that is made if need be."""
+def save_figure(axes: list[Any], output: Path) -> None:
+    """Write the figure of the axes and close it; the folder is created if needed."""
     from matplotlib import pyplot as plt
 
     output.parent.mkdir(parents=True, exist_ok=True)

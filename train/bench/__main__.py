@@ -1,6 +1,7 @@
 """`python -m train.bench`: see `train.bench.speed`."""
 
-from train.bench.speed import BenchSettings, main
+from train.bench.speed import main
+from train.bench.timing import BenchSettings
 from train.loop.launch import run_command
 
 if __name__ == "__main__":

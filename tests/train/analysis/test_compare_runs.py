@@ -80,7 +80,7 @@ def test_longer_texts_are_columns_and_a_table_that_ends_is_refused(runs, tmp_pat
 def test_a_model_has_one_colour_in_all_panels(runs, tmp_path, monkeypatch):
     axes = []
     monkeypatch.setattr(
-        "train.analysis.compare_runs.save", lambda found, output: axes.extend(found)
+        "train.analysis.compare_runs.save_figure", lambda found, output: axes.extend(found)
     )
     row = {"seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
     rows = [row | {"model": "none"}, row | {"model": "rope"}]  # in another order than the runs

@@ -6,22 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from train.bench import attention_scaling
-from train.bench.attention_scaling import LEAST, GrowthSettings, main, slope
+from train.bench.attention_scaling import MIN_FIT_LENGTH, ScalingSettings, fit_slope, main
 from train.settings import InputError
 
 
-def rows_of(power: float, start: int = LEAST) -> list[dict]:
+def rows_of(power: float, start: int = MIN_FIT_LENGTH) -> list[dict]:
     rows = [{"length": start * 2**n, "seconds": 1e-9 * (start * 2**n) ** power} for n in range(4)]
     return [{"length": 64, "seconds": 5.0}, *rows]  # overhead alone, and so left out
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_the_slope_is_the_power(power):
-    assert slope(rows_of(power), "seconds") == pytest.approx(power)
+    assert fit_slope(rows_of(power), "seconds") == pytest.approx(power)
 
 
 def test_one_long_text_has_no_slope():
-    assert slope(rows_of(1.0)[:2], "seconds") is None
+    assert fit_slope(rows_of(1.0)[:2], "seconds") is None
 
 
 def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
@@ -31,7 +31,7 @@ def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
     )
     output = tmp_path / "attention_scaling.png"
     kinds = ["softmax", "favor"]
-    main(GrowthSettings([512, 1024], kinds, causal=True, rounds=1, output=str(output)))
+    main(ScalingSettings([512, 1024], kinds, causal=True, rounds=1, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")
     found = json.loads(output.with_suffix(".json").read_text())
     assert [(row["kind"], row["length"]) for row in found["rows"]] == [
@@ -43,8 +43,10 @@ def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_measured_has_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_scaling, "_peak", None)  # here, where nothing is to be measured
-    settings = GrowthSettings(
+    monkeypatch.setattr(
+        attention_scaling, "peak_bytes", None
+    )  # here, where nothing is to be measured
+    settings = ScalingSettings(
         [512], ["favor"], rounds=1, output=str(tmp_path / "attention_scaling.png")
     )
     (row,) = main(settings)
@@ -55,12 +57,12 @@ def test_what_is_measured_has_a_process_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"lengths": [0]}, "lengths must be at least 1, got 0"),
-        ({"kinds": ["cosine"]}, "kinds must be of softmax, elu, relu, favor, got .'cosine'."),
-        ({"rounds": 0}, "rounds must be at least 1, got 0"),
-        ({"output": "x.txt"}, "output must end in .png or .svg, got x.txt"),
+        ({"lengths": [0]}, "lengths .* got 0"),
+        ({"kinds": ["cosine"]}, "kinds .* got .'cosine'."),
+        ({"rounds": 0}, "rounds .* got 0"),
+        ({"output": "x.txt"}, "output .* got x.txt"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(wrong, message):
     with pytest.raises(InputError, match=message):
-        GrowthSettings(**wrong)
+        ScalingSettings(**wrong)

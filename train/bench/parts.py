@@ -1,0 +1,277 @@
+"""Parts of the benchmark; the docstring of each part is the caption of its table."""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.bench.accuracy import relative_errors
+from train.bench.baselines import (
+    BERT,
+    MASK_RATE,
+    MODERN,
+    OUR_BERT,
+    OURS,
+    OURS_WITHOUT_POSITIONS,
+    STOCK,
+    VOCAB_SIZE,
+    BenchBatch,
+    keep_freed_memory,
+    make_baseline,
+    make_forward_step,
+    make_training_step,
+)
+from train.bench.timing import Benchmark
+from train.data.batching import SequenceIndex, StepDataset
+from train.data.masking import Vocab
+from train.data.token_store import TokenStore
+
+
+def check(benchmark: Benchmark) -> None:
+    """Outputs and gradients of every attention kernel against float64 on the CPU."""
+    for name, error, limit in relative_errors(benchmark.device):
+        fields = ("check", "outputs and gradients", name, error, "relative error")
+        benchmark.add(*fields, at_most=limit)
+
+
+def training(benchmark: Benchmark) -> None:
+    """A step of pretraining without padding."""
+    for bf16, dropout, target in (
+        (False, 0.1, 2.0),
+        (True, 0.1, 2.4),
+        (False, 0.0, 2.6),
+        (True, 0.0, 3.0),
+    ):
+        targets: dict[str, float | None] = {STOCK: target, BERT: None, MODERN: None}
+        targets |= {OUR_BERT: None} if bf16 else {}
+        benchmark.compare("training", benchmark.workload(bf16=bf16, dropout=dropout), targets)
+
+
+def padding(benchmark: Benchmark) -> None:
+    """A step of pretraining on sequences of different lengths."""
+    for bf16, target in ((False, 4.5), (True, 5.5)):
+        targets: dict[str, float | None] = {STOCK: target}
+        targets |= {BERT: None, MODERN: None} if bf16 else {}
+        benchmark.compare("padding", benchmark.workload(bf16=bf16, padded=True), targets)
+
+
+def base(benchmark: Benchmark) -> None:
+    """A step of a base model in bfloat16 against transformers' RoFormer in float32, its default."""
+    for batch, length in ((16, 128), (4, 512)):
+        stock = benchmark.workload(size="base", batch=batch, length=length)
+        ours = replace(stock, bf16=True)
+        benchmark.compare("base", ours, {STOCK: 4.0}, baseline_workload=stock)
+
+
+def forward(benchmark: Benchmark) -> None:
+    """The encoder without gradients; bf16 is the dtype of the weights."""
+    shapes = [("small", 32, 128), ("small", 8, 512), ("small", 2, 2048), ("base", 4, 512)]
+    for size, batch, length in shapes:
+        for bf16 in (False, True):
+            workload = benchmark.workload(
+                size=size, batch=batch, length=length, bf16=bf16, dropout=0.0
+            )
+            benchmark.compare("forward", workload, {STOCK: 1.3, BERT: 0.97}, make_forward_step)
+    workload = benchmark.workload(size="base", batch=4, bf16=True, dropout=0.0, padded=True)
+    benchmark.compare("forward", workload, {STOCK: None, BERT: None}, make_forward_step)
+
+
+def kept(benchmark: Benchmark) -> None:
+    """Training in a process that keeps freed memory, which helps other models more than ours."""
+    keep_freed_memory()  # cannot be undone: this part must be the last one
+    for bf16, dropout in ((False, 0.1), (True, 0.1), (True, 0.0)):
+        workload = benchmark.workload(bf16=bf16, dropout=dropout)
+        benchmark.compare("kept", workload, {STOCK: None, BERT: None, MODERN: None})
+    benchmark.compare("kept", benchmark.workload(bf16=True, padded=True), {STOCK: None})
+
+
+def rope(benchmark: Benchmark) -> None:
+    """Share of a training step that the rotation takes: rope against position_encoding none."""
+    gpu = benchmark.device.type == "cuda"
+    sizes = [("small", 8, False), ("small", 8, True), ("base", 2, True)]
+    for size, batch, bf16 in [("base", 64, True)] if gpu else sizes:
+        workload = benchmark.workload(size=size, batch=batch, bf16=bf16, dropout=0.0, compiled=gpu)
+        data = BenchBatch.random(workload)
+        names = (OURS, OURS_WITHOUT_POSITIONS)
+        steps = {name: make_training_step(name, workload, data) for name in names}
+        seconds = benchmark.time_steps(steps, factor=3)
+        pairs = zip(seconds[OURS_WITHOUT_POSITIONS], seconds[OURS])
+        median, low, high = quartiles(100 * (1 - without / rotated) for without, rotated in pairs)
+        fields = ("rope", str(workload), OURS, median, "% of a step", low, high)
+        benchmark.add(*fields, at_most=1.0 if gpu else 3.0)
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    """Median, first and third quartile."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records every storage that operations create, to measure which of them stay alive.
+
+    Saved-tensor hooks would miss storages that other hooks or autograd functions hold.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and record the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def live_bytes(self, model: torch.nn.Module) -> int:
+        """Bytes of all recorded storages that are alive, except the parameters of a model."""
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        alive = {key: size for key, (ref, size) in self.storages.items() if not ref.expired()}
+        return sum(size for key, size in alive.items() if key not in parameters)
+
+
+def memory(benchmark: Benchmark) -> None:
+    """Bytes that a training step keeps for the backward pass, without attention dropout."""
+    workload = benchmark.workload(size="base", attention_dropout=0.0)
+    batch, megabytes = BenchBatch.random(workload), {}
+    for name in (OURS, STOCK):
+        model: Any = make_baseline(name, workload).to(workload.device).train()
+        options = {"sparse_prediction": True} if name == OURS else {}
+        with StorageTracker() as storages:
+            loss = model(input_ids=batch.input_ids, labels=batch.labels, **options).loss
+        assert loss.requires_grad
+        megabytes[name] = storages.live_bytes(model) / 1e6
+        benchmark.add("memory", str(workload), name, megabytes[name], "MB")
+        del loss, model
+    share = 100 * megabytes[OURS] / megabytes[STOCK]
+    benchmark.add("memory", str(workload), OURS, share, "% of stock", at_most=62.0)
+
+
+def data(benchmark: Benchmark) -> None:
+    """Masked batches made by one process from tokens on disk."""
+    tokens = 20_000_000 if benchmark.settings.scale == "full" else 200_000
+    with tempfile.TemporaryDirectory() as folder:
+        sequences = SequenceIndex(random_store(Path(folder), tokens), 512)
+        vocab = Vocab(2, 3, 0, 4, VOCAB_SIZE, (0, 1, 2, 3, 4))
+        for packed in (False, True):
+            steps = StepDataset(sequences, vocab, 256, 64, MASK_RATE, 0, packed=packed)
+            speeds = []
+            for step in range(benchmark.settings.rounds + 1):
+                started = time.perf_counter()
+                batches = steps[step]
+                seconds = time.perf_counter() - started
+                made = sum(int(b["input_ids"].ne(vocab.pad_id).sum()) for b in batches)
+                speeds.append(made / seconds)
+            layout = "packed rows" if packed else "padded rows"
+            median, low, high = quartiles(speeds[1:])
+            fields = ("data", layout, "one process", median, "tokens/s", low, high)
+            benchmark.add(*fields, at_least=2e6)
+
+
+def random_store(folder: Path, tokens: int) -> TokenStore:
+    """Write documents of 20 to 2,000 random tokens as `tokenize_corpus` would."""
+    rng = np.random.default_rng(0)
+    (folder / "0").mkdir()
+    rng.integers(5, VOCAB_SIZE, tokens, dtype=np.uint16).tofile(folder / "0/tokens.bin")
+    ends = np.cumsum(rng.integers(20, 2000, tokens // 1000))
+    ends = np.append(ends[ends < tokens], tokens)
+    starts = np.zeros(1, np.int64)
+    return TokenStore(ends, (folder / "0",), starts, np.dtype(np.uint16), (len(ends),), folder)
+
+
+IMPORT = """
+import time, transformers.models.roformer.modeling_roformer
+started = time.perf_counter()
+import roformer
+print(time.perf_counter() - started)
+"""
+
+COMPILE = """
+import time, torch
+from train.bench.baselines import OURS, BenchBatch, Workload, make_training_step
+workload = Workload({size!r}, 2, 128, True, 0.0, device={device!r}, compiled=True)
+step = make_training_step(OURS, workload, BenchBatch.random(workload))
+started = time.perf_counter()
+step()
+torch.cuda.is_available() and torch.cuda.synchronize()
+print(time.perf_counter() - started)
+"""
+
+
+def start(benchmark: Benchmark) -> None:
+    """Time that `import roformer` adds to transformers, and time of the first compiled step."""
+    median, low, high = quartiles(run_python(IMPORT) for _ in range(benchmark.settings.rounds))
+    case = "import roformer, after transformers' model"
+    benchmark.add("start", case, OURS, median, "s", low, high, at_most=0.3)
+    size = "base" if benchmark.device.type == "cuda" else "small"
+    size = size if benchmark.settings.scale == "full" else "tiny"
+    code = COMPILE.format(size=size, device=benchmark.settings.device)
+    with tempfile.TemporaryDirectory() as cache:
+        for launch in ("first", "next"):
+            try:
+                seconds = run_python(code, TORCHINDUCTOR_CACHE_DIR=cache)
+            except subprocess.CalledProcessError as error:
+                reason = (error.stderr.strip().splitlines() or ["no output"])[-1]
+                print(f"warning: a compiled step was not measured: {reason}", file=sys.stderr)
+                break
+            case = f"compiled step of a {size} model, {launch} start"
+            benchmark.add("start", case, OURS, seconds, "s", at_most=90.0)
+
+
+def run_python(code: str, **environment: str) -> float:
+    """Run code in a new interpreter and return the last number that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def training_on_gpu(benchmark: Benchmark) -> None:
+    """A compiled step of pretraining on packed rows, without attention dropout."""
+    sizes = [("base", n) for n in (128, 512, 2048, 8192)] + [("large", 512)]
+    for size, tokens in sizes:
+        workload = benchmark.workload(size=size, batch=32768 // tokens, length=tokens, bf16=True,
+                                      attention_dropout=0.0, compiled=True)  # fmt: skip
+        targets: dict[str, float | None] = {STOCK: 5.0, BERT: None, OUR_BERT: 0.99}
+        benchmark.compare("training", workload, targets if (size, tokens) == ("base", 512) else {})
+
+
+PARTS: dict[str, dict[str, Callable[[Benchmark], None]]] = {
+    "cpu": {
+        "check": check,
+        "training": training,
+        "padding": padding,
+        "base": base,
+        "forward": forward,
+        "rope": rope,
+        "memory": memory,
+        "data": data,
+        "start": start,
+        "kept": kept,
+    },
+    "cuda": {
+        "check": check,
+        "training": training_on_gpu,
+        "rope": rope,
+        "data": data,
+        "start": start,
+    },
+}
