@@ -18,14 +18,14 @@ set -uo pipefail
 export ACCELERATE_MIXED_PRECISION=bf16 # plain torchrun reads no configuration of Accelerate's
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun bash -c '
-  told=0
-  trap "told=1; pkill -USR1 -P \$pid -f train/pretrain.py" USR1  # torchrun does not pass it on
+  stopping=0
+  trap "stopping=1; pkill -USR1 -P \$pid -f train/pretrain.py" USR1  # torchrun does not pass it on
   .venv/bin/torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" --nproc_per_node 8 \
     --master_addr '"$first"' --master_port 29500 train/pretrain.py "$@" &
   pid=$!
   wait $pid; code=$?
   while kill -0 $pid 2> /dev/null; do wait $pid; code=$?; done
-  [ $told = 1 ] && [ $code != 0 ] && exit 75
+  [ $stopping = 1 ] && [ $code != 0 ] && exit 75
   exit $code' bash "$@"
 code=$?
 [ $code = 75 ] && exec scontrol requeue "$SLURM_JOB_ID"

@@ -11,8 +11,9 @@ from tiny import ROOT
 
 FILES = sorted(p for part in ("roformer", "train", "finetune") for p in (ROOT / part).rglob("*.py"))
 TOP_LEVEL = {
-    "pyproject.toml", "README.md", "Makefile", "LICENSE", "CITATION.cff", "roformer", "train",
-    "finetune", "configs", "tests", "results", ".ci", ".gitignore",
+    "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "LICENSE",
+    "CITATION.cff", "mkdocs.yml", "docs", "roformer", "train", "finetune", "configs", "tests",
+    "results", ".ci", ".gitignore",
 }  # fmt: skip
 
 

@@ -1,0 +1,88 @@
+"""The documentation: its code runs, its commands and files exist, its size stays small."""
+
+import importlib.util
+import re
+import shlex
+
+import pytest
+
+from tiny import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page, *languages):
+    return [code for language, code in BLOCK.findall(page.read_text()) if language in languages]
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """The text of `--help` of every command, by module name."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return {
+        command.removeprefix("python -m "): hooks.help_text(module, settings)
+        for command, (module, settings) in hooks.command_settings().items()
+    }
+
+
+def documented_commands():
+    """(page, module, flags) of every command of this project in a shell block."""
+    for page in PAGES:
+        lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
+        for line in lines:
+            if not re.search(r"train/|finetune/|-m (train|finetune)|^python ", line):
+                continue
+            words = shlex.split(line, comments=True)
+            for place, word in enumerate(words):
+                module = word.removesuffix(".py").replace("/", ".")
+                if re.fullmatch(r"(train|finetune)(\.\w+)*", module) and (
+                    word.endswith(".py") or words[place - 1] == "-m"
+                ):
+                    given = [w.split("=")[0] for w in words[place + 1 :] if w.startswith("--")]
+                    yield name(page), module, given
+                    break
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+def test_the_python_of_a_page_runs(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    namespace = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), namespace)
+
+
+def test_every_documented_command_exists_and_takes_the_flags_given(flags):
+    commands = list(documented_commands())
+    assert len(commands) > 25
+    for page, module, given in commands:
+        assert module in flags, f"{page}: {module} is no command"
+        for flag in given:
+            key = flag[2:]
+            accepted = re.search(rf"--{re.escape(key)}[\s+]", flags[module])
+            assert accepted or key.startswith("model.config."), f"{page}: {module} {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_configuration_and_target_that_a_page_names_exists(page):
+    text = page.read_text()
+    for path in re.findall(r"(?<![\w/])configs/[\w/-]+\.\w+", text):
+        assert (ROOT / path).exists() or "NAME" in path, path
+    makefile = (ROOT / "Makefile").read_text()
+    phony = set(makefile.split(".PHONY:")[1].split("\n\n")[0].replace("\\", "").split())
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        assert target in phony, target
+
+
+def test_readme_makefile_and_guide_to_contributors_are_short():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 160
+    assert len(readme.encode()) <= 12_000
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= 90
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 50
