@@ -226,7 +226,7 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
     store = tokenize_corpus(
         settings.corpus, "validation", vocabulary.load_tokenizer(str(tmp_path / "words"))
     )
-    counts = np.array(list(Counter(store.read(0, store.ends[-1]).tolist()).values()))
+    counts = np.array(list(Counter(store.read(0, store.document_ends[-1]).tolist()).values()))
     shares = counts / counts.sum()
     entropy = -(shares * np.log(shares)).sum()
     loss = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[150]

@@ -164,7 +164,7 @@ def same_text(sequences: SequenceIndex, longest: int, documents: int) -> NDArray
         InputError: No document is that long.
     """
     most = longest - 2
-    ends = sequences.store.ends
+    ends = sequences.store.document_ends
     begins = np.concatenate([[0], ends[:-1]])
     long = np.flatnonzero(ends - begins >= most)[:documents]
     rule = f"must hold a document of {most} tokens"

@@ -1,9 +1,11 @@
-"""Token ids to batches: documents cut at the length, ordered, grouped so that little is padding.
+"""Step 5 of the data path: documents cut into sequences, put in order and grouped into batches.
 
-Everything is a pure function of (settings, seed, step), the same for every number of processes: the
-loader's whole state is the step. A batch has one of two layouts, of the same sequences and masks:
-padded rows, or for a kernel that knows borders one packed row. Legend: B batch, L tokens, T tokens
-of all sequences in a packed row.
+Everything is a pure function of (settings, seed, step) and does not depend on the number of
+processes, so that the state of the loader is one integer. A batch has one of two layouts, with the
+same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
+packed row without padding.
+
+Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
 
 import math
@@ -19,259 +21,289 @@ from train.data.masking import Vocab, mask_tokens
 from train.data.token_store import TokenStore
 from train.settings import require
 
+Indices = NDArray[np.int64]
+
 WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
 
 GROUP = 8
-"""Fewest sequences of like length that stay neighbours."""
+"""Least number of sequences of similar length that stay neighbours."""
 
-GROUPS_A_STEP = 4
-"""Groups that a step mixes when it holds enough, so that it sees several lengths; micro-batches of
-at most that share of a step have hardly any padding."""
+GROUPS_PER_STEP = 4
+"""Groups in a step that is large enough, so that it holds several lengths; micro-batches of at most
+this share of a step have hardly any padding."""
 
 BLOCK = 16
-"""Documents a place in memory stands for; the others are counted from there when asked for."""
+"""Documents per entry of the table of sequences that is kept in memory."""
 
 IGNORE_INDEX = -100
-"""Target of a place that only fills up a fixed size: no loss, no guess."""
+"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
 
 
 class SequenceIndex:
-    """Documents of a store cut into pieces of at most `length` tokens, special tokens included.
+    """Documents of a store, cut into sequences of at most `length` tokens.
 
-    A piece never crosses a document's end. It is found by bisection among blocks of documents, half
-    a byte of memory a document, and by counting inside the block: the ends stay on disk.
+    A sequence does not cross the end of a document. It is found by bisection among blocks of
+    documents (half a byte of memory per document), then by counting within its block; the ends of
+    the documents stay on disk.
+
+    Args:
+        store: The tokens.
+        length: Longest sequence in tokens, [CLS] and [SEP] included.
+        weights: How often an epoch reads each source of the store; None reads everything once.
 
     Attributes:
-        sizes: Pieces of each part that is weighed on its own, [parts]; their sum is the length.
-        draws: How many of them an epoch takes, [parts]; the same numbers without weights.
+        source_sizes: Sequences of each source with a weight of its own, [sources]; without weights
+            all sources count as one.
+        source_draws: Sequences that an epoch takes of each, [sources].
     """
 
     def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
         self.store = store
         self.length = length
-        self.content = length - 2  # [CLS] and [SEP] come on top
-        pieces = [np.zeros(1, np.int64)]
-        for first in range(0, len(store.ends), 2**16 * BLOCK):  # a bounded part at a time
-            last = min(first + 2**16 * BLOCK, len(store.ends))
-            number = self._pieces(*self._documents(np.arange(first, last)))
-            pieces.append(np.add.reduceat(number, np.arange(0, len(number), BLOCK)))
-        self.first_piece = np.cumsum(np.concatenate(pieces))
-        borders = np.cumsum((0, *store.parts) if weights else (0, len(store.ends)))
-        self.sizes = np.diff([self._pieces_before(int(document)) for document in borders])
-        factors = np.array(weights or [1.0])
-        self.draws = np.maximum(np.rint(self.sizes * factors), self.sizes > 0).astype(np.int64)
-        tokens = np.diff(self._documents(borders)[0])
-        self._mean_content = tokens / np.maximum(self.sizes, 1) @ self.draws / self.epoch_size
+        self._content = length - 2  # without [CLS] and [SEP]
+        documents = len(store.document_ends)
+        counts = [np.zeros(1, np.int64)]
+        for first in range(0, documents, 2**16 * BLOCK):  # in parts, to bound the memory
+            last = min(first + 2**16 * BLOCK, documents)
+            number = self._count(*self._documents(np.arange(first, last)))
+            counts.append(np.add.reduceat(number, np.arange(0, len(number), BLOCK)))
+        self._block_starts = np.cumsum(np.concatenate(counts))
+        bounds = np.cumsum((0, *store.source_documents) if weights else (0, documents))
+        self.source_sizes = np.diff([self._count_before(int(document)) for document in bounds])
+        draws = np.rint(self.source_sizes * np.array(weights or [1.0]))
+        self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
+        tokens = np.diff(self._documents(bounds)[0])
+        mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
+        self._mean_content = mean
 
     def __len__(self) -> int:
-        return int(self.sizes.sum())
+        return int(self.source_sizes.sum())
 
     @property
     def epoch_size(self) -> int:
-        """Sequences an epoch takes."""
-        return int(self.draws.sum())
+        """Sequences per epoch."""
+        return int(self.source_draws.sum())
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens of a sequence of an epoch, [CLS] and [SEP] included."""
+        """Mean tokens per sequence of an epoch, [CLS] and [SEP] included."""
         return 2 + float(self._mean_content)
 
-    def spans(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start in the tokens of the store and number of tokens of each piece."""
-        block = np.searchsorted(self.first_piece, index, side="right") - 1
+    def spans(self, index: Indices) -> tuple[Indices, Indices]:
+        """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
+        block = np.searchsorted(self._block_starts, index, side="right") - 1
         start, end = self._documents(block[:, None] * BLOCK + np.arange(BLOCK))  # [n, BLOCK]
-        after = np.cumsum(self._pieces(start, end), axis=1)  # pieces up to each document's end
-        inside = index - self.first_piece[block]
-        row, column = np.arange(len(index)), (after <= inside[:, None]).sum(axis=1)
+        after = np.cumsum(self._count(start, end), axis=1)  # sequences up to each document's end
+        offset = index - self._block_starts[block]
+        row, column = np.arange(len(index)), (after <= offset[:, None]).sum(axis=1)
         start, end = start[row, column], end[row, column]
-        start += (inside - after[row, column] + self._pieces(start, end)) * self.content
-        return start, np.minimum(self.content, end - start)
+        start += (offset - after[row, column] + self._count(start, end)) * self._content
+        return start, np.minimum(self._content, end - start)
 
-    def sample_epoch(
-        self, entry: NDArray[np.int64], epoch: int, seed: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Pieces that an epoch takes, and how often each was taken before.
+    def sample_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
+        """Select the sequences of an epoch.
 
-        A part is gone through again and again, `draws` pieces an epoch, in one order that mixes its
-        documents: half of a part is followed by its other half.
+        With weights, each source is read cyclically in one shuffled order, `source_draws` sequences
+        per epoch, so that one half of a source is followed by the other half.
 
         Args:
-            entry: [n] numbers in [0, per_epoch).
-            epoch: Epochs before this one.
-            seed: The run's.
-        """
-        if np.array_equal(self.draws, self.sizes):
-            return entry, np.full_like(entry, epoch)
-        part = np.searchsorted(np.cumsum(self.draws), entry, side="right")
-        piece, visit = np.empty_like(entry), np.empty_like(entry)
-        for number in np.unique(part).tolist():
-            here, size = part == number, int(self.sizes[number])
-            count = epoch * self.draws[number] + entry[here] - self.draws[:number].sum()
-            visit[here] = count // size
-            turn = stateless_rng.permute(count % size, size, seed, number)
-            piece[here] = self.sizes[:number].sum() + turn
-        return piece, visit
+            entry: [n] numbers in [0, epoch_size).
+            epoch: Number of the epoch, from 0.
+            seed: Seed of the run.
 
-    def _documents(self, number: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of documents in the tokens of the store; empty beyond the last."""
-        ends = self.store.ends
+        Returns:
+            Sequences [n], and how often each was taken before [n].
+        """
+        if np.array_equal(self.source_draws, self.source_sizes):
+            return entry, np.full_like(entry, epoch)
+        source = np.searchsorted(np.cumsum(self.source_draws), entry, side="right")
+        index, visits = np.empty_like(entry), np.empty_like(entry)
+        for number in np.unique(source).tolist():
+            chosen, size = source == number, int(self.source_sizes[number])
+            first_entry = self.source_draws[:number].sum()
+            count = epoch * self.source_draws[number] + entry[chosen] - first_entry
+            visits[chosen] = count // size
+            order = stateless_rng.permute(count % size, size, seed, number)
+            index[chosen] = self.source_sizes[:number].sum() + order
+        return index, visits
+
+    def _documents(self, number: Indices) -> tuple[Indices, Indices]:
+        """Start and end of documents in the tokens of the store; empty beyond the last document."""
+        ends = self.store.document_ends
         end = ends[np.minimum(number, len(ends) - 1)]
         before = ends[np.minimum(number, len(ends)) - 1]
         return np.where(number > 0, before, 0), end
 
-    def _pieces(self, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        return -((start - end) // self.content)
+    def _count(self, start: Indices, end: Indices) -> Indices:
+        """Sequences in each document: its tokens over the content of a sequence, rounded up."""
+        return -((start - end) // self._content)
 
-    def _pieces_before(self, document: int) -> int:
+    def _count_before(self, document: int) -> int:
         first = document // BLOCK * BLOCK
-        inside = self._pieces(*self._documents(np.arange(first, document))).sum()
-        return int(self.first_piece[document // BLOCK] + inside)
+        count = self._count(*self._documents(np.arange(first, document))).sum()
+        return int(self._block_starts[document // BLOCK] + count)
 
 
 def training_order(
-    sequences: SequenceIndex, place: NDArray[np.int64], seed: int, group: int = GROUP
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which sequence stands at each place of the endless training order.
+    sequences: SequenceIndex, position: Indices, seed: int, group: int = GROUP
+) -> tuple[Indices, Indices]:
+    """Return the sequences at positions of the endless training order.
 
-    Epoch e fills places e*N .. (e+1)*N - 1, N = `epoch_size`; without weights, with every sequence
-    once. Inside a window of the epoch's permutation, sequences are sorted by length and groups of
-    `group` neighbours are shuffled.
+    Epoch e fills positions e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
+    sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
+    neighbours, and the groups are shuffled.
+
+    Args:
+        sequences: The training text.
+        position: [n] positions, from 0.
+        seed: Seed of the run.
+        group: Sequences per group.
 
     Returns:
-        The sequences [n], and how often each was seen before, [n].
+        Sequences [n], and how often each was seen before [n].
     """
-    epoch, inside = np.divmod(place, sequences.epoch_size)
-    index, visit = np.empty_like(place), np.empty_like(place)
-    for key in {(int(e), int(w)) for e, w in zip(epoch, inside // WINDOW)}:
-        here = (epoch == key[0]) & (inside // WINDOW == key[1])
-        order = _window(sequences, *key, seed, group)
-        index[here], visit[here] = (x[inside[here] % WINDOW] for x in order)
-    return index, visit
+    epoch, entry = np.divmod(position, sequences.epoch_size)
+    index, visits = np.empty_like(position), np.empty_like(position)
+    for key in {(int(e), int(w)) for e, w in zip(epoch, entry // WINDOW)}:
+        chosen = (epoch == key[0]) & (entry // WINDOW == key[1])
+        order = _window_order(sequences, *key, seed, group)
+        index[chosen], visits[chosen] = (x[entry[chosen] % WINDOW] for x in order)
+    return index, visits
 
 
-def _window(
+def _window_order(
     sequences: SequenceIndex, epoch: int, window: int, seed: int, group: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    number = sequences.epoch_size
-    places = np.arange(window * WINDOW, min((window + 1) * WINDOW, number))
-    entry = stateless_rng.permute(places, number, seed, epoch)
-    index, visit = sequences.sample_epoch(entry, epoch, seed)
+) -> tuple[Indices, Indices]:
+    size = sequences.epoch_size
+    entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
+    entry = stateless_rng.permute(entry, size, seed, epoch)
+    index, visits = sequences.sample_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.spans(index)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
-    shuffled = np.argsort(stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups))))
-    order = np.concatenate([groups[i] for i in shuffled])
-    return index[order], visit[order]
+    keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
+    order = np.concatenate([groups[i] for i in np.argsort(keys)])
+    return index[order], visits[order]
 
 
 def make_batch(
     sequences: SequenceIndex,
-    index: NDArray[np.int64],
-    visit: NDArray[np.int64],
+    index: Indices,
+    visits: Indices,
     vocab: Vocab,
     mask_rate: float | None,
     seed: int,
     packed: bool = False,
     pad_predictions_to: int | None = None,
 ) -> dict[str, Any]:
-    """The given sequences, and what is to be predicted of them.
+    """Make the inputs and labels of some sequences.
 
     Args:
-        sequences: Where they come from.
-        index: [B] which.
-        visit: [B] how often each was seen before: every time it is masked anew.
+        sequences: The text.
+        index: [B] sequences.
+        visits: [B] how often each was seen before; every time it is masked differently.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
-            those before it, and corrupts nothing.
-        seed: The run's.
-        packed: All in one row instead of rows padded to the longest.
+            the tokens before it, and corrupts nothing.
+        seed: Seed of the run.
+        packed: Whether to return one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
 
     Returns:
         input_ids: [B, L] or packed [1, T], int64, corrupted.
-        attention_mask: [B, L] int64, 0 on padding; when packed instead
-        position_ids: [1, T] int64, from 0 for each sequence,
-        cu_seq_lens_q: [B + 1] int32, 0 and the ends of sequences, and
-        max_length_q: int, tokens of the longest.
+        attention_mask: [B, L] int64, 0 on padding; or for a packed row the entries of
+            `packed_layout`.
         label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
             those of the masked tokens, or without masks those before the labels.
-        labels: [n] int64, their original ids.
+        labels: [n] int64, ids of the original tokens.
     """
-    start, size = sequences.spans(index)
-    L = int(size.max()) + 2  # noqa: N806
-    ids = np.full((len(index), L), vocab.pad_id, np.int64)
-    for row, (a, n) in enumerate(zip(start.tolist(), size.tolist())):
-        ids[row, 0], ids[row, n + 1] = vocab.cls_id, vocab.sep_id
-        ids[row, 1 : n + 1] = sequences.store.read(a, n)
-    real = np.arange(L) < size[:, None] + 2
+    ids, lengths = _read_rows(sequences, index, vocab)
+    column = np.arange(ids.shape[1])
+    padding_mask = column < lengths[:, None]
     if mask_rate is None:
-        corrupted, chosen = ids, np.arange(L) < size[:, None]  # [CLS] comes before the first token
-        targets = np.roll(ids, -1, axis=1)[chosen]
+        inputs, chosen = ids, column < lengths[:, None] - 2  # [CLS] comes before the first token
+        labels = np.roll(ids, -1, axis=1)[chosen]
     else:
-        corrupted, chosen = mask_tokens(ids, index, visit, vocab, mask_rate, seed)
-        targets = ids[chosen]
-    layout: dict[str, Any] = {"attention_mask": torch.from_numpy(real.astype(np.int64))}
+        inputs, chosen = mask_tokens(ids, index, visits, vocab, mask_rate, seed)
+        labels = ids[chosen]
+    layout: dict[str, Any] = {"attention_mask": torch.from_numpy(padding_mask.astype(np.int64))}
     if packed:
-        layout = packed_layout(size + 2)
-        corrupted, chosen = corrupted[real][None], chosen[real]
-    places = np.flatnonzero(chosen)
+        layout = packed_layout(lengths)
+        inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
+    positions = np.flatnonzero(chosen)
     if pad_predictions_to is not None:
-        padded = max(1, math.ceil(len(places) / pad_predictions_to)) * pad_predictions_to
-        room = padded - len(places)
-        places = np.pad(places, (0, room))
-        targets = np.pad(targets, (0, room), constant_values=IGNORE_INDEX)
+        count = max(1, math.ceil(len(positions) / pad_predictions_to)) * pad_predictions_to
+        padding = (0, count - len(positions))
+        positions = np.pad(positions, padding)
+        labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
     return layout | {
-        "input_ids": torch.from_numpy(corrupted),
-        "label_positions": torch.from_numpy(places),
-        "labels": torch.from_numpy(targets),
+        "input_ids": torch.from_numpy(inputs),
+        "label_positions": torch.from_numpy(positions),
+        "labels": torch.from_numpy(labels),
     }
 
 
-def packed_layout(lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """What a kernel must know of sequences of these lengths in one row."""
+def _read_rows(sequences: SequenceIndex, index: Indices, vocab: Vocab) -> tuple[Indices, Indices]:
+    """Padded rows [B, L] with [CLS] and [SEP], and their lengths [B]."""
+    start, size = sequences.spans(index)
+    ids = np.full((len(index), int(size.max()) + 2), vocab.pad_id, np.int64)
+    for row, (first, count) in enumerate(zip(start.tolist(), size.tolist())):
+        ids[row, 0], ids[row, count + 1] = vocab.cls_id, vocab.sep_id
+        ids[row, 1 : count + 1] = sequences.store.read(first, count)
+    return ids, size + 2
+
+
+def packed_layout(lengths: Indices) -> dict[str, Any]:
+    """Describe sequences of these lengths [B] in one packed row.
+
+    Returns:
+        position_ids: [1, T] int64, from 0 for each sequence.
+        cu_seq_lens_q: [B + 1] int32, 0 and the end of each sequence.
+        max_length_q: int, tokens of the longest.
+    """
     positions = np.concatenate([np.arange(length) for length in lengths])
-    borders = np.cumsum([0, *lengths]).astype(np.int32)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     return {
         "position_ids": torch.from_numpy(positions)[None],
-        "cu_seq_lens_q": torch.from_numpy(borders),
+        "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
         "max_length_q": int(lengths.max()),
     }
 
 
 def max_predictions(tokens: int, mask_rate: float | None) -> int:
-    """Predicted tokens that so many tokens hardly ever exceed: 6 standard deviations, in eights."""
+    """Bound the predicted tokens of `tokens`: mean and 6 standard deviations, a multiple of 8."""
     if mask_rate is None:
         return tokens
-    most = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
-    return 8 * math.ceil(most / 8)
+    bound = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
+    return 8 * math.ceil(bound / 8)
 
 
 def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
-    """Refuse a batch that cannot be shared out evenly.
+    """Check that a batch divides evenly into micro-batches of all processes.
 
     Raises:
-        InputError: It is no multiple of what all processes take at once.
+        InputError: It does not.
     """
-    share = micro_batch * processes
+    multiple = micro_batch * processes
     rule = "must be a multiple of optim.micro_batch times the processes"
-    rule += f" ({micro_batch} x {processes} = {share})"
-    require(batch_size % share == 0, "optim.batch_size", rule, batch_size, "change either")
+    rule += f" ({micro_batch} x {processes} = {multiple})"
+    require(batch_size % multiple == 0, "optim.batch_size", rule, batch_size, "change either")
 
 
 class StepDataset(Dataset):
-    """The micro-batches of one process, by optimiser step.
+    """Micro-batches of one process, by optimizer step.
 
     Args:
         sequences: The training text.
         vocab: The tokenizer's ids.
-        batch_size: Sequences a step, over all processes.
-        micro_batch: Sequences a process takes at once.
+        batch_size: Sequences per step, over all processes.
+        micro_batch: Sequences per forward pass of a process.
         mask_rate: As in `make_batch`.
-        seed: The run's.
-        processes: How many share the work.
-        rank: Which of them this is.
-        packed: The layout, as in `make_batch`.
+        seed: Seed of the run.
+        processes: Number of processes.
+        rank: Number of this process, from 0.
+        packed: As in `make_batch`.
         pad_predictions_to: As in `make_batch`.
     """
 
@@ -297,23 +329,21 @@ class StepDataset(Dataset):
 
     def micro_batch_indices(
         self, step: int, rank: int | None = None
-    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Sequences of each micro-batch of a process, this one or another, and how often each was
-        seen before.
-        """  # noqa: D205 one sentence
-        place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        group = max(GROUP, self.batch_size // GROUPS_A_STEP)
-        index, visit = training_order(self.sequences, place, self.seed, group)
+    ) -> list[tuple[Indices, Indices]]:
+        """Return sequences and visits of each micro-batch of a process, by default this one."""
+        position = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
+        index, visits = training_order(self.sequences, position, self.seed, group)
         by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
-        # neighbours in length go to different processes at the same time: equal work, no waiting
+        # processes get neighbours in length at the same time: equal work, no waiting
         first = self.rank if rank is None else rank
-        own = by_length.reshape(-1, self.micro_batch)[first :: self.processes]
-        return [(index[rows], visit[rows]) for rows in own]
+        rows = by_length.reshape(-1, self.micro_batch)[first :: self.processes]
+        return [(index[row], visits[row]) for row in rows]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
-        """All micro-batches this process computes in that step."""
-        rules = (self.vocab, self.mask_rate, self.seed, self.packed, self.pad_predictions_to)
+        """Return all micro-batches that this process computes in a step."""
+        options = (self.vocab, self.mask_rate, self.seed, self.packed, self.pad_predictions_to)
         return [
-            make_batch(self.sequences, index, visit, *rules)
-            for index, visit in self.micro_batch_indices(step)
+            make_batch(self.sequences, index, visits, *options)
+            for index, visits in self.micro_batch_indices(step)
         ]

@@ -195,9 +195,9 @@ def _open_store(
 
 def describe_store(part: str, store: TokenStore) -> str:
     """How much a part holds, in words, and a warning where its tokenizer does not know the text."""
-    tokens = int(store.ends[-1])
+    tokens = int(store.document_ends[-1])
     share = sum(_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
-    line = f"{part}: {len(store.ends):,} documents, {tokens:,} tokens"
+    line = f"{part}: {len(store.document_ends):,} documents, {tokens:,} tokens"
     warning = f"; warning: {share:.1%} of them are unknown to corpus.tokenizer, and not predicted"
     return line + warning * (share > 0.05)
 

@@ -1,8 +1,8 @@
-"""The corruption of masked language modelling, a pure function of (seed, epoch, sequence).
+"""Step 6 of the data path: masking, a pure function of (seed, times seen, sequence).
 
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
-random token, 10 % stay. Each token is chosen on its own, as in RoBERTa and transformers, or each
-word as a whole (its tokens then meet their fates one by one), as in BERT's later checkpoints.
+random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
+whole words, as in BERT's later checkpoints; the 80/10/10 choice is drawn per token in both cases.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from train.settings import require
 
 @dataclass(frozen=True)
 class Vocab:
-    """What the data path must know of a vocabulary.
+    """What batching and masking need to know of a tokenizer.
 
     Attributes:
         cls_id, sep_id, pad_id, mask_id: Ids of [CLS], [SEP], [PAD] and [MASK].
         size: Number of ids, V.
-        special_ids: Ids that are never masked: all special tokens.
-        is_continuation: [V] whether an id continues the word before it (##ing); None masks single
-            tokens instead of whole words.
+        special_ids: Ids of all special tokens, which are never masked.
+        is_continuation: [V] bool, whether an id continues a word (##ing), to mask whole words; None
+            masks single tokens.
     """
 
     cls_id: int
@@ -39,32 +39,30 @@ class Vocab:
     def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False
     ) -> "Vocab":
-        """Read them off a tokenizer.
+        """Read the ids of a tokenizer.
 
         Raises:
-            InputError: It lacks one that masked language modelling needs, or whole words are asked
-                for and its pieces do not say where a word goes on.
+            InputError: It lacks a special token that masked language modelling needs, or
+                `whole_word` is set and its tokens do not show which of them continue a word.
         """
         names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
         ids = [getattr(tokenizer, name) for name in names]
         missing = [name for name, value in zip(names, ids) if value is None]
-        rule = "must have [CLS], [SEP], [PAD] and [MASK]"
-        require(
-            not missing, "corpus.tokenizer", rule, f"none for {missing}", "use a BERT tokenizer"
-        )
-        first, last, padding, mask = ids
-        unmaskable = tuple(sorted(tokenizer.all_special_ids))
-        continuing = _continuing(tokenizer) if whole_word else None
-        return cls(first, last, padding, mask, len(tokenizer), unmaskable, continuing)
+        rule, remedy = "must have [CLS], [SEP], [PAD] and [MASK]", "use a BERT tokenizer"
+        require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
+        cls_id, sep_id, pad_id, mask_id = ids
+        special_ids = tuple(sorted(tokenizer.all_special_ids))
+        continuation = _find_continuations(tokenizer) if whole_word else None
+        return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
 
 
-def _continuing(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
+def _find_continuations(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
     model = tokenizer.backend_tokenizer.model
     prefix = getattr(model, "continuing_subword_prefix", None)
     rule, remedy = "must be false unless pieces are WordPiece's (##ing)", "use a BERT tokenizer"
     require(bool(prefix), "corpus.whole_word", rule, f"true with {type(model).__name__}", remedy)
-    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return np.array([piece.startswith(prefix) for piece in pieces])
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return np.array([token.startswith(prefix) for token in tokens])
 
 
 def mask_tokens(
@@ -72,31 +70,31 @@ def mask_tokens(
     sequence: NDArray[np.int64],
     epoch: NDArray[np.int64],
     vocab: Vocab,
-    rate: float,
+    mask_rate: float,
     seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose tokens and corrupt them.
+    """Choose tokens to predict and corrupt them.
 
     Args:
         ids: [B, L] token ids.
-        sequence: [B] which sequence each row is; with epoch and seed it decides the row's masks,
-            whatever the batch it stands in.
-        epoch: [B] how many times the sequence has been seen.
-        vocab: Ids of [MASK] and of what is never chosen; V; where words go on.
-        rate: Share of tokens chosen.
-        seed: The run's seed.
+        sequence: [B] index of each row's sequence. With `epoch` and `seed` it decides the masks of
+            the row, whatever batch it is in.
+        epoch: [B] how many times each sequence has been seen before.
+        vocab: The tokenizer's ids.
+        mask_rate: Share of tokens to choose.
+        seed: Seed of the run.
 
     Returns:
-        Corrupted ids [B, L], and which tokens were chosen [B, L].
+        Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
-    names, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
-    never = np.isin(ids, vocab.special_ids)
+    key, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
     unit = column
     if vocab.is_continuation is not None:
-        # a word is named by the column it starts in; a special token, never chosen, starts one too
+        # all tokens of a word share the draw of its first column; a special token starts a word
         unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
-    chosen = (stateless_rng.uniform(0, *names, unit) < rate) & ~never
-    fate = stateless_rng.uniform(1, *names, column)
-    random_ids = (stateless_rng.uniform(2, *names, column) * vocab.size).astype(np.int64)
-    corrupted = np.where(chosen & (fate < 0.8), vocab.mask_id, ids)
-    return np.where(chosen & (fate >= 0.8) & (fate < 0.9), random_ids, corrupted), chosen
+    chosen = stateless_rng.uniform(0, *key, unit) < mask_rate
+    chosen &= ~np.isin(ids, vocab.special_ids)
+    action = stateless_rng.uniform(1, *key, column)
+    random_ids = (stateless_rng.uniform(2, *key, column) * vocab.size).astype(np.int64)
+    corrupted = np.where(chosen & (action < 0.8), vocab.mask_id, ids)
+    return np.where(chosen & (action >= 0.8) & (action < 0.9), random_ids, corrupted), chosen

@@ -1,6 +1,7 @@
-"""The stages of a run as one sequence of steps: a length, a batch and a text, then others.
+"""Step 7 of the data path: the stages of a run as one data set of optimizer steps.
 
-The paper's Chinese model went through six such stages. A run without stages is one stage.
+Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
+Chinese model. A run without stages is one stage.
 """
 
 import bisect
@@ -15,42 +16,46 @@ from train.settings import PretrainSettings, stage_settings
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
-    """The settings of each stage, as of a run of its own; stages after the first draw anew."""
-    stages = [stage_settings(settings, number) for number in range(len(settings.stages))]
+    """Return the settings of each stage, as those of a run without stages."""
+    stages = [stage_settings(settings, index) for index in range(len(settings.stages))]
     return stages or [settings]
 
 
 def stage_seed(seed: int, stage: int) -> int:
-    """The seed of a stage: another order and other masks than the stage before on the same text."""
+    """Derive the seed of a stage, so that stages on the same text differ in order and masks."""
     return seed if stage == 0 else int(stateless_rng.random_bits(seed, stage)) >> 1
 
 
 class StagedDataset(Dataset):
-    """The micro-batches of one process, by optimiser step of the run.
+    """Micro-batches of one process, by optimizer step of the run.
 
     Args:
-        parts: Of each stage its number of steps, and its steps. The last one's number may be None:
-            it goes on for ever.
+        stages: Number of steps and data set of each stage. The number of the last stage may be
+            None: it does not end.
+
+    Attributes:
+        total: Number of steps of all stages, or None.
+        vocab: The tokenizer's ids.
     """
 
-    def __init__(self, parts: list[tuple[int | None, StepDataset]]) -> None:
-        self.stages = [steps for _, steps in parts]
-        self.ends = list(itertools.accumulate(number or 0 for number, _ in parts[:-1]))
-        last = parts[-1][0]
-        self.total = None if last is None else (self.ends or [0])[-1] + last
+    def __init__(self, stages: list[tuple[int | None, StepDataset]]) -> None:
+        self.stages = [dataset for _, dataset in stages]
+        steps = [number for number, _ in stages]
+        self.starts = [0, *itertools.accumulate(number or 0 for number in steps[:-1])]
+        self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
         self.vocab = self.stages[0].vocab
 
     def locate(self, step: int) -> tuple[StepDataset, int]:
-        """The stage of a step, and the number of the step within it."""
-        stage = bisect.bisect_right(self.ends, step)
-        return self.stages[stage], step - ([0, *self.ends][stage])
+        """Return the data set of a step's stage, and the number of the step in the stage."""
+        stage = bisect.bisect_right(self.starts, step) - 1
+        return self.stages[stage], step - self.starts[stage]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
-        """All micro-batches this process computes in that step."""
-        steps, inside = self.locate(step)
-        return steps[inside]
+        """Return all micro-batches that this process computes in a step."""
+        dataset, stage_step = self.locate(step)
+        return dataset[stage_step]
 
     def sequences(self, step: int, rank: int, micro_batch: int) -> list[int]:
-        """Numbers of the sequences in a micro-batch of any process, to name it in a warning."""
-        steps, inside = self.locate(step)
-        return steps.micro_batch_indices(inside, rank)[micro_batch][0].tolist()
+        """Return the indices of the sequences in a micro-batch of any process, for a warning."""
+        dataset, stage_step = self.locate(step)
+        return dataset.micro_batch_indices(stage_step, rank)[micro_batch][0].tolist()

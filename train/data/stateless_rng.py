@@ -1,8 +1,9 @@
-"""Random numbers without state: every draw is a pure function of the integers that name it.
+"""Stateless random numbers: each is a pure function of a few integers, its key.
 
-Order and masks come from here, so that a run can stop at any step and go on in any number of
-processes with the same numbers. The mixing function is splitmix64 (Steele, Lea, Flood 2014, "Fast
-splittable pseudorandom number generators"); the permutation is a Feistel network over it.
+The order of the text and the masks are drawn from here, so that a run can stop after any step and
+continue, in any number of processes, with the same numbers. The mixing function is splitmix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"); permutations are
+Feistel networks over it.
 """
 
 import numpy as np
@@ -13,40 +14,41 @@ Bits = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def random_bits(*names: ArrayLike) -> Bits:
-    """64 random bits for every tuple of non-negative integers; arrays broadcast."""
+def random_bits(*key: ArrayLike) -> Bits:
+    """Draw 64 random bits for each key, a tuple of non-negative integers; arrays broadcast."""
     state: Bits = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
-        for name in names:
-            state = _splitmix(state ^ np.asarray(name).astype(np.uint64))
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
+        for number in key:
+            state = _splitmix(state ^ np.asarray(number).astype(np.uint64))
     return state
 
 
-def uniform(*names: ArrayLike) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 bits, named as in `bits`."""
-    return (random_bits(*names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniform(*key: ArrayLike) -> NDArray[np.float64]:
+    """Draw uniform numbers in [0, 1) with 53 bits, with keys as in `random_bits`."""
+    return (random_bits(*key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permute(index: ArrayLike, size: int, *names: int) -> NDArray[np.int64]:
-    """Where the permutation of range(size) with that name sends `index`; O(1) memory an index.
+def permute(index: ArrayLike, size: int, *key: int) -> NDArray[np.int64]:
+    """Apply a random permutation of range(size), in O(1) memory per index.
 
     Args:
         index: Integers in [0, size), any shape.
-        size: Number of things permuted.
-        *names: Integers naming the permutation, as (seed, epoch).
+        size: Number of elements that are permuted.
+        *key: Integers that select the permutation, for example (seed, epoch).
 
     Returns:
-        As many integers, each hit once when `index` runs over range(size).
+        Images of `index` under the permutation, same shape.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    keys = [random_bits(*names, turn) for turn in range(4)]
+    round_keys = [random_bits(*key, number) for number in range(4)]
     value = np.array(index, dtype=np.uint64, ndmin=1)
     outside = np.ones(value.shape, bool)
-    while outside.any():  # walk the cycle until inside: the domain is at most 4 times too large
+    # the network permutes at most 4 * size integers: apply it until the result is below size
+    while outside.any():
         left, right = value[outside] >> half, value[outside] & low
-        for key in keys:
-            left, right = right, left ^ (random_bits(key, right) & low)
+        for round_key in round_keys:
+            left, right = right, left ^ (random_bits(round_key, right) & low)
         value[outside] = (left << half) | right
         outside = value >= size
     return value.astype(np.int64).reshape(np.shape(index))

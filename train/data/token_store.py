@@ -1,4 +1,7 @@
-"""Tokens on disk, read: what `train.data.corpus` has written; nothing here needs its tools."""
+"""Step 4 of the data path: reads the token ids that `train.data.corpus` has written to disk.
+
+Needs neither a tokenizer nor the text, so that worker processes that make batches start quickly.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,33 +13,33 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Tokenised documents in shards; a document lies in one of them.
+    """Token ids of a corpus, in shards; each document lies in one shard.
 
     Attributes:
-        ends: End of each document in the tokens of all shards, [documents], int64, memory-mapped.
-        shards: Their folders, in order.
-        starts: Where each shard begins in the tokens of all, [shards], int64.
-        dtype: Of the ids on disk, uint16 or uint32.
-        parts: Documents of each name in the setting, in order.
-        folder: Of the corpus; its name changes when the tokens do.
+        document_ends: End of each document in the tokens of all shards, [documents], int64,
+            memory-mapped.
+        shards: Folders of the shards, in order.
+        shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
+        dtype: dtype of the ids on disk, uint16 or uint32.
+        source_documents: Number of documents of each name in `corpus.train`, in order.
+        folder: Folder of the joined corpus; its name is a hash of what decides the tokens.
     """
 
-    ends: NDArray[np.int64]
+    document_ends: NDArray[np.int64]
     shards: tuple[Path, ...]
-    starts: NDArray[np.int64]
+    shard_starts: NDArray[np.int64]
     dtype: np.dtype
-    parts: tuple[int, ...]
+    source_documents: tuple[int, ...]
     folder: Path
 
-    def read(self, start: int, number: int) -> NDArray[Any]:
-        """Ids `start` to `start + number` of all, [number]; they must lie in one shard.
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Read `count` ids from position `start` in the tokens of all shards; one shard holds them.
 
-        They come from the system's cache of the file, 11 microseconds a sequence, and no file stays
-        open: a mapping of each of the 6,000 shards of 100 billion tokens would be more files than a
-        process may hold.
+        Opening the file at each call takes 11 microseconds from the page cache. Mapping every shard
+        instead would exceed the limit of open files: 100 billion tokens are 6,000 shards.
         """
-        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        offset = (start - int(self.starts[shard])) * self.dtype.itemsize
-        ids = np.fromfile(self.shards[shard] / "tokens.bin", self.dtype, number, offset=offset)
-        assert len(ids) == number, f"{self.shards[shard]} ends early"
+        shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
+        offset = (start - int(self.shard_starts[shard])) * self.dtype.itemsize
+        ids = np.fromfile(self.shards[shard] / "tokens.bin", self.dtype, count, offset=offset)
+        assert len(ids) == count, f"{self.shards[shard]} ends early"
         return ids

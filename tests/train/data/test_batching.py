@@ -57,11 +57,11 @@ def test_pieces_tile_the_corpus_and_stay_inside_documents(sequences):
     start, size = sequences.spans(np.arange(len(sequences)))
     np.testing.assert_array_equal(start[1:], (start + size)[:-1])
     assert start[0] == 0
-    assert start[-1] + size[-1] == sequences.store.ends[-1]
+    assert start[-1] + size[-1] == sequences.store.document_ends[-1]
     assert size.min() >= 1
     assert size.max() == 62
-    document = np.searchsorted(sequences.store.ends, start, side="right")
-    assert (start + size <= sequences.store.ends[document]).all()
+    document = np.searchsorted(sequences.store.document_ends, start, side="right")
+    assert (start + size <= sequences.store.document_ends[document]).all()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -77,7 +77,7 @@ def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
         ]
         seen = torch.cat([originals(batch).flatten() for batch in batches])
         counts = torch.bincount(seen[seen >= 5])[5:]
-        assert len(counts) == sequences.store.ends[-1]
+        assert len(counts) == sequences.store.document_ends[-1]
         assert (counts == 1).all()
 
 
@@ -147,10 +147,12 @@ def taken(sequences, epoch) -> np.ndarray:
 def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
     parts = (40, 31, 100)
     lengths = np.random.default_rng(0).integers(0, 300, sum(parts))
-    tokens = dataclasses.replace(make_token_store(lengths, tmp_path), parts=parts)
+    tokens = dataclasses.replace(make_token_store(lengths, tmp_path), source_documents=parts)
     sequences = SequenceIndex(tokens, 64, [2.0, 1.0, 0.5])
-    first, second = (np.split(taken(sequences, e), sequences.sizes.cumsum()[:-1]) for e in (0, 1))
-    assert sequences.sizes.tolist() == [
+    first, second = (
+        np.split(taken(sequences, e), sequences.source_sizes.cumsum()[:-1]) for e in (0, 1)
+    )
+    assert sequences.source_sizes.tolist() == [
         -(part // 62).sum() for part in np.split(-lengths, np.cumsum(parts)[:-1])
     ]
     for epoch in (first, second):
@@ -186,7 +188,9 @@ def test_weights_of_one_change_nothing(sequences):
 
 
 def test_the_mean_length_is_that_of_an_epoch(tmp_path):
-    tokens = dataclasses.replace(make_token_store([10] * 50 + [30] * 50, tmp_path), parts=(50, 50))
+    tokens = dataclasses.replace(
+        make_token_store([10] * 50 + [30] * 50, tmp_path), source_documents=(50, 50)
+    )
     assert SequenceIndex(tokens, 64).mean_length == pytest.approx(2 + 20)
     assert SequenceIndex(tokens, 64, [3.0, 1.0]).mean_length == pytest.approx(2 + 15)
 
@@ -218,7 +222,7 @@ class Billion(SequenceIndex):
     """As many sequences as a corpus of 100 billion tokens has, of lengths made up on the spot."""
 
     def __init__(self) -> None:
-        self.sizes = self.draws = np.array([10**9])
+        self.source_sizes = self.source_draws = np.array([10**9])
 
     def spans(self, index):
         return index * 126, (1 + stateless_rng.random_bits(7, index) % 126).astype(np.int64)

@@ -33,8 +33,10 @@ def corpus(source, tmp_path, **changes) -> CorpusSettings:
 
 def everything(store: TokenStore) -> np.ndarray:
     """The ids of all documents, read one by one as the loader does."""
-    starts = [0, *store.ends[:-1].tolist()]
-    return np.concatenate([store.read(a, b - a) for a, b in zip(starts, store.ends.tolist())])
+    starts = [0, *store.document_ends[:-1].tolist()]
+    return np.concatenate(
+        [store.read(a, b - a) for a, b in zip(starts, store.document_ends.tolist())]
+    )
 
 
 def state(store: TokenStore) -> list[tuple[str, int]]:
@@ -104,7 +106,7 @@ def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
 
 def test_stored_tokens_are_the_tokenizers(written, tmp_path, tokenizer):
     store = tokenize_corpus(corpus(str(written / "a.parquet"), tmp_path), "train", tokenizer)
-    ids = np.split(everything(store), store.ends)[:-1]
+    ids = np.split(everything(store), store.document_ends)[:-1]
     expected = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     assert [list(i) for i in ids] == expected
     assert store.dtype == np.uint16
@@ -138,7 +140,7 @@ def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenised(
     assert encoded == ["her friend hears a song .\n"]
     assert state(joined)[: len(before)] == before
     assert joined.folder.name != first.folder.name
-    assert len(joined.ends) == len(first.ends) + 1
+    assert len(joined.document_ends) == len(first.document_ends) + 1
 
 
 def test_a_file_is_read_again_only_when_it_changed(written, tmp_path, tokenizer, monkeypatch):
@@ -169,7 +171,7 @@ def test_shards_hold_the_documents_in_order(corpus_folder, tmp_path, tokenizer, 
     store = tokenize_corpus(settings, "train", tokenizer)
     assert len(store.shards) > 5
     texts = list(read_documents(settings, "train"))
-    ids = np.split(everything(store), store.ends)[:-1]
+    ids = np.split(everything(store), store.document_ends)[:-1]
     expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
     assert [list(i) for i in ids] == expected
 
@@ -271,7 +273,7 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
 def test_a_bar_says_how_many_documents_a_second(written, tmp_path, tokenizer, capsys, monkeypatch):
     at_once = {"delay": 0, "mininterval": 0}  # otherwise it shows itself after a second
     monkeypatch.setattr("train.data.corpus.tqdm", lambda **given: tqdm(**(given | at_once)))
-    number = len(tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer).ends)
+    number = len(tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer).document_ends)
     said = capsys.readouterr().err
     assert re.search(rf"tokenising train: {number} documents \[.* documents/s\]", said)
 
@@ -317,9 +319,9 @@ def test_parts_follow_the_names_and_hub_data_sets_stand_among_files(
     monkeypatch.setattr("train.data.documents.datasets.load_dataset", lambda *a, **k: splits)
     names = [str(written), "owner/name", str(written / "c.txt")]
     store = tokenize_corpus(corpus(names, tmp_path), "train", tokenizer)
-    assert store.parts == (9, 1, 3)
+    assert store.source_documents == (9, 1, 3)
     weighed = tokenize_corpus(corpus(names, tmp_path, weights=[1.0, 2.0, 3.0]), "train", tokenizer)
-    assert weighed.parts == store.parts
+    assert weighed.source_documents == store.source_documents
 
 
 def test_the_same_text_gives_the_same_bytes(written, tmp_path, tokenizer):
