@@ -36,9 +36,9 @@ def test_a_comparison_is_what_scipy_and_numpy_say(seed, count):
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says_even_at_two_seeds():
-    draws = np.random.default_rng(0).normal(size=(4000, 2))
+    draws = np.random.default_rng(0).normal(size=(1000, 2))
     intervals = [t_interval(values) for values in draws]
-    assert np.mean([low < 0 < high for low, high in intervals]) == pytest.approx(0.95, abs=0.01)
+    assert np.mean([low < 0 < high for low, high in intervals]) == pytest.approx(0.95, abs=0.015)
 
 
 def test_exchanging_the_sides_mirrors_everything():
@@ -50,15 +50,10 @@ def test_exchanging_the_sides_mirrors_everything():
     assert back.t_interval == pytest.approx((-there.t_interval[1], -there.t_interval[0]))
 
 
-def test_only_seeds_of_both_sides_are_paired():
-    found = compare({0: 1.0, 1: 2.0, 5: 9.0}, {1: 1.5, 0: 1.0, 7: 3.0}, 4)
+def test_scores_are_paired_by_seed_whatever_their_order():
+    found = compare({1: 2.0, 0: 1.0, 5: 9.0}, {0: 1.0, 1: 1.5, 7: 3.0}, 4)
     assert found.differences == {0: 0.0, 1: 0.5}
     assert (found.mean, found.tried) == (0.25, 4)
-
-
-def test_the_seeds_and_not_their_order_pair_the_scores():
-    shuffled = compare({2: 5.0, 0: 1.0, 1: 3.0}, {1: 2.5, 2: 4.0, 0: 1.0}, 3)
-    assert shuffled.differences == {0: 0.0, 1: 0.5, 2: 1.0}
 
 
 def test_a_single_pair_has_a_mean_and_says_why_no_more():
