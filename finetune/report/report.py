@@ -271,7 +271,6 @@ def json_report(reports: Sequence[GroupReport]) -> dict[str, Any]:
         run.run_id: {name: run.result.get(name) for name in fields}
         for x in reports
         for run in x.group.runs.itertuples()
-        if run.kind != "majority"
     }
     groups = {
         x.group.name: {
