@@ -1,4 +1,4 @@
-"""Causal models: no token sees the future, and a cache changes nothing but the time."""
+"""Causal models: no attention to the future, and a cache does not change the result."""
 
 import copy
 
@@ -105,18 +105,21 @@ def test_generation_with_a_cache_gives_the_tokens_without(how, rope):
     assert results[0].shape == (2, 27)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
-def test_a_compiled_decoder_generates_the_same_tokens(how, padded, causal):
+@pytest.mark.parametrize(
+    ("options", "padded"),
+    [({}, True), ({"num_beams": 2}, False), ({"cache_implementation": "static"}, True)],
+    ids=str,
+)
+def test_a_compiled_decoder_generates_the_same_tokens(options, padded, causal):
     causal.generation_config.pad_token_id = 0
     ids = torch.randint(1, 60, (2, 6))
     mask = torch.ones_like(ids)
     if padded:
         ids[0, :2] = mask[0, :2] = 0
-    asked = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False} | how
-    expected = causal.generate(ids, **asked)
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False} | options
+    expected = causal.generate(ids, **options)
     causal.forward = torch.compile(causal.forward, backend="eager")
-    assert torch.equal(causal.generate(ids, **asked), expected)
+    assert torch.equal(causal.generate(ids, **options), expected)
     torch._dynamo.reset()
 
 

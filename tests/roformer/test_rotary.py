@@ -1,4 +1,4 @@
-"""The rotation against the paper's matrices in float64, and the properties it is named for."""
+"""Rotary embeddings against the paper's matrices in float64, and their properties."""
 
 import math
 
@@ -30,9 +30,8 @@ def matrix_form(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0)
     return result
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor, interleave: bool = True) -> torch.Tensor:
-    table = rotary_embeddings(positions, compute_inv_freq(x.shape[-1]))
-    return apply_rotary(x, *table, interleave)
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return apply_rotary(x, *rotary_embeddings(positions, compute_inv_freq(x.shape[-1])))
 
 
 @pytest.mark.parametrize("start", [0, 1000, 100_000])
@@ -40,49 +39,26 @@ def test_rotation_is_the_papers_matrix_product(start):
     x = torch.randn(2, 9, 3, 16)
     positions = torch.arange(start, start + 9)
     exact = matrix_form(x, positions)
-    torch.testing.assert_close(turned(x, positions).double(), exact, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
-def test_the_gradient_and_its_gradient_are_exact_for_any_order_in_memory(order):
-    torch.manual_seed(0)
-    table = rotary_embeddings(torch.arange(5), compute_inv_freq(6), 1.5)  # scaled as by yarn
-    shape = [(2, 5, 3, 6)[axis] for axis in order]
-    x = torch.randn(shape).permute([order.index(axis) for axis in range(4)]).requires_grad_()
-    results = []
-    for function in (apply_rotary, by_pairs):
-        y = function(x, *table)
-        (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-        (curve,) = torch.autograd.grad(slope.pow(2).sum(), x)
-        results.append((y, slope, curve))
-    for found, expected in zip(*results):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def by_pairs(x, cos, sin):
-    """Each pair times its matrix."""
-    cos, sin = cos[:, None], sin[:, None]
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    torch.testing.assert_close(rotated(x, positions).double(), exact, atol=2e-6, rtol=0)
 
 
 def test_known_numbers_of_transformers_own_table():
     q = torch.arange(2 * 12 * 16 * 64).reshape(2, 12, 16, 64).float() / 100
-    row = turned(q.transpose(1, 2), torch.arange(16))[0, 1, 0, :8]
+    row = rotated(q.transpose(1, 2), torch.arange(16))[0, 1, 0, :8]
     expected = [-0.2012, 0.8897, 0.0263, 0.9401, 0.2074, 0.9463, 0.3481, 0.9343]
     torch.testing.assert_close(row, torch.tensor(expected), atol=1e-4, rtol=0)
 
 
 def test_norms_are_preserved():
     x = torch.randn(1, 50, 2, 32)
-    norms = turned(x, torch.arange(50) * 37).norm(dim=-1)
+    norms = rotated(x, torch.arange(50) * 37).norm(dim=-1)
     torch.testing.assert_close(norms, x.norm(dim=-1))
 
 
 def test_scores_depend_only_on_distance():
     q, k = torch.randn(2, 1, 1, 1, 64)
     scores = [
-        (turned(q, torch.tensor([m])) * turned(k, torch.tensor([m - 5]))).sum()
+        (rotated(q, torch.tensor([m])) * rotated(k, torch.tensor([m - 5]))).sum()
         for m in (5, 77, 500, 2000, 1_000_000)
     ]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(5), atol=1e-4, rtol=0)
@@ -91,8 +67,8 @@ def test_scores_depend_only_on_distance():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_input_is_rotated_in_float32(dtype):
     x = torch.randn(1, 512, 1, 64).to(dtype)
-    exact = turned(x.float(), torch.arange(512))
-    result = turned(x, torch.arange(512))
+    exact = rotated(x.float(), torch.arange(512))
+    result = rotated(x, torch.arange(512))
     assert result.dtype == dtype
     torch.testing.assert_close(result, exact.to(dtype), rtol=0, atol=0)
 
@@ -100,32 +76,33 @@ def test_low_precision_input_is_rotated_in_float32(dtype):
 def test_autocast_leaves_the_rotation_in_float32():
     x = torch.randn(1, 512, 1, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = turned(x, torch.arange(512))
-    torch.testing.assert_close(inside, turned(x, torch.arange(512)), rtol=0, atol=0)
+        inside = rotated(x, torch.arange(512))
+    torch.testing.assert_close(inside, rotated(x, torch.arange(512)), rtol=0, atol=0)
 
 
 def test_gradient_is_the_rotation_backwards():
     x = torch.randn(1, 6, 2, 8, requires_grad=True)
     upstream = torch.randn(1, 6, 2, 8)
-    turned(x, torch.arange(6)).backward(upstream)
-    torch.testing.assert_close(x.grad, turned(upstream, -torch.arange(6)))
+    rotated(x, torch.arange(6)).backward(upstream)
+    torch.testing.assert_close(x.grad, rotated(upstream, -torch.arange(6)))
 
 
-def test_only_the_first_coordinates_turn_in_a_partial_rotation():
+def test_a_partial_rotation_leaves_the_other_coordinates():
     x = torch.randn(2, 9, 3, 16)
     result = apply_rotary(x, *rotary_embeddings(torch.arange(9), compute_inv_freq(4)))
     torch.testing.assert_close(result[..., 4:], x[..., 4:], atol=0, rtol=0)
-    torch.testing.assert_close(result[..., :4], turned(x[..., :4], torch.arange(9)))
+    torch.testing.assert_close(result[..., :4], rotated(x[..., :4], torch.arange(9)))
 
 
-@pytest.mark.parametrize("rotated", [16, 8])
-def test_half_split_layout_is_the_same_rotation_of_permuted_coordinates(rotated):
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_half_split_layout_is_the_same_rotation_of_permuted_coordinates(rotary_dim):
     x = torch.randn(2, 9, 3, 16)
-    table = rotary_embeddings(torch.arange(9), compute_inv_freq(rotated))
-    order = half_split_permutation(16, rotated)
-    assert sorted(order.tolist()) == list(range(16))
-    split = apply_rotary(x[..., order], *table, interleave=False)
-    torch.testing.assert_close(split, apply_rotary(x, *table)[..., order], atol=1e-6, rtol=0)
+    cos, sin = rotary_embeddings(torch.arange(9), compute_inv_freq(rotary_dim))
+    permutation = half_split_permutation(16, rotary_dim)
+    assert sorted(permutation.tolist()) == list(range(16))
+    half_split = apply_rotary(x[..., permutation], cos, sin, interleave=False)
+    interleaved = apply_rotary(x, cos, sin)[..., permutation]
+    torch.testing.assert_close(half_split, interleaved, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rope", list(ROPES))

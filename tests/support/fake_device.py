@@ -1,7 +1,8 @@
-"""A device that is none: its tensors are on the CPU, and say that they are elsewhere.
+"""A fake device, whose tensors are stored on the CPU, to test device handling without a GPU.
 
-What mixes devices fails, as it would on a GPU, and what makes the host wait is counted. `python
-tests/support/fake_device.py` needs a process of its own, for torch takes one such device for good.
+Operations on tensors of two devices fail, as on a GPU, and operations that synchronise with the
+host are counted. It runs in a process of its own (`python tests/support/fake_device.py`), because
+torch registers such a device for the life of the process.
 """
 
 import os
@@ -25,9 +26,10 @@ from tiny import TINY_MODEL, enlarge
 from train.data.batching import IGNORE_INDEX
 from train.loop.objective import LanguageModel
 
-LOOKS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
-BETWEEN = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")
-waits: list[str] = []
+SYNCHRONISING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
+ACROSS_DEVICES = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")
+syncs: list[str] = []
+ONE_LAYER = TINY_MODEL | {"num_hidden_layers": 1}
 
 
 class Module(_DummyBackendModule):
@@ -37,18 +39,18 @@ class Module(_DummyBackendModule):
         return [torch.bfloat16]
 
 
-class Elsewhere(Tensor):
-    """`meant` by another device's name."""
+class FakeTensor(Tensor):
+    """A CPU tensor that reports the fake device."""
 
-    meant: Tensor
+    stored: Tensor
 
     @staticmethod
-    def __new__(cls, real: Tensor) -> "Elsewhere":
+    def __new__(cls, real: Tensor) -> "FakeTensor":
         layout = {"strides": real.stride(), "storage_offset": real.storage_offset()}
         made = Tensor._make_wrapper_subclass(
-            cls, real.size(), dtype=real.dtype, device="pretended:0", **layout
+            cls, real.size(), dtype=real.dtype, device="fake:0", **layout
         )
-        made.meant = real
+        made.stored = real
         return made
 
     @classmethod
@@ -56,45 +58,49 @@ class Elsewhere(Tensor):
         return compute(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        waits.append("tolist")
-        return self.meant.tolist()
+        syncs.append("tolist")
+        return self.stored.tolist()
 
 
-class There(TorchDispatchMode):
-    """Where tensors can be made on the device."""
+class FakeDeviceMode(TorchDispatchMode):
+    """Lets tensors be created on the fake device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(func, args, kwargs or {})
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on the tensors that are meant, if they are all in one place.
+    """Run an operation on the stored tensors, if all of them are on one device.
 
-    A number in a tensor may come from the CPU, as on a GPU.
+    As on a GPU, tensors without dimensions may come from the CPU.
     """
     name = func._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    there = any(isinstance(x, Elsewhere) for x in tensors)
-    here = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, Elsewhere)]
-    if there and here and name not in BETWEEN:
-        raise RuntimeError(f"{name} of tensors on two devices; {here} are on the CPU")
-    if there and name in LOOKS:
-        waits.append(name)
-    values, options = tree_map(lambda x: x.meant if isinstance(x, Elsewhere) else x, (args, kwargs))
-    to = there
+    on_fake = any(isinstance(x, FakeTensor) for x in tensors)
+    on_cpu = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, FakeTensor)]
+    if on_fake and on_cpu and name not in ACROSS_DEVICES:
+        raise RuntimeError(f"{name} of tensors on two devices; {on_cpu} are on the CPU")
+    if on_fake and name in SYNCHRONISING:
+        syncs.append(name)
+    values, options = tree_map(
+        lambda x: x.stored if isinstance(x, FakeTensor) else x, (args, kwargs)
+    )
+    returns_fake = on_fake
     if options.get("device") is not None:
-        to = torch.device(options["device"]).type == "pretended"
+        returns_fake = torch.device(options["device"]).type == "fake"
         options["device"] = "cpu"
-    if there and name == "aten::_conj":  # puts it off with a mark that nobody would heed here
-        return Elsewhere(values[0].conj_physical())
     result = func(*values, **options)
-    result = tree_map(lambda x: Elsewhere(x) if to and type(x) is Tensor else x, result)
-    return return_and_correct_aliasing(func, args, kwargs, result) if there and to else result
+    result = tree_map(lambda x: FakeTensor(x) if returns_fake and type(x) is Tensor else x, result)
+    return (
+        return_and_correct_aliasing(func, args, kwargs, result)
+        if on_fake and returns_fake
+        else result
+    )
 
 
-def elsewhere(values: dict[str, Any]) -> dict[str, Any]:
-    """The tensors among them on the device."""
-    return {k: v.to("pretended:0") if isinstance(v, Tensor) else v for k, v in values.items()}
+def to_fake_device(values: dict[str, Any]) -> dict[str, Any]:
+    """Move the tensors among the values."""
+    return {k: v.to("fake:0") if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def text(rows: int = 3, length: int = 20) -> dict[str, Tensor]:
@@ -106,11 +112,11 @@ def text(rows: int = 3, length: int = 20) -> dict[str, Tensor]:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]]]:
-    """(What it is, how its model is made, what that is given)."""
+    """Yield (name, function that builds the model, inputs)."""
 
     def model(head: str, kernel: str, **fields: Any) -> Callable[[], torch.nn.Module]:
         def make() -> torch.nn.Module:
-            config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL | fields)
+            config = roformer.RoFormerConfig(vocab_size=60, **ONE_LAYER | fields)
             made = enlarge(getattr(roformer, f"RoFormerFor{head}")(config))
             made.set_attn_implementation(kernel)
             return made
@@ -119,11 +125,10 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
 
     masked = text()
     masked["labels"] = masked["input_ids"].masked_fill(masked["attention_mask"] == 0, IGNORE_INDEX)
-    kernels = "eager", "sdpa", "unpadded"
-    for kernel in kernels:
+    for kernel in ("eager", "sdpa", "unpadded"):
         for encoding in POSITION_ENCODINGS:
             if kernel == "unpadded" and encoding in POSITION_BIASES:
-                continue  # refused
+                continue  # computed by sdpa
             options = {"position_encoding": encoding}
             yield f"{encoding}, {kernel}", model("MaskedLM", kernel, **options), masked
         packed = {"input_ids": masked["input_ids"], "labels": masked["labels"]}
@@ -150,7 +155,7 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
     yield "spans", model("QuestionAnswering", "sdpa"), text() | spans
     choices = {name: x[None] for name, x in text().items()} | {"labels": torch.tensor([1])}
     yield "choices", model("MultipleChoice", "sdpa"), choices
-    bert = BertConfig(vocab_size=60, **TINY_MODEL)
+    bert = BertConfig(vocab_size=60, **ONE_LAYER)
     wanted = masked["labels"].flatten().ne(IGNORE_INDEX).nonzero()[::3, 0]
     step = text() | {"label_positions": wanted, "labels": masked["input_ids"].flatten()[wanted]}
     yield "a step of RoFormer", lambda: LanguageModel(model("MaskedLM", "sdpa")()), step
@@ -158,83 +163,83 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
 
 
 def check_gradients() -> int:
-    """Losses and gradients of all these there and here; how many there were."""
+    """Compare losses and gradients of all cases on both devices; return the number of cases."""
     cases = list(calls())
     for name, make, inputs in cases:
         torch.manual_seed(0)
-        here = make().eval()
-        found = []
-        for there in (False, True):
+        on_cpu = make().eval()
+        results = []
+        for on_fake in (False, True):
             torch.manual_seed(1)
-            with There():
+            with FakeDeviceMode():
                 model = make().eval()
-                model.load_state_dict(here.state_dict())
-                model = model.to("pretended:0") if there else model
-                loss = model(**(elsewhere(inputs) if there else inputs))[0]
+                model.load_state_dict(on_cpu.state_dict())
+                model = model.to("fake:0") if on_fake else model
+                loss = model(**(to_fake_device(inputs) if on_fake else inputs))[0]
                 loss.backward()
-                found.append([loss.detach(), *(p.grad for p in model.parameters())])
-        assert all(type(x) is Elsewhere for x in found[1] if x is not None), name
-        pairs = [(a, b) for a, b in zip(*found) if a is not None]
+                results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert all(type(x) is FakeTensor for x in results[1] if x is not None), name
+        pairs = [(a, b) for a, b in zip(*results) if a is not None]
         for a, b in pairs:
             torch.testing.assert_close(
-                b.meant, a, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+                b.stored, a, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
             )
     return len(cases)
 
 
 def check_generation() -> int:
-    """The same words there and here."""
+    """Compare generated tokens on both devices; return the number of cases."""
     number = 0
     for cache in ("dynamic", "static"):
         for features in (None, "elu"):
             config = roformer.RoFormerConfig(
-                vocab_size=60, is_decoder=True, linear_attention=features, **TINY_MODEL
+                vocab_size=60, is_decoder=True, linear_attention=features, **ONE_LAYER
             )
             model = enlarge(roformer.RoFormerForCausalLM(config)).eval()
             inputs = {name: x.flip(1) for name, x in text(length=7).items()}
             options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
             options["disable_compile"] = True
-            here = model.generate(**inputs, **options)
-            with torch.no_grad(), There():
-                there = model.to("pretended:0").generate(**elsewhere(inputs), **options)
-            assert torch.equal(there.meant, here)
+            on_cpu = model.generate(**inputs, **options)
+            with torch.no_grad(), FakeDeviceMode():
+                on_fake = model.to("fake:0").generate(**to_fake_device(inputs), **options)
+            assert torch.equal(on_fake.stored, on_cpu)
             number += 1
     return number
 
 
-def check_waits() -> None:
-    """Without a mask nothing is looked at in a step; with one transformers does it once."""
+def check_syncs() -> None:
+    """A step with a mask synchronises once, in transformers; without a mask never."""
     torch.manual_seed(0)
-    config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+    config = roformer.RoFormerConfig(vocab_size=60, **ONE_LAYER)
     objective = LanguageModel(roformer.RoFormerForMaskedLM(config))
     step = text() | {"label_positions": torch.arange(9), "labels": torch.arange(9)}
-    with There():
-        objective, step = objective.to("pretended:0"), elsewhere(step)
+    with FakeDeviceMode():
+        objective, step = objective.to("fake:0"), to_fake_device(step)
         for count in (1, 0):
-            waits.clear()
+            syncs.clear()
             objective(**step)[0].backward()
-            assert len(waits) == count, waits
+            assert len(syncs) == count, syncs
             step.pop("attention_mask", None)
 
 
 def main() -> None:
-    """Everything, and how much it was."""
-    _setup_privateuseone_for_python_backend("pretended", Module())
+    """Run all checks and print how many there were."""
+    _setup_privateuseone_for_python_backend("fake", Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     tensor = torch.tensor
 
     def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
-        """torch.tensor, which asks no mode where its tensor is to be."""
+        """torch.tensor, which ignores the device mode."""
         result = tensor(data, *args, **options)
         return result if device is None else result.to(device)
 
     torch.tensor = made
     losses, generations = check_gradients(), check_generation()
-    check_waits()
+    check_syncs()
     sys.stdout.write(f"{losses} losses with gradients, {generations} generations\n")
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # torch's thread for the gradients of such a device may abort the end of Python
+    os._exit(0)  # the autograd thread of such a device may abort at exit
