@@ -75,7 +75,7 @@ def draw_scores(group: TaskGroup) -> Figure | None:
     lines = sum(name.count("\n") + 1.6 for name in names)
     figure, axes = _panels(len(group.titles), 0.8 + 0.15 * lines, sharey=True)
     for axis, (label, title) in zip(axes, group.titles.items()):
-        for place, configuration in enumerate(configurations):
+        for position, configuration in enumerate(configurations):
             runs = cells.get((configuration, label))
             scores = {} if runs is None else seed_scores(runs)
             if runs is not None and scores:
@@ -83,7 +83,7 @@ def draw_scores(group: TaskGroup) -> Figure | None:
                 hollow: dict[str, Any] = (
                     {"markerfacecolor": "none"} if runs["kind"].iloc[0] == "random" else {}
                 )
-                _mark(axis, place, list(scores.values()), **style, **hollow)
+                _mark(axis, position, list(scores.values()), **style, **hollow)
         if (BASELINE, label) in cells:
             baseline = cells[BASELINE, label]["score"].iloc[0]
             axis.axvline(baseline, color="black", ls="--", lw=1)
@@ -103,9 +103,9 @@ def draw_differences(
     for axis, difference in zip(axes, differences):
         color = COLORS[0] if difference in pairs else COLORS[2]
         names = []
-        for place, (label, comparison) in enumerate(difference.comparisons()):
+        for position, (label, comparison) in enumerate(difference.comparisons()):
             marker = "D" if label == "average" else "o"
-            _mark(axis, place, list(comparison.differences.values()), color=color, fmt=marker)
+            _mark(axis, position, list(comparison.differences.values()), color=color, fmt=marker)
             names.append(textwrap.fill(group.titles.get(label, label), 18))
         axis.axvline(0, color="black", lw=1)
         _finish(axis, textwrap.fill(difference.title, 32), f"difference, {UNIT}", names)

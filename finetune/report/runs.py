@@ -173,14 +173,14 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     names = _short_names({result["model"] for result in results})
     known: dict[Any, tuple[str, str]] = {}
     for result in labelled:
-        place = _group(result), result["label"]
-        known[result["task"]] = known[result["task"], result["glue_dir"]] = place
+        location = _group(result), result["label"]
+        known[result["task"]] = known[result["task"], result["glue_dir"]] = location
     rows: list[dict[str, Any]] = []
     for result in results:
         task, model = TASKS[result["task"]], result["model"]
         unknown = "unplaced" if task.official else "demo", task.name
-        place = known.get((task.name, result["glue_dir"]), known.get(task.name, unknown))
-        group, label = (_group(result), result["label"]) if "label" in result else place
+        location = known.get((task.name, result["glue_dir"]), known.get(task.name, unknown))
+        group, label = (_group(result), result["label"]) if "label" in result else location
         row = {name: result.get(name) for name in (*RUN_KEY, "weights", "data", "precision")}
         row |= {"group": group, "label": label, "status": result["status"]}
         row |= {"model_type": types.get(model, "unknown type"), "short_name": names[model]}

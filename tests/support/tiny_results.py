@@ -78,9 +78,9 @@ def diverged(model: str, task: str, **changes: Any) -> dict[str, Any]:
 
 def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
     """A run of which nothing is known but its settings and what went wrong."""
-    whole = line(model, task, 0.5, **changes)
-    key = {name: whole[name] for name in RUN_KEY}
-    made = {"settings": whole["settings"], "command": whole["command"]}
+    complete = line(model, task, 0.5, **changes)
+    key = {name: complete[name] for name in RUN_KEY}
+    made = {"settings": complete["settings"], "command": complete["command"]}
     return {**key, **made, "status": "failed", "error": "worker died: SIGKILL"}
 
 

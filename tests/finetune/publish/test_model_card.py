@@ -145,7 +145,7 @@ def test_the_cards_code_runs_and_answers_as_the_model_did(
 def test_a_roformer_is_read_by_transformers_alone_and_by_ours(tmp_path):
     folder = saved(tmp_path, "rte", "roformer")
     assert "roformer.use_for_auto_classes()" in (folder / "README.md").read_text()
-    alone = (
+    script = (
         "import socket, sys\n"
         "socket.socket.connect = socket.getaddrinfo = None\n"
         f"{snippet(folder)}"
@@ -155,7 +155,7 @@ def test_a_roformer_is_read_by_transformers_alone_and_by_ours(tmp_path):
         "assert type(classify.model).__module__.startswith('roformer')\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", alone], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     expected, value = own_answer(folder, "rte", "roformer")
@@ -183,8 +183,8 @@ def test_official_results_name_the_hubs_data_and_metrics():
     result = model_card.finetuned_card_data(a_line("stsb")).eval_results
     assert [r.metric_type for r in result] == ["pearsonr", "spearmanr"]
     for r in result:
-        where = (r.dataset_type, r.dataset_name, r.dataset_config, r.dataset_split)
-        assert where == ("nyu-mll/glue", "glue/stsb", "stsb", "validation")
+        dataset = (r.dataset_type, r.dataset_name, r.dataset_config, r.dataset_split)
+        assert dataset == ("nyu-mll/glue", "glue/stsb", "stsb", "validation")
         assert "development set" in r.metric_name
     assert {name for task in TASKS.values() for name in task.metrics} == set(model_card.METRICS)
 
@@ -220,8 +220,13 @@ def test_the_card_says_all_of_the_line():
     text = model_card.finetuned_card(line, "bert").text
     for value in ("3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M"):
         assert value in text
-    for said in (COMMAND, "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction"):
-        assert said in text
+    for printed in (
+        COMMAND,
+        "some/tokenizer",
+        "seed 3",
+        "0 entailment, 1 neutral, 2 contradiction",
+    ):
+        assert printed in text
     assert "| validation_matched | 1,000 | 28.6 |" in text
     assert "| validation_mismatched | 1,000 | 37.7 |" in text
     assert text.count(", majority baseline | 1,000 | 12.3 |") == 2
@@ -258,9 +263,9 @@ def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
 def test_a_second_save_replaces_the_first_whole(tmp_path):
     folder = saved(tmp_path, "stsb")
     (folder / "merges.txt").write_text("of the first")
-    again = saved(tmp_path, "rte")
-    assert json.loads((again / "config.json").read_text())["id2label"]["0"] == "entailment"
-    assert not (again / "merges.txt").exists()
+    second = saved(tmp_path, "rte")
+    assert json.loads((second / "config.json").read_text())["id2label"]["0"] == "entailment"
+    assert not (second / "merges.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
 
 
@@ -332,13 +337,13 @@ def test_a_dry_run_is_the_default_and_touches_no_network(tmp_path, capsys, monke
     monkeypatch.setattr(model_card, "get_token", None)
     capsys.readouterr()
     model_card.main(PushSettings(str(folder), "user/name"))
-    said = capsys.readouterr().out
-    assert said.startswith("nothing was sent")
-    assert "/user/name (private)" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("nothing was sent")
+    assert "/user/name (private)" in printed
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    listed = dict(reversed(row.split()) for row in said.splitlines()[1 : 1 + len(sizes)])
+    listed = dict(reversed(row.split()) for row in printed.splitlines()[1 : 1 + len(sizes)])
     assert {name: int(size.replace(",", "")) for name, size in listed.items()} == sizes
-    assert f"{sum(sizes.values()):,} bytes in {len(sizes)} files" in said
+    assert f"{sum(sizes.values()):,} bytes in {len(sizes)} files" in printed
 
 
 class StandIn:

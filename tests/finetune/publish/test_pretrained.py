@@ -25,22 +25,22 @@ def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, c
     output = main(
         PublishSettings(str(finished), str(tmp_path / "out" / "small"), "a tiny language")
     )
-    said = capsys.readouterr().out
-    assert "out/small: " in said
-    assert " MB" in said
+    printed = capsys.readouterr().out
+    assert "out/small: " in printed
+    assert " MB" in printed
     before, after = (f / "model.safetensors" for f in (finished / "model", output))
     assert after.stat().st_size < 0.6 * before.stat().st_size
     assert before.stat().st_mode & after.stat().st_mode & 0o044 == 0o044  # others may read them
     ids = torch.arange(5, 21)[None]
     with torch.no_grad():
-        whole = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits
+        full = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits
         for model in (
             RoFormerForMaskedLM.from_pretrained(output),
             transformers.RoFormerForMaskedLM.from_pretrained(output),
         ):
             assert model.dtype == torch.bfloat16
             half = model.eval()(ids).logits.float()
-            assert (half - whole).abs().max() < 0.02 * whole.abs().max()
+            assert (half - full).abs().max() < 0.02 * full.abs().max()
     fill = transformers.pipeline("fill-mask", model=str(output))
     assert len(fill("the cat [MASK] the moon .")) == 5
 

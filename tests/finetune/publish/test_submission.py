@@ -97,7 +97,7 @@ def answers(run: dict, name: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def all_runs(tmp_path_factory) -> Path:
     """A folder with a run of every task."""
     folder = tmp_path_factory.mktemp("whole")
     for task in dict.fromkeys(task for task, *_ in FILES.values()):
@@ -106,10 +106,10 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def contents(whole) -> dict[str, list[str]]:
+def contents(all_runs) -> dict[str, list[str]]:
     """The lines of each file of a good zip."""
-    main(settings(whole))
-    with zipfile.ZipFile(settings(whole).output) as archive:
+    main(settings(all_runs))
+    with zipfile.ZipFile(settings(all_runs).output) as archive:
         return {name: archive.read(name).decode().splitlines() for name in archive.namelist()}
 
 
@@ -157,10 +157,10 @@ def test_the_files_are_those_of_the_server():
     assert list(found.items()) == list(FILES.items())
 
 
-def test_every_file_says_what_its_run_predicted(whole, capsys, monkeypatch):
+def test_every_file_says_what_its_run_predicted(all_runs, capsys, monkeypatch):
     names = [name for name in FILES if name != "QQP.tsv"]
     server_wants(names, monkeypatch)
-    found = built(whole)
+    found = built(all_runs)
     assert list(found) == names
     for name in names:
         assert found[name] == answers(line(FILES[name][0]), name), name
@@ -172,10 +172,10 @@ def test_every_file_says_what_its_run_predicted(whole, capsys, monkeypatch):
     assert all("accuracy 50.0" in row and "the only run" in row for row in table[1:-1])
 
 
-def test_the_same_predictions_give_the_same_bytes(whole, tmp_path, small):
+def test_the_same_predictions_give_the_same_bytes(all_runs, tmp_path, small):
     first, second = tmp_path / "a.zip", tmp_path / "b.zip"
     for output in (first, second):
-        main(settings(whole, output=str(output)))
+        main(settings(all_runs, output=str(output)))
     assert first.read_bytes() == second.read_bytes()
     with zipfile.ZipFile(first) as archive:
         assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
@@ -326,9 +326,9 @@ def test_placeholders_are_one_valid_answer_and_are_said_aloud(tmp_path, small, c
     found = built(tmp_path, placeholders=True)
     assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
     assert {answer for _, answer in found["STS-B.tsv"][1:]} == {"0.000"}
-    said = capsys.readouterr()
-    assert said.out.count("PLACEHOLDER") == 4
-    assert "warning: STS-B.tsv, MNLI-m.tsv, MNLI-mm.tsv, AX.tsv hold placeholders" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.count("PLACEHOLDER") == 4
+    assert "warning: STS-B.tsv, MNLI-m.tsv, MNLI-mm.tsv, AX.tsv hold placeholders" in printed.err
 
 
 def test_a_model_that_is_not_in_the_results_is_refused_with_those_that_are(tmp_path):

@@ -102,9 +102,9 @@ def test_pretraining_seeds_make_pairs_and_a_difference_over_them():
     assert list(pairs) == [f"{title}, pretraining seed 0", f"{title}, pretraining seed 1",
                            f"{title}, over 2 pretraining seeds"]  # fmt: skip
     assert pairs[f"{title}, pretraining seed 1"].mean == pytest.approx(6.1)
-    whole = pairs[f"{title}, over 2 pretraining seeds"]
-    assert whole.differences == {0: pytest.approx(2.1), 1: pytest.approx(6.1)}
-    assert whole.p == pytest.approx(stats.ttest_1samp((2.1, 6.1), 0).pvalue)
+    over_seeds = pairs[f"{title}, over 2 pretraining seeds"]
+    assert over_seeds.differences == {0: pytest.approx(2.1), 1: pytest.approx(6.1)}
+    assert over_seeds.p == pytest.approx(stats.ttest_1samp((2.1, 6.1), 0).pvalue)
 
 
 def test_a_pretraining_seed_without_random_weights_is_a_doubt():
@@ -251,9 +251,9 @@ def test_over_pretraining_seeds_means_are_compared_and_tasks_corrected():
                 bert, rope = (f"runs/{name}-{seed}/model" for name in ("bert", "roformer"))
                 lines.append(line(bert, task, 0.5, model_type="bert", seed=tuned))
                 lines.append(line(rope, task, 0.5 + gain + seed / 100 + noise, seed=tuned))
-    whole = report(lines).pairs[-1].tasks
-    assert whole["rte"].differences[0] == pytest.approx(3.0)  # the median is 2.0
-    smaller, larger = sorted(whole.values(), key=lambda found: found.p)
+    over_seeds = report(lines).pairs[-1].tasks
+    assert over_seeds["rte"].differences[0] == pytest.approx(3.0)  # the median is 2.0
+    smaller, larger = sorted(over_seeds.values(), key=lambda found: found.p)
     assert smaller.p_holm == pytest.approx(2 * smaller.p)
     assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
@@ -269,9 +269,9 @@ def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
             lines += seeds(model, "rte", (score, score + 0.01), **of)
             lines += seeds(model, "cola", (score, score), **of) * (seed != 2)
             lines += seeds(model, "rte", (score, score), epochs=5, **of) * (seed == 0)
-    (whole,) = (pair for pair in report(lines).pairs if pair.over)
-    assert (list(whole.tasks), whole.missing) == (["rte"], ["cola"])
-    assert f"{whole.title}, cola: not run with all of them." in pairs_shown(lines).remarks
+    (over_seeds,) = (pair for pair in report(lines).pairs if pair.over)
+    assert (list(over_seeds.tasks), over_seeds.missing) == (["rte"], ["cola"])
+    assert f"{over_seeds.title}, cola: not run with all of them." in pairs_shown(lines).remarks
 
 
 def test_the_difference_of_averages_is_over_the_tasks_of_both():

@@ -50,10 +50,10 @@ def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, *
     line = a_line(task, glue_dir=str(folder / "glue"), **changes)
     with (folder / "results.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
-    places = {split: (task, split) for split in known.validation_splits}
+    splits = {split: (task, split) for split in known.validation_splits}
     if task == "mnli":
-        places["ax"] = ("ax", "test")
-    for seed, (split, place) in enumerate(places.items()):
+        splits["ax"] = ("ax", "test")
+    for seed, (split, place) in enumerate(splits.items()):
         draw = np.random.default_rng(seed)
         labels = draw.integers(0, known.num_labels, rows) if known.labels else draw.random(rows) * 5
         logits = draw.normal(size=(rows, known.num_labels)).astype(np.float32)
@@ -281,9 +281,9 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_categories_of_other_rows_are_refused_with_the_line(tmp_path, fault):
     file, _ = write_diagnostic(tmp_path, add_run(tmp_path, "mnli")["ax"])
-    change, said = BROKEN[fault]
+    change, message = BROKEN[fault]
     file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         main(asked(tmp_path, "mnli", diagnostic=str(file)))
 
 
@@ -346,10 +346,10 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
     assert output.read_text() == text
     assert capsys.readouterr().out.strip() == text.strip()
     assert "accelerate launch finetune/glue.py --task x" in text
-    again = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
-    assert parse_settings(ErrorAnalysisSettings, shlex.split(again)) == settings
+    command = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
+    assert parse_settings(ErrorAnalysisSettings, shlex.split(command)) == settings
     with pytest.raises(SystemExit) as left:
-        run_command(main, ErrorAnalysisSettings, [*shlex.split(again), "--seed=7"])
+        run_command(main, ErrorAnalysisSettings, [*shlex.split(command), "--seed=7"])
     assert left.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(InputError, match="output must be writable"):
@@ -357,7 +357,7 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"task": "ax"}, "task must be one of .*, got 'ax'; ax is part of mnli"),
         ({"task": "nli"}, "task must be one of .*; take one of them"),
@@ -365,6 +365,6 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
         ({"output": "."}, "output must name a file"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path, changes, said):
-    with pytest.raises(InputError, match=said):
+def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
         asked(tmp_path, **({"task": "rte"} | changes))

@@ -17,11 +17,11 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The report of a grid with every kind of run."""
-    place = tmp_path_factory.mktemp("report")
+    path = tmp_path_factory.mktemp("report")
     lines = [x | {"command": x.get("command", "") + " --note '<b>&'"} for x in grid()]
     lines = [x for x in lines if x["task"] not in ("sst2", "qqp", "cola", "qnli", "stsb")]
-    main(ReportSettings(write(place, lines)))
-    return place
+    main(ReportSettings(write(path, lines)))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +71,22 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing(folder, document):
 def test_every_row_leads_to_the_commands_that_made_it(document, folder):
     ids = Counter(x.attrib["id"] for x in document.iter() if "id" in x.attrib)
     assert ids.most_common(1)[0][1] == 1
-    places = {x.attrib["id"]: x for x in document.iter() if "id" in x.attrib}
+    by_id = {x.attrib["id"]: x for x in document.iter() if "id" in x.attrib}
     linked = set()
     for link in elements(document, "a"):
-        place = places[link.attrib["href"][1:]]
-        if place.tag == XHTML + "div":
-            (caption,) = place.iter(XHTML + "caption")
+        target = by_id[link.attrib["href"][1:]]
+        if target.tag == XHTML + "div":
+            (caption,) = target.iter(XHTML + "caption")
             assert text_of(caption) == text_of(link)
             linked.add(link.attrib["href"][1:])
-    assert linked == {name for name in places if name.startswith("runs-")}
+    assert linked == {name for name in by_id if name.startswith("runs-")}
     for section in ("official", "reduced", "demo"):
-        names = [text_of(row[0]) for row in next(places[section].iter(XHTML + "tbody"))]
-        plain = [row[0] for row in next(places[section].iter(XHTML + "tbody")) if not len(row[0])]
+        names = [text_of(row[0]) for row in next(by_id[section].iter(XHTML + "tbody"))]
+        plain = [row[0] for row in next(by_id[section].iter(XHTML + "tbody")) if not len(row[0])]
         assert {text_of(x) for x in plain} <= {x for x in names if "best of" in x} | {
             "majority baseline"
         }
-    commands = {text_of(row[-1]) for row in elements(places["runs"], "tr")}
+    commands = {text_of(row[-1]) for row in elements(by_id["runs"], "tr")}
     lines = read_results(str(folder / "results.jsonl"))
     assert {x["command"] for x in lines} <= commands
 
