@@ -8,7 +8,7 @@ import yaml
 
 from finetune.settings import GridSettings
 from tiny import ROOT
-from train.analysis.length_extrapolation import LengthsSettings
+from train.analysis.length_extrapolation import LengthSettings
 from train.analysis.long_term_decay import DecaySettings
 from train.command_line import parse_settings
 from train.loop.evaluate import EvaluateSettings
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_line_that_names_the_key(flags, message):
     ("settings", "flags", "read"),
     [
         (EvaluateSettings, ["--model=m"], set()),
-        (LengthsSettings, ["--models=[m]"], set()),
+        (LengthSettings, ["--models=[m]"], set()),
         (DecaySettings, [], {"length"}),
     ],
 )

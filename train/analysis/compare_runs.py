@@ -1,14 +1,14 @@
-"""Many models side by side, in one table and one picture.
+"""Many models in one table and one figure.
 
-    python -m train.analysis.compare_runs --runs '[runs/e/rope-0, runs/e/t5-0, ...]'
+    python -m train.analysis.compare_runs --runs '[runs/e/rope-?, runs/e/*-?]'
 
-Runs whose names differ in a last `-0`, `-1`, ... are seeds of one model. Each other model is
-subtracted from the first, seed by seed. Intervals are Student's t over seeds of pretraining, 95 %:
-they say what another seed would change, not what another text would.
+Runs whose names differ only in their seed are one model. Every other model is compared with the
+first, seed by seed. Intervals are Student's t over pretraining seeds, 95 %: they cover the
+variation between seeds, not between texts.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,36 +16,49 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from train.analysis.length_extrapolation import PLAIN, REFUSED, draw_on, means
-from train.analysis.loss_curves import NATS, Run, at_equal, difference, draw_held_out, read_runs
+from train.analysis.length_extrapolation import (
+    REFUSED_LABEL,
+    UNCHANGED,
+    losses_by_length,
+    plot_losses_by_length,
+)
+from train.analysis.loss_curves import (
+    NATS,
+    Models,
+    Run,
+    losses_at_equal,
+    paired_difference,
+    plot_held_out,
+    read_runs,
+)
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
+from train.analysis.tables import markdown_table
 from train.loop.launch import run_command
 from train.settings import InputError, require
 
-Models = Mapping[str, Mapping[int, Run]]
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ContestSettings:
+class CompareSettings:
     """Compare runs of several models."""
 
     runs: list[str]
-    """Run folders, as [runs/a-0, runs/b-0, runs/a-1, runs/b-1]; the first model is compared with
-    each other one."""
+    """Run folders or globs, as [runs/a-0, runs/b-0, runs/a-1, runs/b-1]; every other model is
+    compared with the first."""
     lengths: str | None = None
-    """The .json that `train.analysis.length_extrapolation` wrote of the same models."""
+    """The .json that `train.analysis.length_extrapolation` wrote for the same models."""
     output: str = "results/contest.png"
-    """Picture to write; the table goes beside it, ending in .md, and the numbers in .json."""
+    """Figure to write; the table is written beside it as .md, and the numbers as .json."""
     title: str = "One model, several encodings of position"
-    """Heading of the picture."""
+    """Title of the figure."""
 
     def __post_init__(self) -> None:
         check_figure_path(self.output)
 
 
-def interval(values: Sequence[float]) -> Row:
-    """Mean, half the width of its 95 % interval (None for a single value), and the values."""
+def t_interval(values: Sequence[float]) -> Row:
+    """Mean, half width of its 95 % t interval (None for a single value), and the values."""
     half = None
     if len(values) > 1:
         t = stats.t.ppf(0.975, len(values) - 1)
@@ -53,85 +66,99 @@ def interval(values: Sequence[float]) -> Row:
     return {"mean": float(np.mean(values)), "half": half, "values": list(values)}
 
 
-def rows_of(models: Models, lengths: list[Row]) -> list[Row]:
-    """One row a model: what it costs, where it gets, and how far it stands from the first."""
+def interval_of_losses(losses: dict[str, float | None], runs: Sequence[Run]) -> Row | None:
+    """Interval of the losses of some runs, by name; None if one of them has no loss."""
+    values = [loss for run in runs if (loss := losses[run.name]) is not None]
+    return t_interval(values) if len(values) == len(runs) else None
+
+
+def summarize(models: Models, lengths: list[Row]) -> list[Row]:
+    """Summarize each model: speed, losses, and difference from the first.
+
+    Args:
+        models: Runs.
+        lengths: Rows of `length_extrapolation`, or none.
+
+    Returns:
+        A row for each model; the keys are those of the .json file.
+    """
     runs = [run for seeds in models.values() for run in seeds.values()]
+    at_tokens, at_seconds = (
+        losses_at_equal(key, runs)["validation_loss"] for key in ("tokens", "seconds")
+    )
+    by_length = losses_by_length(lengths)
     first = next(iter(models.values()))
-    beyond = means(lengths)
-    equal = {key: at_equal(key, runs)["validation_loss"] for key in ("tokens", "seconds")}
     rows = []
     for model, seeds in models.items():
-        mine = list(seeds.values())
-        at, shared = equal["tokens"], [x for x in seeds if x in first and seeds is not first]
-        pairs = [(at[first[x].name], at[seeds[x].name]) for x in shared]
-        ends = [a - b for a, b in pairs if a is not None and b is not None]
-        here = {key: interval_of_all(losses, mine) for key, losses in equal.items()}
-        speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in mine]
+        own = list(seeds.values())
+        paired = [seed for seed in seeds if seed in first and seeds is not first]
+        pairs = [(at_tokens[first[seed].name], at_tokens[seeds[seed].name]) for seed in paired]
+        differences = [a - b for a, b in pairs if a is not None and b is not None]
+        speeds = [np.median([row["tokens_per_second"] for row in run.training]) for run in own]
         rows.append(
             {
                 "model": model,
-                "parameters": mine[0].parameters,
-                "tokens_per_second": interval([float(speed) for speed in speeds]),
-                "at_equal_tokens": here["tokens"],
-                "first_minus_it": interval(ends) if ends else None,
-                "at_equal_time": here["seconds"],
+                "parameters": own[0].parameters,
+                "tokens_per_second": t_interval([float(speed) for speed in speeds]),
+                "at_equal_tokens": interval_of_losses(at_tokens, own),
+                "first_minus_it": t_interval(differences) if differences else None,
+                "at_equal_time": interval_of_losses(at_seconds, own),
                 "at_length": {
-                    length: interval(losses) if losses else "refused"
-                    for length, losses in beyond.get((model, PLAIN), {}).items()
+                    length: t_interval(losses) if losses else "refused"
+                    for length, losses in by_length.get((model, UNCHANGED), {}).items()
                 },
             }
         )
     return rows
 
 
-def interval_of_all(losses: dict[str, float | None], runs: list[Run]) -> Row | None:
-    """The interval over runs, if all have a loss."""
-    found = [loss for run in runs if (loss := losses[run.name]) is not None]
-    return interval(found) if len(found) == len(runs) else None
-
-
-def table(rows: list[Row], models: Models, unit: str) -> str:
-    """Markdown: one line a model."""
+def format_table(rows: list[Row], models: Models, unit: str) -> str:
+    """Format the rows of `summarize` as a Markdown table."""
     runs = [run for seeds in models.values() for run in seeds.values()]
-    tokens = at_equal("tokens", runs)["tokens"] / 1e6
-    minutes = at_equal("seconds", runs)["seconds"] / 60
+    tokens = losses_at_equal("tokens", runs)["tokens"] / 1e6
+    minutes = losses_at_equal("seconds", runs)["seconds"] / 60
     lengths = sorted({length for row in rows for length in row["at_length"]})
-    heads = ["model", "seeds", "parameters", "tokens/s", f"loss at {tokens:.1f} M tokens"]
-    heads += [f"{rows[0]['model']} − it", f"loss at {minutes:.1f} min"]  # noqa: RUF001 the sign
-    heads += [f"at length {length}" for length in lengths]
-    lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    header = ["model", "seeds", "parameters", "tokens/s", f"loss at {tokens:.1f} M tokens"]
+    header += [f"{rows[0]['model']} − it", f"loss at {minutes:.1f} min"]  # noqa: RUF001 the sign
+    header += [f"at length {length}" for length in lengths]
+    body = []
     for row in rows:
         size = row["parameters"]
         cells = [row["model"], str(len(models[row["model"]])), f"{size:,}" if size else ""]
-        cells += [cell(row["tokens_per_second"], ",.0f"), cell(row["at_equal_tokens"])]
-        cells += [cell(row["first_minus_it"], "+.3f"), cell(row["at_equal_time"])]
-        cells += [cell(row["at_length"].get(length)) for length in lengths]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells += [format_interval(row["tokens_per_second"], ",.0f")]
+        cells += [format_interval(row["at_equal_tokens"])]
+        cells += [format_interval(row["first_minus_it"], "+.3f")]
+        cells += [format_interval(row["at_equal_time"])]
+        cells += [format_interval(row["at_length"].get(length)) for length in lengths]
+        body.append(cells)
     note = f"Held-out loss in {unit}; mean ± half of the 95 % t interval over seeds of pretraining."
-    return "\n".join([*lines, "", note])
+    return f"{markdown_table(header, body)}\n\n{note}"
 
 
-def cell(found: Row | str | None, form: str = ".3f") -> str:
-    """An interval in a table."""
-    if found is None or isinstance(found, str):
-        return found or ""
-    half = "" if found["half"] is None else f" ± {found['half']:{form.replace('+', '')}}"
-    return f"{found['mean']:{form}}{half}"
+def format_interval(interval: Row | str | None, digits: str = ".3f") -> str:
+    """Format an interval as mean ± half width."""
+    if interval is None or isinstance(interval, str):
+        return interval or ""
+    half = interval["half"]
+    half = "" if half is None else f" ± {half:{digits.replace('+', '')}}"
+    return f"{interval['mean']:{digits}}{half}"
 
 
-def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: str) -> None:
-    """Loss against tokens, what separates each model from the first, loss against length."""
+def plot(models: Models, lengths: list[Row], settings: CompareSettings, unit: str) -> None:
+    """Plot loss against tokens, differences from the first model, and loss against length."""
     axes = make_axes(1, 3 if lengths else 2, 15 if lengths else 10.5, 5.2)
-    (first, leader), *others = models.items()
-    for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
-        draw_held_out(axes[0], "tokens", 1e6, name, list(seeds.values()), colour)
-    for (_, seeds), colour in zip(others, (COLOURS * len(models))[1:]):
-        found = difference(leader, seeds)
-        if found is not None and found["tokens"]:
-            places = np.array(found["tokens"]) / 1e6
-            values = np.array(list(found["by_seed"].values()))
-            axes[1].plot(places, values.mean(0), color=colour, linewidth=1.2)
-            axes[1].fill_between(places, values.min(0), values.max(0), color=colour, alpha=0.2)
+    colours = dict(zip(models, COLOURS * len(models)))
+    first, *others = models
+    for model, seeds in models.items():
+        plot_held_out(axes[0], "tokens", 1e6, model, list(seeds.values()), colours[model])
+    for model in others:
+        difference = paired_difference(models[first], models[model])
+        if difference is not None and difference["tokens"]:
+            tokens = np.array(difference["tokens"]) / 1e6
+            values = np.array(list(difference["by_seed"].values()))
+            axes[1].plot(tokens, values.mean(0), color=colours[model], linewidth=1.2)
+            low, high = values.min(0), values.max(0)
+            axes[1].fill_between(tokens, low, high, color=colours[model], alpha=0.2)
     axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
     axes[0].set_ylabel(f"held-out loss ({unit})")
     axes[1].set_ylabel(f"{first} − the other; below 0 {first} is better")  # noqa: RUF001 the sign
@@ -140,18 +167,18 @@ def draw(models: Models, lengths: list[Row], settings: ContestSettings, unit: st
     legend = {"loc": "outside lower center", "ncols": len(models), "frameon": False}
     axes[0].figure.legend(*axes[0].get_legend_handles_labels(), **legend)
     if lengths:
-        # one is as long as the training's: nobody is rescaled there, or anywhere below it
-        plain = [row for row in lengths if row["way"] == PLAIN]
-        draw_on(axes[2], plain, min(row["length"] for row in plain), models)
-        crosses = [x for x in zip(*axes[2].get_legend_handles_labels()) if REFUSED in x[1]]
-        if crosses:  # the colours are those of the other panels
+        unchanged = [row for row in lengths if row["way"] == UNCHANGED]
+        # the shortest length is that of training: models are not rescaled there
+        plot_losses_by_length(axes[2], unchanged, min(row["length"] for row in unchanged), models)
+        crosses = [x for x in zip(*axes[2].get_legend_handles_labels()) if REFUSED_LABEL in x[1]]
+        if crosses:  # lines are in the legend of the figure
             axes[2].legend(*zip(*crosses), frameon=False, fontsize=8)
     axes[0].figure.suptitle(settings.title)
     save_figure(axes, Path(settings.output))
 
 
 def read_lengths(file: str | None) -> list[Row]:
-    """Rows that `lengths` wrote.
+    """Read the rows that `length_extrapolation` wrote; none for None.
 
     Raises:
         InputError: There is no such file, or it holds something else.
@@ -160,33 +187,31 @@ def read_lengths(file: str | None) -> list[Row]:
         return []
     try:
         rows = json.loads(Path(file).read_text())
-        means(rows)
+        losses_by_length(rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = "lengths must be the .json that train.analysis.length_extrapolation wrote"
-        raise InputError(f"{rule}, got {file} ({error!r}); run it first") from error
+        rule = "lengths must be a .json of train.analysis.length_extrapolation"
+        raise InputError(f"{rule}, got {file} ({error!r}); run that command first") from error
     return rows
 
 
-def main(settings: ContestSettings) -> None:
-    """Read, draw, write the numbers and the table, print it."""
+def main(settings: CompareSettings) -> None:
+    """Read the runs, plot, write numbers and table, print the table."""
     models, unit = read_runs(settings.runs)
-    require(len(models) > 1, "runs", "must be of two models or more", len(models), "name another")
+    require(len(models) > 1, "runs", "must be of two models or more", len(models), "add another")
     lengths = read_lengths(settings.lengths)
-    if lengths:
-        require(
-            unit == NATS, "lengths", "must be null for runs on bytes", settings.lengths, "drop it"
-        )
-    rows = rows_of(models, lengths)
-    draw(models, lengths, settings, unit)
+    known_unit = not lengths or unit == NATS
+    require(known_unit, "lengths", "must be null for runs on bytes", settings.lengths, "drop it")
+    rows = summarize(models, lengths)
+    plot(models, lengths, settings, unit)
     output = Path(settings.output)
-    text = table(rows, models, unit)
-    output.with_suffix(".md").write_text(text + "\n")
+    table = format_table(rows, models, unit)
+    output.with_suffix(".md").write_text(table + "\n")
     logs = {run.name: run.held_out for seeds in models.values() for run in seeds.values()}
     numbers = {"unit": unit, "models": rows, "held_out": logs}
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(text)
-    print(f"picture: {output}")
+    print(table)
+    print(f"figure: {output}")
 
 
 if __name__ == "__main__":
-    run_command(main, ContestSettings)
+    run_command(main, CompareSettings)

@@ -1,12 +1,11 @@
-"""Masked-LM loss beyond the length a model was trained at, over one text at every length.
+"""Masked-LM loss at lengths beyond those of training, on the same text at every length.
 
     python -m train.analysis.length_extrapolation --models '[runs/a/model]' --corpus.validation TEXT
 
-A table of positions ends somewhere, and a model that has one is refused beyond it; a rotation goes
-on. A RoFormer is measured three times: as it is; with its positions divided by s = L / L_trained
-(Chen et al. 2023, arXiv:2306.15595, linear interpolation); and with theta multiplied by
-s^(d / (d - 2)), which divides the slowest angle by s and leaves the fastest as it is ("NTK-aware"
-rescaling). Nothing is trained here.
+A model with a table of positions is refused beyond its end. A model with rotary embeddings is
+measured unchanged, and with two rescalings for s = L / L_trained: positions divided by s (linear
+interpolation, Chen et al. 2023, arXiv:2306.15595), and theta multiplied by s^(d / (d - 2)), which
+divides the lowest frequency by s and keeps the highest ("NTK-aware"). Nothing is trained.
 """
 
 import json
@@ -22,8 +21,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 import roformer
-from train.analysis.loss_curves import by_model
+from train.analysis.loss_curves import expand_globs, group_by_model
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
+from train.analysis.tables import markdown_table
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
@@ -34,21 +34,22 @@ from train.loop.launch import run_command, start_accelerator
 from train.loop.model_init import load_config
 from train.settings import HeldOutSettings, InputError, require
 
-PLAIN = "as it is"
-REFUSED = "refused, its table of positions has ended"
-TOKENS = 4096
-"""Most tokens a forward pass."""
+Row = dict[str, Any]
+
+UNCHANGED = "as it is"
+REFUSED_LABEL = "refused, its table of positions has ended"
+TOKENS_PER_BATCH = 4096
 
 
 @dataclass(frozen=True)
-class LengthsSettings:
+class LengthSettings:
     """Measure masked-LM loss against length."""
 
     models: list[str]
-    """Model folders of runs, as [runs/a-0/model, runs/b-0/model]; `-0`, `-1` are seeds."""
+    """Model folders of runs or globs, as [runs/a-0/model, runs/b-0/model]; `-0`, `-1` are seeds."""
     corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
     lengths: list[int] = field(default_factory=lambda: [128, 256, 512, 1024, 2048])
-    """Tokens a sequence, special ones included."""
+    """Sequence lengths in tokens, special tokens included."""
     trained: int = 128
     """Longest sequence of pretraining."""
     documents: int = 100
@@ -56,57 +57,54 @@ class LengthsSettings:
     attention: str = "eager"
     """Attention kernel by transformers' name."""
     output: str = "results/lengths.png"
-    """Picture to write; the numbers go beside it, ending in .json."""
+    """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
         for length in self.lengths:
-            require(length >= 8, "lengths", "must be at least 8", length, "128 is usual")
-        require(self.trained >= 8, "trained", "must be at least 8", self.trained, "128 is usual")
+            require(length >= 8, "lengths", "must be at least 8", length, "use 128")
+        require(self.trained >= 8, "trained", "must be at least 8", self.trained, "use 128")
         require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
-        require(len(self.models) > 0, "models", "must name a folder", "none", "give one")
+        require(len(self.models) > 0, "models", "must name a folder", "none", "add one")
         check_figure_path(self.output)
 
 
-def main(settings: LengthsSettings) -> list[dict[str, Any]]:
-    """Measure every model at every length in every way, draw, write, print a table."""
+def main(settings: LengthSettings) -> list[Row]:
+    """Measure every model at every length, write figure and numbers, print a table."""
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    folders = {model_name(folder): folder for folder in settings.models}
-    models = by_model([model_name(folder) for folder in settings.models])
+    folders = expand_globs(settings.models)
+    models = group_by_model([model_name(folder) for folder in folders])
+    by_name = {model_name(folder): folder for folder in folders}
     rows = [
         {"model": model, "seed": seed} | row
         for model, seeds in models.items()
         for seed, name in seeds.items()
-        for row in rows_of(folders[name], settings, accelerator)
+        for row in measure(by_name[name], settings, accelerator)
     ]
     if accelerator.is_main_process:
         output = Path(settings.output)
-        draw(rows, settings)
+        plot(rows, settings.trained, output)
         output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        print(table(rows, settings.lengths))
-        print(f"picture: {output}")
+        print(format_table(rows, settings.lengths))
+        print(f"figure: {output}")
     return rows
 
 
-def rows_of(
-    folder: str, settings: LengthsSettings, accelerator: Accelerator
-) -> Iterator[dict[str, Any]]:
-    """What one model does at each length, or why it cannot.
+def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> Iterator[Row]:
+    """Evaluate a model at every length, unchanged and rescaled.
 
     Yields:
-        way, length; and the scores of `validate.evaluate` with the number of sequences read, or
-        `refused` with the reason.
+        `way` (the rescaling) and `length`, with the results of `evaluate` and the number of
+        `sequences`, or with the reason why the model is `refused`.
     """
-    tokenizer, config = (
-        vocabulary.load_tokenizer(folder, key="models"),
-        load_config(folder, key="models"),
-    )
+    tokenizer = vocabulary.load_tokenizer(folder, key="models")
+    config = load_config(folder, key="models")
     with accelerator.local_main_process_first():
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     for length in settings.lengths:
-        for way, changes in ways(config, length / settings.trained).items():
-            head = {"way": way, "length": length}
+        for way, changes in rescalings(config, length / settings.trained).items():
+            row = {"way": way, "length": length}
             try:
                 objective = load_language_model(
                     folder, tokenizer, length, settings.attention, changes
@@ -114,69 +112,73 @@ def rows_of(
             except InputError as error:
                 if not str(error).startswith("length "):
                     raise
-                yield head | {"refused": str(error)}
+                yield row | {"refused": str(error)}
                 continue
             objective = accelerator.prepare_model(objective, evaluation_mode=True)
-            sequences, batch = SequenceIndex(store, length), max(1, TOKENS // length)
-            chosen = same_text(sequences, max(settings.lengths), settings.documents)
+            sequences, batch = SequenceIndex(store, length), max(1, TOKENS_PER_BATCH // length)
+            indices = select_sequences(sequences, max(settings.lengths), settings.documents)
             vocab = Vocab.from_tokenizer(tokenizer)
-            scores = evaluate(objective, sequences, vocab, accelerator, batch, chosen)
-            accelerator.free_memory()  # which keeps every model that it has prepared
-            yield head | scores | {"sequences": len(chosen)}
+            scores = evaluate(objective, sequences, vocab, accelerator, batch, indices)
+            accelerator.free_memory()  # it keeps a reference to every model that it has prepared
+            yield row | scores | {"sequences": len(indices)}
 
 
-def ways(config: PreTrainedConfig, factor: float) -> dict[str, dict[str, Any]]:
-    """Changes of the configuration for a text `factor` times as long as those of training.
+def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, Any]]:
+    """Return the configuration fields that each rescaling changes.
 
     Args:
-        config: Of the model; only one that rotates has something to change.
-        factor: s = L / L_trained; only above 1 there is something to change.
+        config: Configuration of the model; only rotary embeddings are rescaled.
+        scale: s = L / L_trained; at most 1 means no rescaling.
+
+    Returns:
+        Name of the rescaling -> changed fields; `UNCHANGED` is the first.
     """
+    found: dict[str, dict[str, Any]] = {UNCHANGED: {}}
     rope = getattr(config, "rope_parameters", None)
-    if rope is None or rope["rope_type"] != "default" or factor <= 1:
-        return {PLAIN: {}}
+    if rope is None or rope["rope_type"] != "default" or scale <= 1:
+        return found
     if getattr(config, "position_encoding", "rope") != "rope":
-        return {PLAIN: {}}
-    found: dict[str, dict[str, Any]] = {PLAIN: {}}
-    random = getattr(config, "linear_attention", None) == "favor"  # features of one type alone
-    if not random:
-        linear = rope | {"rope_type": "linear", "factor": factor}
+        return found
+    if getattr(config, "linear_attention", None) != "favor":  # which allows the default type only
+        linear = rope | {"rope_type": "linear", "factor": scale}
         found["positions / s"] = {"rope_parameters": linear}
     d = config.rotary_dim
-    if d > 2:  # a single pair turns by one radian a token whatever theta is
-        theta = rope["rope_theta"] * factor ** (d / (d - 2))
+    if d > 2:  # a single pair has frequency 1 for every theta
+        theta = rope["rope_theta"] * scale ** (d / (d - 2))
         found["theta rescaled"] = {"rope_parameters": rope | {"rope_theta": theta}}
     return found
 
 
-def same_text(sequences: SequenceIndex, longest: int, documents: int) -> NDArray[np.int64]:
-    """Numbers of the sequences that fill the length, inside the start of long documents.
+def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> NDArray[np.int64]:
+    """Select full sequences inside the first `longest` tokens of long documents.
 
-    The start is as long as the longest sequence to be measured, so that every length is measured on
-    the same text but for what is left over at its end.
+    Every length is so measured on the same text, except for a remainder at its end.
 
     Args:
-        sequences: Cut at the length to measure.
-        longest: The longest to be measured, special tokens included.
+        sequences: Sequences of the length to measure.
+        longest: Longest length that will be measured, special tokens included.
         documents: Most documents to read.
 
+    Returns:
+        Indices of sequences, [n].
+
     Raises:
-        InputError: No document is that long.
+        InputError: No document is long enough.
     """
-    most = longest - 2
+    tokens_needed = longest - 2
     ends = sequences.store.document_ends
-    begins = np.concatenate([[0], ends[:-1]])
-    long = np.flatnonzero(ends - begins >= most)[:documents]
-    rule = f"must hold a document of {most} tokens"
+    starts = np.concatenate([[0], ends[:-1]])
+    long = np.flatnonzero(ends - starts >= tokens_needed)[:documents]
+    rule = f"must hold a document of {tokens_needed} tokens"
     require(len(long) > 0, "corpus.validation", rule, "none", "give longer texts or lower lengths")
     start, tokens = sequences.spans(np.arange(len(sequences)))
     document = np.searchsorted(ends, start, side="right")
-    inside = start + tokens - begins[document] <= most
+    inside = start + tokens - starts[document] <= tokens_needed
     return np.flatnonzero((tokens == sequences.length - 2) & inside & np.isin(document, long))
 
 
-def means(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, list[float]]]:
-    """(model, way) -> length -> loss of each seed; no seed where it was refused."""
+def losses_by_length(rows: list[Row]) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """Group losses: (model, rescaling) -> length -> loss of each seed that was not refused."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows:
         losses = found.setdefault((row["model"], row["way"]), {}).setdefault(row["length"], [])
@@ -184,8 +186,8 @@ def means(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, list[fl
     return found
 
 
-def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
-    """Markdown: a line for each model and way, mean over seeds and their range."""
+def format_table(rows: list[Row], lengths: list[int]) -> str:
+    """Format a Markdown table: a row for each model and rescaling, mean and range over seeds."""
 
     def cell(losses: list[float] | None) -> str:
         if losses is None:
@@ -195,50 +197,49 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
         spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
         return f"{np.mean(losses):.3f}{spread}"
 
-    lines = [f"| model | {' | '.join(map(str, lengths))} |", "|---" * (len(lengths) + 1) + "|"]
-    for (model, way), found in means(rows).items():
-        cells = [cell(found.get(length)) for length in lengths]
-        lines.append(f"| {model}, {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    body = [
+        [f"{model}, {way}", *(cell(losses.get(length)) for length in lengths)]
+        for (model, way), losses in losses_by_length(rows).items()
+    ]
+    return markdown_table(["model", *map(str, lengths)], body)
 
 
-def draw(rows: list[dict[str, Any]], settings: LengthsSettings) -> None:
-    """Write the picture."""
+def plot(rows: list[Row], trained: int, output: Path) -> None:
+    """Write the figure."""
     (axis,) = make_axes(1, 1, 9.5, 4.6)
-    draw_on(axis, rows, settings.trained, [row["model"] for row in rows])
+    plot_losses_by_length(axis, rows, trained, [row["model"] for row in rows])
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure([axis], Path(settings.output))
+    save_figure([axis], output)
 
 
-def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int, models: Iterable[str]) -> None:
-    """Loss against length: colour for the model, line style for the way, band for the seeds.
+def plot_losses_by_length(axis: Any, rows: list[Row], trained: int, models: Iterable[str]) -> None:
+    """Plot loss against length: a colour for each model, a line style for each rescaling.
 
     Args:
-        axis: To draw on.
-        rows: What `main` measured.
+        axis: Axis to plot on.
+        rows: Rows of `main`.
         trained: Longest sequence of pretraining.
-        models: Names in the order of their colours; others come after them.
+        models: Models in the order of their colours; those that are missing follow.
     """
-    found = means(rows)
+    found = losses_by_length(rows)
     lengths = sorted({row["length"] for row in rows})
     names = dict.fromkeys([*models, *(model for model, _ in found)])
     colours = dict(zip(names, COLOURS * len(names)))
     styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
-    plain = len(styles) == 1
     for (model, way), losses in found.items():
-        places = [length for length, values in losses.items() if values]
-        values = [losses[length] for length in places]
-        look: dict[str, Any] = {"linestyle": styles[way], "marker": "o", "markersize": 4}
-        look |= {"color": colours[model], "label": model if plain else f"{model}, {way}"}
-        axis.plot(places, [np.mean(x) for x in values], **look)
-        if all(len(x) > 1 for x in values):
-            low, high = [min(x) for x in values], [max(x) for x in values]
-            axis.fill_between(places, low, high, color=colours[model], alpha=0.15)
+        measured = {length: values for length, values in losses.items() if values}
+        label = model if len(styles) == 1 else f"{model}, {way}"
+        means = [float(np.mean(values)) for values in measured.values()]
+        style: dict[str, Any] = {"linestyle": styles[way], "marker": "o", "markersize": 4}
+        axis.plot(list(measured), means, color=colours[model], label=label, **style)
+        if all(len(values) > 1 for values in measured.values()):
+            low, high = ([f(values) for values in measured.values()] for f in (min, max))
+            axis.fill_between(list(measured), low, high, color=colours[model], alpha=0.15)
         refused = [length for length, values in losses.items() if not values]
         if refused:
-            height = float(np.mean(values[-1])) if values else 0.0
-            axis.plot(refused, [height] * len(refused), "x", color=colours[model], markersize=8,
-                      label=f"{model}: {REFUSED}")  # fmt: skip
+            y = [means[-1] if means else 0.0] * len(refused)
+            axis.plot(refused, y, "x", color=colours[model], markersize=8,
+                      label=f"{model}: {REFUSED_LABEL}")  # fmt: skip
     axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
@@ -247,4 +248,4 @@ def draw_on(axis: Any, rows: list[dict[str, Any]], trained: int, models: Iterabl
 
 
 if __name__ == "__main__":
-    run_command(main, LengthsSettings)
+    run_command(main, LengthSettings)

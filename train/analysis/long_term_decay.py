@@ -1,12 +1,12 @@
-"""How the influence of a token fades with distance: the paper's section 3.4.3, beyond its figure.
+"""Long-term decay of attention scores with distance (section 3.4.3 of the paper).
 
     python -m train.analysis.long_term_decay --models '[runs/a/model]' --corpus.validation TEXT
 
 The paper bounds a score by its equation 37, |q^T R_{n-m} k| <= max_i |h_{i+1} - h_i| sum_j |S_j|
-with h_i = q_i k_i* for pair i and S_j = sum_{i<j} exp(1j (m-n) theta_i), and draws the mean of
-|S_j| over j. A bound is not the score: so queries and keys are drawn at random, equal to each other
-or not, and taken from trained models and their random beginnings, before they are rotated. Each
-pair is then held at every distance: what changes is the rotation alone.
+with h_i = q_i k_i* for pair i and S_j = sum_{i<j} exp(1j (m-n) theta_i), and plots the mean of
+|S_j| over j (Fig. 2). Beyond the bound, this command measures scores: of random queries and keys,
+independent or equal, and of those that trained and untrained models compute before the rotation.
+Every pair is rotated to every distance, so that only the rotation changes.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch import Tensor
 import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
-from train.analysis.loss_curves import by_model
+from train.analysis.loss_curves import group_by_model
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
@@ -36,145 +36,160 @@ from train.loop.model_init import build_config, build_model, load_config
 from train.settings import HeldOutSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]
+Scores = dict[str, list[float]]
 
-PAIRS = 4096
-"""Queries and keys that are drawn; of a model, places taken in all layers, each with every head."""
+NUM_PAIRS = 4096
+"""Random pairs of a query and a key; for models, pairs of tokens in all layers and heads."""
 
-SEQUENCES = 32
-"""Held-out sequences from which a model's are taken."""
+NUM_SEQUENCES = 32
+"""Held-out sequences from which the tokens of models are drawn."""
+
+HEAD_DIM, THETA = 64, 10000.0
+"""Head width of a base model, and the paper's base."""
 
 
 @dataclass(frozen=True)
-class CutTextSettings(HeldOutSettings):
-    """Held-out text in sequences."""
+class DecayCorpusSettings(HeldOutSettings):
+    """Held-out text and the length of its sequences."""
 
     length: int = 128
     """Longest sequence in tokens, [CLS] and [SEP] included."""
 
     def __post_init__(self) -> None:
-        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, "try 128")
+        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, "use 128")
 
 
 @dataclass(frozen=True)
 class DecaySettings:
-    """Measure how scores fade with distance."""
+    """Measure the decay of attention scores with distance."""
 
     models: list[str] = field(default_factory=list)
-    """Folders of trained RoFormers, as [runs/a/model]; each is shown beside random weights."""
-    corpus: CutTextSettings = field(default_factory=CutTextSettings)
+    """Folders of trained RoFormers, as [runs/a/model]; each is compared with random weights."""
+    corpus: DecayCorpusSettings = field(default_factory=DecayCorpusSettings)
     distances: int = 256
-    """Largest distance, in tokens."""
+    """Largest distance in tokens."""
     widths: list[int] = field(default_factory=lambda: [32, 64, 128, 256])
     """Head widths of the bound."""
     thetas: list[float] = field(default_factory=lambda: [100.0, 1000.0, 10000.0, 500000.0])
-    """Bases of the angles."""
+    """Values of rope_theta for the bound."""
     output: str = "results/decay.png"
-    """Picture to write; the numbers go beside it, ending in .json."""
+    """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
-        require(self.distances >= 2, "distances", "must be at least 2", self.distances, "try 256")
+        require(self.distances >= 2, "distances", "must be at least 2", self.distances, "use 256")
         for width in self.widths:
-            fits = width >= 2 and width % 2 == 0
-            require(fits, "widths", "must be even and at least 2", width, "heads turn in pairs")
+            even = width >= 2 and width % 2 == 0
+            require(even, "widths", "must be even and at least 2", width, "use 64")
         for theta in self.thetas:
-            require(theta > 1, "thetas", "must be above 1", theta, "the paper has 10000")
+            require(theta > 1, "thetas", "must be above 1", theta, "use 10000")
         check_figure_path(self.output)
 
 
-def bound(distances: Floats, width: int, theta: float) -> Floats:
-    """The mean over j = 1 .. d/2 of |S_j| at each distance, [n] (the paper's Fig. 2).
+def decay_bound(distances: Floats, width: int, theta: float) -> Floats:
+    """Mean of |S_j| over j = 1 .. d/2 at each distance (Fig. 2), [n].
 
     Args:
         distances: m - n, [n].
         width: Head width d.
-        theta: Base of the angles.
+        theta: Base of the frequencies.
     """
-    turns = np.exp(1j * distances[:, None] * compute_inv_freq(width, theta).numpy())
-    return np.abs(np.cumsum(turns, axis=1)).mean(axis=1)
+    rotations = np.exp(1j * distances[:, None] * compute_inv_freq(width, theta).numpy())
+    return np.abs(np.cumsum(rotations, axis=1)).mean(axis=1)
 
 
-def scores(query: Tensor, key: Tensor, distances: Floats, theta: Tensor) -> dict[str, list[float]]:
+def decay_of_scores(query: Tensor, key: Tensor, distances: Floats, inv_freq: Tensor) -> Scores:
     """Mean score and mean absolute score over pairs at each distance, as cosines.
 
     Args:
         query: [N, D], not rotated.
-        key: [N, D].
-        distances: [n].
-        theta: [D/2].
+        key: [N, D], not rotated.
+        distances: m - n, [n].
+        inv_freq: theta_i, [D/2].
 
     Returns:
-        `mean` and `size`, [n] each, in [-1, 1]: scores divided by the norms of both.
+        `mean` and `size` (absolute), [n] each, in [-1, 1]: scores divided by both norms.
     """
-    sides = []
+    unit_vectors = []
     for x in (query, key):
         x = x.double() / x.double().norm(dim=-1, keepdim=True)
-        sides.append(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()))
-    products = sides[0] * sides[1].conj()  # [N, D/2], h_i; their score is Re sum_i h_i e^(1j ..)
-    turns = torch.exp(1j * torch.from_numpy(distances)[:, None] * theta.double())  # [n, D/2]
-    found = (products @ turns.T).real  # [N, n]
-    return {"mean": found.mean(0).tolist(), "size": found.abs().mean(0).tolist()}
+        unit_vectors.append(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()))
+    h = unit_vectors[0] * unit_vectors[1].conj()  # [N, D/2]
+    rotations = torch.exp(1j * torch.from_numpy(distances)[:, None] * inv_freq.double())  # [n, D/2]
+    scores = (h @ rotations.T).real  # [N, n]
+    return {"mean": scores.mean(0).tolist(), "size": scores.abs().mean(0).tolist()}
 
 
-def of_random_vectors(
-    width: int, theta: float, distances: Floats
-) -> dict[str, dict[str, list[float]]]:
-    """Of queries and keys that are normally distributed, apart and equal."""
+def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict[str, Scores]:
+    """Decay for normally distributed queries and keys, independent ("apart") and equal."""
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(PAIRS, width, generator=generator) for _ in range(2))
-    angles = compute_inv_freq(width, theta)
-    pairs = {"random, apart": key, "random, equal": query}
-    return {name: scores(query, other, distances, angles) for name, other in pairs.items()}
+    query, key = (torch.randn(NUM_PAIRS, width, generator=generator) for _ in range(2))
+    inv_freq = compute_inv_freq(width, theta)
+    return {
+        "random, apart": decay_of_scores(query, key, distances, inv_freq),
+        "random, equal": decay_of_scores(query, query, distances, inv_freq),
+    }
 
 
-def of_model(
-    folder: str, corpus: CutTextSettings, distances: Floats, accelerator: Accelerator
-) -> dict[str, dict[str, list[float]]]:
-    """Of the queries and keys that a trained model and its random beginning make of real text.
+def decay_of_model(
+    folder: str, corpus: DecayCorpusSettings, distances: Floats, accelerator: Accelerator
+) -> dict[str, Scores]:
+    """Decay for queries and keys of a model on held-out text, trained and with random weights.
 
     Raises:
-        InputError: It is no RoFormer that rotates, or cannot be loaded.
+        InputError: The model has no default rotary embedding, or cannot be loaded.
     """
     tokenizer = vocabulary.load_tokenizer(folder, key="models")
     saved = load_config(folder, key="models")
-    fits = (
+    supported = (
         isinstance(saved, RoFormerConfig)
         and (saved.position_encoding, saved.linear_attention) == ("rope", None)
         and saved.rope_interleave
         and (saved.rope_parameters or {}).get("rope_type") == "default"
     )
-    rule = "must be RoFormers with softmax whose adjacent pairs turn by plain angles"
-    require(fits, "models", rule, folder, "leave it out")
+    rule = "must be RoFormers with softmax attention, adjacent pairs and the default rope_type"
+    require(supported, "models", rule, folder, "leave it out")
     trained = ModelSettings(init=folder, attention="eager")
+    untrained = ModelSettings(attention="eager")
     config = build_config(trained, corpus.length, tokenizer)
-    beginning = ModelSettings(attention="eager")
     with accelerator.local_main_process_first():
         store = tokenize_corpus(corpus, "validation", tokenizer)
     sequences = SequenceIndex(store, corpus.length)
-    rows = np.arange(min(SEQUENCES, len(sequences)))
+    rows = np.arange(min(NUM_SEQUENCES, len(sequences)))
     batch = make_batch(sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), 0.15, 0)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    theta = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
-    found = {}
-    for name, settings in (("trained", trained), ("untrained", beginning)):
+    inv_freq = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
+    decays = {}
+    for name, settings in (("trained", trained), ("untrained", untrained)):
         model = build_model(settings, config, seed=0).eval()
         query, key = queries_and_keys(model.base_model, inputs, config.rotary_dim)
-        found[f"{model_name(folder)}, {name}"] = scores(query, key, distances, theta)
-    return found
+        decay = decay_of_scores(query, key, distances, inv_freq)
+        decays[f"{model_name(folder)}, {name}"] = decay
+    return decays
 
 
 @torch.no_grad()
-def queries_and_keys(model: Any, inputs: dict[str, Tensor], width: int) -> tuple[Tensor, Tensor]:
-    """Of random pairs of tokens of one sequence, all heads and layers together, [N, D'] each."""
-    seen: dict[str, list[Tensor]] = {"query": [], "key": []}
+def queries_and_keys(
+    model: Any, inputs: dict[str, Tensor], rotary_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of random pairs of tokens in one sequence, before the rotation.
+
+    Args:
+        model: RoFormer encoder.
+        inputs: input_ids and attention_mask, [B, L].
+        rotary_dim: Coordinates of a head that are rotated.
+
+    Returns:
+        [N, rotary_dim] each, all layers and heads.
+    """
+    outputs: dict[str, list[Tensor]] = {"query": [], "key": []}  # of each layer, [B, L, H, D]
     hooks = []
     for layer in model.encoder.layer:
         attention = layer.attention.self
-        heads = attention.heads
-        for name, kept in seen.items():
+        for name, kept in outputs.items():
             hooks.append(
                 getattr(attention, name).register_forward_hook(
-                    lambda module, given, made, kept=kept, heads=heads: kept.append(
-                        made.unflatten(-1, heads)[..., :width]
+                    lambda module, args, output, kept=kept, heads=attention.heads: kept.append(
+                        output.unflatten(-1, heads)[..., :rotary_dim]
                     )
                 )
             )
@@ -182,18 +197,19 @@ def queries_and_keys(model: Any, inputs: dict[str, Tensor], width: int) -> tuple
     for hook in hooks:
         hook.remove()
     generator = torch.Generator().manual_seed(0)
-    rows, places = inputs["attention_mask"].bool().nonzero(as_tuple=True)
+    rows, positions = inputs["attention_mask"].bool().nonzero(as_tuple=True)
     lengths = inputs["attention_mask"].sum(-1)
-    chosen = torch.randint(len(rows), (PAIRS // len(seen["query"]),), generator=generator)
-    row, place = rows[chosen], places[chosen]
-    other = (torch.rand(len(chosen), generator=generator) * lengths[row]).long()
-    queries = torch.cat([layer[row, place].flatten(0, 1) for layer in seen["query"]])
-    keys = torch.cat([layer[row, other].flatten(0, 1) for layer in seen["key"]])
+    pairs = NUM_PAIRS // len(outputs["query"])
+    drawn = torch.randint(len(rows), (pairs,), generator=generator)
+    row, position = rows[drawn], positions[drawn]
+    other = (torch.rand(pairs, generator=generator) * lengths[row]).long()
+    queries = torch.cat([layer[row, position].flatten(0, 1) for layer in outputs["query"]])
+    keys = torch.cat([layer[row, other].flatten(0, 1) for layer in outputs["key"]])
     return queries, keys
 
 
-def draw(numbers: dict[str, Any], output: Path) -> None:
-    """Three panels: the bound for bases, for widths, and what scores do."""
+def plot(numbers: dict[str, Any], output: Path) -> None:
+    """Plot the bound for several thetas, for several widths, and the scores."""
     axes = make_axes(1, 3, 14, 4.2)
     x = numbers["distances"]
     for axis, kind in zip(axes, ("thetas", "widths")):
@@ -201,10 +217,10 @@ def draw(numbers: dict[str, Any], output: Path) -> None:
             label = f"theta {row['theta']:g}, d {row['width']}"
             axis.plot(x, row["values"], color=colour, linewidth=1.2, label=label)
         axis.set_ylabel("mean of |S_j|, the paper's bound")
-    for (name, found), colour in zip(numbers["scores"].items(), COLOURS * 2):
-        axes[2].plot(x, found["mean"], color=colour, linewidth=1.2, label=name)
-        axes[2].plot(x, found["size"], color=colour, linewidth=0.8, linestyle=":")
-    axes[2].set_ylabel("score as a cosine: mean; dotted, mean of its size")
+    for (name, decay), colour in zip(numbers["scores"].items(), COLOURS * 2):
+        axes[2].plot(x, decay["mean"], color=colour, linewidth=1.2, label=name)
+        axes[2].plot(x, decay["size"], color=colour, linewidth=0.8, linestyle=":")
+    axes[2].set_ylabel("score as a cosine: mean; dotted: mean of absolute values")
     for axis in axes:
         axis.set_xlabel("distance m − n in tokens")  # noqa: RUF001 the sign
         axis.legend(frameon=False, fontsize=8)
@@ -212,53 +228,52 @@ def draw(numbers: dict[str, Any], output: Path) -> None:
 
 
 def main(settings: DecaySettings) -> dict[str, Any]:
-    """Compute, draw, write the numbers, print where scores begin and end."""
+    """Compute bounds and scores, write figure and numbers, print a summary."""
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
-    width, theta = 64, 10000.0  # a base model's head, the paper's base
-    combinations = {
-        "thetas": [(width, base) for base in settings.thetas],
-        "widths": [(d, theta) for d in settings.widths],
-    }
-    by_model([model_name(folder) for folder in settings.models])  # refuses two of one name
-    found = of_random_vectors(width, theta, distances)
+    group_by_model([model_name(folder) for folder in settings.models])  # refuses equal names
+    scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
     for folder in settings.models:
-        found |= of_model(folder, settings.corpus, distances, accelerator)
+        scores |= decay_of_model(folder, settings.corpus, distances, accelerator)
+
+    def bounds(width: int, theta: float) -> dict[str, Any]:
+        values = decay_bound(distances, width, theta).tolist()
+        return {"width": width, "theta": theta, "values": values}
+
     numbers: dict[str, Any] = {
         "distances": distances.tolist(),
         "bound": {
-            kind: [{"width": d, "theta": t, "values": bound(distances, d, t).tolist()}
-                   for d, t in pairs]
-            for kind, pairs in combinations.items()
+            "thetas": [bounds(HEAD_DIM, theta) for theta in settings.thetas],
+            "widths": [bounds(width, THETA) for width in settings.widths],
         },
-        "scores": found,
-    }  # fmt: skip
+        "scores": scores,
+    }
     if accelerator.is_main_process:
         output = Path(settings.output)
-        draw(numbers, output)
+        plot(numbers, output)
         output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
-        print(summary(numbers))
-        print(f"picture: {output}")
+        print(format_summary(numbers))
+        print(f"figure: {output}")
     return numbers
 
 
-def summary(numbers: dict[str, Any]) -> str:
-    """Where bounds and scores begin, and their mean over the last 16 distances."""
+def format_summary(numbers: dict[str, Any]) -> str:
+    """Format bounds and scores at distance 0, and their means over the last 16 distances."""
 
-    def ends(values: list[float], form: str) -> str:
-        return f"{values[0]:{form}} at 0, {np.mean(values[-16:]):{form}} at {far:.0f}"
+    def ends(values: list[float], digits: str) -> str:
+        last = numbers["distances"][-1]
+        return f"{values[0]:{digits}} at 0, {np.mean(values[-16:]):{digits}} at {last:.0f}"
 
-    far = numbers["distances"][-1]
-    bounds = [row for rows in numbers["bound"].values() for row in rows]
     lines = [
         f"bound, d {row['width']}, theta {row['theta']:g}: {ends(row['values'], '.1f')}"
-        for row in bounds
+        for rows in numbers["bound"].values()
+        for row in rows
     ]
     for name, row in numbers["scores"].items():
-        sizes = ends(row["size"], ".3f")
-        lines.append(f"score, {name}: {ends(row['mean'], '+.3f')}; its size {sizes}")
+        mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
+        lines.append(f"score, {name}: {mean}; absolute {size}")
     return "\n".join(lines)
 
 

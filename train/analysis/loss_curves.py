@@ -1,12 +1,13 @@
-"""Loss curves, after the paper's Fig. 3: `python -m train.analysis.loss_curves --runs '[A, B]'`.
+"""Loss curves of runs, as in Fig. 3 of the paper.
 
-Training loss faint (the mean of each logging interval), held-out loss with markers, against steps,
-tokens and wall-clock. Runs whose names differ in a last `-0`, `-1`, ..., their `run.seed`, are
-seeds of one model: a line for their mean, a band for their range. Of two models the difference is
-drawn too, seed by seed. The numbers go into a JSON file beside the picture. Where all runs read
-bytes, losses are bits a byte.
+    python -m train.analysis.loss_curves --runs '[runs/rope-0, runs/bert-0, ...]'
+
+Plots training loss (faint) and held-out loss (markers) against steps, tokens and time. Runs whose
+names differ only in a last `-0`, `-1`, ... that is their `run.seed` are seeds of one model: a line
+for the mean, a band for the range. For two models the difference is plotted seed by seed.
 """
 
+import glob
 import json
 import math
 from collections import defaultdict
@@ -23,262 +24,286 @@ from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_
 from train.data.vocabulary import BYTES
 from train.loop.atomic_dir import split_seed
 from train.loop.launch import run_command
-from train.settings import InputError, require
+from train.settings import require
 
-Rows = list[dict[str, Any]]
 Floats = NDArray[np.float64]
 
 NATS, BITS = "nats a predicted token", "bits a byte"
 
-AXES = (("step", 1e3, "steps (thousands)"), ("tokens", 1e6, "tokens (millions)"),
-        ("seconds", 60, "wall-clock (minutes)"))  # fmt: skip
+X_AXES = (("step", 1e3, "steps (thousands)"), ("tokens", 1e6, "tokens (millions)"),
+          ("seconds", 60, "wall-clock (minutes)"))  # fmt: skip
+"""Key of a log row, divisor, label."""
 
 
 @dataclass(frozen=True)
 class CurvesSettings:
-    """Draw the loss curves of runs."""
+    """Plot the loss curves of runs."""
 
     runs: list[str]
-    """Run folders, as [runs/a, runs/b] or seeds as [runs/a-0, runs/b-0, runs/a-1, runs/b-1]; each
-    holds a log.jsonl."""
+    """Run folders or globs of them, as [runs/a-0, runs/b-0] or ['runs/pair/*-?']."""
     output: str = "results/curves.png"
-    """Picture to write, .png or .svg; the numbers go beside it, ending in .json."""
+    """Figure to write, .png or .svg; the numbers are written beside it as .json."""
     title: str = "Masked-LM loss"
-    """Heading of the picture."""
+    """Title of the figure."""
+
+    def __post_init__(self) -> None:
+        check_figure_path(self.output)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has logged."""
+    """Log of a run.
+
+    Attributes:
+        name: Name of its folder.
+        training: Rows of log.jsonl with `loss`.
+        held_out: Rows with `validation_loss`.
+        parameters: Number of parameters, if known.
+        bytewise: Whether its tokens are bytes.
+        seed: `run.seed`, if known.
+    """
 
     name: str
-    training: Rows
-    held_out: Rows
+    training: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
     parameters: int | None = None
     bytewise: bool = False
     seed: int | None = None
 
 
-def read_runs(folders: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
-    """Model -> seed -> run, and the unit of the losses.
+Models = Mapping[str, Mapping[int, Run]]
+
+
+def expand_globs(patterns: Sequence[str]) -> list[str]:
+    """Replace every glob by the sorted paths it matches; each path is listed once."""
+    found = [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]
+    return list(dict.fromkeys(found))
+
+
+def read_runs(patterns: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
+    """Read the logs of runs.
+
+    Args:
+        patterns: Run folders or globs.
+
+    Returns:
+        Model -> seed -> run, and the unit of the losses: `BITS` if all runs read bytes.
 
     Raises:
-        InputError: A folder holds no run, or two runs have one name.
+        InputError: A folder holds no run, or two runs have the same name.
     """
-    require(len(folders) > 0, "runs", "must name a run folder", "none", "give one")
-    runs = {Path(folder).name: read_log(folder) for folder in folders}
-    models = by_model([Path(folder).name for folder in folders], "runs", runs)
-    unit = NATS
-    if all(run.bytewise for run in runs.values()):
-        runs, unit = {name: in_bits(run) for name, run in runs.items()}, BITS
-    return {
-        m: {seed: runs[name] for seed, name in seeds.items()} for m, seeds in models.items()
-    }, unit
+    require(len(patterns) > 0, "runs", "must name a run folder", "none", "add one")
+    runs = [read_log(folder) for folder in expand_globs(patterns)]
+    bits = all(run.bytewise for run in runs)
+    by_name = {run.name: to_bits(run) if bits else run for run in runs}
+    models = group_by_model([run.name for run in runs], "runs", by_name)
+    grouped = {m: {s: by_name[name] for s, name in seeds.items()} for m, seeds in models.items()}
+    return grouped, BITS if bits else NATS
 
 
-def in_bits(run: Run) -> Run:
-    """The run with its losses divided by ln 2."""
-    training, held_out = (
-        [row | {key: row[key] / math.log(2)} for row in rows]
-        for rows, key in ((run.training, "loss"), (run.held_out, "validation_loss"))
-    )
+def to_bits(run: Run) -> Run:
+    """Return the run with its losses divided by ln 2."""
+    training = [row | {"loss": row["loss"] / math.log(2)} for row in run.training]
+    key = "validation_loss"
+    held_out = [row | {key: row[key] / math.log(2)} for row in run.held_out]
     return replace(run, training=training, held_out=held_out)
 
 
-def read_log(run: str) -> Run:
-    """Training rows and evaluation rows of a run, and what else is known of it.
+def read_log(folder: str) -> Run:
+    """Read log.jsonl, environment.json and settings.yaml of a run folder.
 
     Raises:
-        InputError: It has no log, or none of either kind yet.
+        InputError: It has no log, or nothing was logged or evaluated yet.
     """
-    file = Path(run) / "log.jsonl"
-    require(file.is_file(), "runs", "must hold a log.jsonl", run, "name folders under run.folder")
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    log, environment, settings = (
+        Path(folder) / name for name in ("log.jsonl", "environment.json", "settings.yaml")
+    )
+    require(log.is_file(), "runs", "must hold a log.jsonl", folder, "name folders under run.folder")
+    rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
     training = [row for row in rows if "loss" in row]
     held_out = [row for row in rows if "validation_loss" in row]
-    if not training or not held_out:
-        raise InputError(f"runs must have logged and evaluated, got {run}; wait, or run it longer")
-    about = Path(run) / "environment.json"
-    parameters = json.loads(about.read_text()).get("parameters") if about.is_file() else None
-    file = Path(run) / "settings.yaml"
-    settings = yaml.safe_load(file.read_text()) if file.is_file() else {"corpus": {}}
-    bytewise = settings["corpus"].get("tokenizer") == BYTES
-    seed = settings.get("run", {}).get("seed")
-    return Run(Path(run).name, training, held_out, parameters, bytewise, seed)
+    logged = bool(training and held_out)
+    require(logged, "runs", "must have logged and evaluated", folder, "wait, or run it longer")
+    known = json.loads(environment.read_text()) if environment.is_file() else {}
+    given = yaml.safe_load(settings.read_text()) if settings.is_file() else {}
+    return Run(
+        name=Path(folder).name,
+        training=training,
+        held_out=held_out,
+        parameters=known.get("parameters"),
+        bytewise=given.get("corpus", {}).get("tokenizer") == BYTES,
+        seed=given.get("run", {}).get("seed"),
+    )
 
 
-def by_model(
+def group_by_model(
     names: Sequence[str], key: str = "models", runs: Mapping[str, Run] | None = None
 ) -> dict[str, dict[int, str]]:
-    """Model -> seed -> name: `bert-0` and `bert-1` are seeds of `bert`; `bert` alone is seed 0.
+    """Group runs that differ in their seed: `bert-0` and `bert-1` are seeds of `bert`.
 
     Args:
-        names: Of runs.
-        key: The setting that names them.
-        runs: What is known of them: the 4 of `rate-1e-4` or the 16 of `width-16` is no seed.
+        names: Names of runs; one without a number is seed 0.
+        key: Setting to name in an error.
+        runs: Known logs by name; a number that is not their seed, as in `width-16`, is no seed.
+
+    Returns:
+        Model -> seed -> name.
+
+    Raises:
+        InputError: Two runs have the same model and seed.
     """
     models: dict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
         model, seed = split_seed(name)
         if runs and runs[name].seed not in (None, seed):
             model, seed = name, 0
-        rule = "must have names of their own"
-        require(seed not in models[model], key, rule, f"{model} twice", "rename one")
+        unique = seed not in models[model]
+        require(unique, key, "must have different names", f"{model} twice", "rename one")
         models[model][seed] = name
     return dict(models)
 
 
-def at_equal(key: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Held-out loss of each run where all have got to: the same tokens, or the same time.
+def losses_at_equal(key: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """Held-out loss of every run at the last x that all have reached.
 
     Args:
         key: "tokens" or "seconds".
-        runs: What they logged.
+        runs: Logs.
 
     Returns:
-        The place reached by all, and the losses there; between two evaluations interpolated, None
-        before the first.
+        `key`: that x. `validation_loss`: name -> loss, interpolated between two evaluations; None
+        if the run was first evaluated later.
     """
-    reached = min(run.held_out[-1][key] for run in runs)
+    x = min(run.held_out[-1][key] for run in runs)
     losses = {
-        run.name: float(losses_at(key, run, np.array([reached]))[0])
-        if run.held_out[0][key] <= reached
+        run.name: float(interpolate_loss(key, run, np.array([x]))[0])
+        if run.held_out[0][key] <= x
         else None
         for run in runs
     }
-    return {key: reached, "validation_loss": losses}
+    return {key: x, "validation_loss": losses}
 
 
-def losses_at(key: str, run: Run, places: Floats) -> Floats:
-    """Held-out loss at some places, between two evaluations interpolated, [places]."""
-    x, losses = columns(run.held_out, key, "validation_loss")
-    return np.asarray(np.interp(places, x, losses))
+def interpolate_loss(key: str, run: Run, x: Floats) -> Floats:
+    """Held-out loss of a run at x, linear between two evaluations, [n]."""
+    xs, losses = ([row[name] for row in run.held_out] for name in (key, "validation_loss"))
+    return np.asarray(np.interp(x, xs, losses))
 
 
-def columns(rows: Rows, *keys: str) -> tuple[Floats, ...]:
-    """Values of some keys over rows."""
-    return tuple(np.array([row[key] for row in rows], dtype=np.float64) for key in keys)
+def shared_x(key: str, runs: Sequence[Run]) -> Floats:
+    """Evaluations of the first run in the range of `key` that all runs cover, [n]."""
+    x = np.array([row[key] for row in runs[0].held_out], dtype=np.float64)
+    start = max(run.held_out[0][key] for run in runs)
+    end = min(run.held_out[-1][key] for run in runs)
+    return np.unique(x.clip(start, end)) if start <= end else x[:0]
 
 
-def common_places(key: str, runs: Sequence[Run]) -> Floats:
-    """Where the first run was evaluated, from where all runs have been to where all have got."""
-    (places,) = columns(runs[0].held_out, key)
-    starts = max(run.held_out[0][key] for run in runs)
-    ends = min(run.held_out[-1][key] for run in runs)
-    return np.unique(places.clip(starts, ends)) if starts <= ends else places[:0]
-
-
-def difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str, Any] | None:
-    """First model - second at equal tokens, for each seed that both have; None without any.
+def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str, Any] | None:
+    """Held-out loss of the first model minus that of the second at equal tokens, seed by seed.
 
     Returns:
-        tokens [places]; by_seed: seed -> differences [places]; and of the last place mean and, of
-        several seeds, sample standard deviation.
+        `tokens` [n]; `by_seed`: seed -> differences [n]; `mean_at_end` and `std_at_end`, the sample
+        standard deviation over seeds. None if the models share no seed.
     """
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
-    tokens = common_places("tokens", [side[seed] for seed in seeds for side in (first, second)])
-    table = {
-        seed: losses_at("tokens", first[seed], tokens) - losses_at("tokens", second[seed], tokens)
+    tokens = shared_x("tokens", [runs[seed] for seed in seeds for runs in (first, second)])
+    by_seed = {
+        seed: interpolate_loss("tokens", first[seed], tokens)
+        - interpolate_loss("tokens", second[seed], tokens)
         for seed in seeds
     }
-    last = np.array([values[-1] for values in table.values()]) if len(tokens) else np.empty(0)
+    last = [float(values[-1]) for values in by_seed.values()] if len(tokens) else []
     return {
         "tokens": tokens.tolist(),
-        "by_seed": {seed: values.tolist() for seed, values in table.items()},
-        "mean_at_end": float(last.mean()) if len(last) else None,
-        "std_at_end": float(last.std(ddof=1)) if len(last) > 1 else None,
+        "by_seed": {seed: values.tolist() for seed, values in by_seed.items()},
+        "mean_at_end": float(np.mean(last)) if last else None,
+        "std_at_end": float(np.std(last, ddof=1)) if len(last) > 1 else None,
     }
 
 
-def draw(models: Mapping[str, Mapping[int, Run]], unit: str, title: str, output: Path) -> None:
-    """Write the picture."""
-    axes = make_axes(2, 2, 10.5, 7.4)
-    *losses, last = axes
-    for axis, (key, scale, label) in zip(losses, AXES):
+def plot(models: Models, unit: str, title: str, output: Path) -> None:
+    """Plot losses against steps, tokens and time, and the difference of two models."""
+    *loss_axes, difference_axis = axes = make_axes(2, 2, 10.5, 7.4)
+    for axis, (key, scale, label) in zip(loss_axes, X_AXES):
         for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
             runs = list(seeds.values())
-            draw_training(axis, key, scale, runs, colour)
-            draw_held_out(axis, key, scale, last_loss(name, runs), runs, colour)
+            for run in runs:
+                x, losses = ([row[column] for row in run.training] for column in (key, "loss"))
+                axis.plot(np.array(x) / scale, losses, color=colour, alpha=0.25, linewidth=0.8)
+            plot_held_out(axis, key, scale, legend_label(name, runs), runs, colour)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
-    losses[0].legend(title="held out (dots); training (faint)", frameon=False)
-    last.set_visible(len(models) == 2 and draw_difference(last, models))
-    last.figure.suptitle(title)
+    loss_axes[0].legend(title="held out (dots); training (faint)", frameon=False)
+    has_difference = len(models) == 2 and plot_difference(difference_axis, models)
+    difference_axis.set_visible(has_difference)
+    difference_axis.figure.suptitle(title)
     save_figure(axes, output)
 
 
-def last_loss(name: str, runs: Sequence[Run]) -> str:
-    """A model in a legend: its last held-out loss that all of its runs have, and where that was."""
+def legend_label(name: str, runs: Sequence[Run]) -> str:
+    """Name of a model with the mean held-out loss at the last step that all its runs reached."""
     shared = set.intersection(*({row["step"] for row in run.held_out} for run in runs))
     if not shared:
         return name
     ends = [row for run in runs for row in run.held_out if row["step"] == max(shared)]
     loss, tokens = (np.mean([end[key] for end in ends]) for key in ("validation_loss", "tokens"))
-    many = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
-    return f"{name} ({loss:.3f} at {tokens / 1e6:.1f} M tokens{many})"
+    seeds = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
+    return f"{name} ({loss:.3f} at {tokens / 1e6:.1f} M tokens{seeds})"
 
 
-def draw_training(axis: Any, key: str, scale: float, runs: Sequence[Run], colour: str) -> None:
-    """Every run's training loss, faint."""
-    for run in runs:
-        x, loss = columns(run.training, key, "loss")
-        axis.plot(x / scale, loss, color=colour, alpha=0.25, linewidth=0.8)
-
-
-def draw_held_out(
+def plot_held_out(
     axis: Any, key: str, scale: float, label: str, runs: Sequence[Run], colour: str
 ) -> None:
-    """The mean over runs of the held-out loss, and its range."""
-    places = common_places(key, runs)
-    table = np.stack([losses_at(key, run, places) for run in runs])  # [seeds, places]
-    marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
-    axis.plot(places / scale, table.mean(0), label=label, **marks)
+    """Plot the mean held-out loss over runs and its range."""
+    x = shared_x(key, runs)
+    losses = np.stack([interpolate_loss(key, run, x) for run in runs])  # [seeds, n]
+    style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
+    axis.plot(x / scale, losses.mean(0), label=label, **style)
     if len(runs) > 1:
-        axis.fill_between(places / scale, table.min(0), table.max(0), color=colour, alpha=0.2)
+        axis.fill_between(x / scale, losses.min(0), losses.max(0), color=colour, alpha=0.2)
 
 
-def draw_difference(axis: Any, models: Mapping[str, Mapping[int, Run]]) -> bool:
-    """First model - second against tokens; whether there is anything to draw."""
-    (first, one), (second, other) = models.items()
-    found = difference(one, other)
-    if found is None or not found["tokens"]:
+def plot_difference(axis: Any, models: Models) -> bool:
+    """Plot the paired difference of two models; returns whether there is one."""
+    (first, first_runs), (second, second_runs) = models.items()
+    difference = paired_difference(first_runs, second_runs)
+    if difference is None or not difference["tokens"]:
         return False
-    tokens, table = np.array(found["tokens"]) / 1e6, np.array(list(found["by_seed"].values()))
-    for values in table:
-        axis.plot(tokens, values, color="tab:gray", alpha=0.6, linewidth=0.8)
-    axis.plot(tokens, table.mean(0), color="black", marker="o", markersize=2.5, linewidth=1.2)
-    if len(table) > 1:
-        axis.fill_between(tokens, table.min(0), table.max(0), color="tab:gray", alpha=0.25)
+    tokens = np.array(difference["tokens"]) / 1e6
+    values = np.array(list(difference["by_seed"].values()))  # [seeds, n]
+    axis.plot(tokens, values.T, color="tab:gray", alpha=0.6, linewidth=0.8)
+    axis.plot(tokens, values.mean(0), color="black", marker="o", markersize=2.5, linewidth=1.2)
+    if len(values) > 1:
+        axis.fill_between(tokens, values.min(0), values.max(0), color="tab:gray", alpha=0.25)
     axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    spread = f"; mean and range of {len(table)} seeds" if len(table) > 1 else ""
-    axis.set_xlabel(f"tokens (millions){spread}")
+    seeds = f"; mean and range of {len(values)} seeds" if len(values) > 1 else ""
+    axis.set_xlabel(f"tokens (millions){seeds}")
     axis.set_ylabel(f"held-out loss, {first} − {second}")  # noqa: RUF001 the sign
     return True
 
 
 def main(settings: CurvesSettings) -> None:
-    """Read, draw, write the numbers, say where."""
+    """Read the runs, plot, write the numbers, print losses at equal tokens and time."""
     output = Path(settings.output)
-    check_figure_path(settings.output)
     models, unit = read_runs(settings.runs)
     runs = [run for seeds in models.values() for run in seeds.values()]
-    draw(models, unit, settings.title, output)
+    plot(models, unit, settings.title, output)
     numbers = {
         "unit": unit,
-        "at_equal_tokens": at_equal("tokens", runs),
-        "at_equal_time": at_equal("seconds", runs),
-        "difference": difference(*models.values()) if len(models) == 2 else None,
+        "at_equal_tokens": losses_at_equal("tokens", runs),
+        "at_equal_time": losses_at_equal("seconds", runs),
+        "difference": paired_difference(*models.values()) if len(models) == 2 else None,
         "runs": {run.name: {"training": run.training, "held_out": run.held_out} for run in runs},
     }
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     for key, scale, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
-        equal = at_equal(key, runs)
-        found = equal["validation_loss"].items()
-        losses = ", ".join(f"{n} {'not measured' if v is None else f'{v:.3f}'}" for n, v in found)
-        print(f"held-out loss at {equal[key] / scale:.1f} {name}: {losses}")
-    print(f"curves: {output}")
+        equal = losses_at_equal(key, runs)
+        losses = equal["validation_loss"].items()
+        listed = ", ".join(f"{n} {'not measured' if v is None else f'{v:.3f}'}" for n, v in losses)
+        print(f"held-out loss at {equal[key] / scale:.1f} {name}: {listed}")
+    print(f"figure: {output}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from train.analysis.compare_runs import ContestSettings, interval, main
+from train.analysis.compare_runs import CompareSettings, main, t_interval
 from train.settings import InputError
 
 LOSSES = {"rope-0": [5.0, 4.0], "rope-1": [5.0, 4.2], "rope-2": [5.0, 4.1],
@@ -36,19 +36,19 @@ def written(tmp_path):
 
 def test_the_interval_is_students():
     values = [4.0, 4.2, 4.1]
-    found = interval(values)
+    found = t_interval(values)
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found["mean"] - found["half"], found["mean"] + found["half"]) == pytest.approx(
         (low, high)
     )
-    assert interval([4.0])["half"] is None
+    assert t_interval([4.0])["half"] is None
 
 
 def test_models_are_compared_seed_by_seed_at_equal_tokens_and_at_equal_time(runs, tmp_path, capsys):
-    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    main(CompareSettings(runs, output=str(tmp_path / "c.png")))
     rope, none = written(tmp_path)
-    assert rope["at_equal_tokens"] == interval([4.0, 4.2, 4.1])
-    assert none["at_equal_tokens"] == interval([5.5, 5.8, 5.2])
+    assert rope["at_equal_tokens"] == t_interval([4.0, 4.2, 4.1])
+    assert none["at_equal_tokens"] == t_interval([5.5, 5.8, 5.2])
     assert none["first_minus_it"]["values"] == pytest.approx([-1.5, -1.6, -1.1])
     # after one second rope is half-way and none at its end
     assert rope["at_equal_time"]["values"] == [5.0, 5.0, 5.0]
@@ -69,7 +69,7 @@ def test_longer_texts_are_columns_and_a_table_that_ends_is_refused(runs, tmp_pat
     rows += [{"model": "none", "seed": 0, "way": "as it is", "length": 32, "refused": "too long"}]
     rows += [rows[2] | {"way": "theta rescaled", "validation_loss": 3.0}]
     (tmp_path / "lengths.json").write_text(json.dumps(rows))
-    main(ContestSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "c.png")))
+    main(CompareSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "c.png")))
     rope, none = written(tmp_path)
     assert rope["at_length"]["16"]["values"] == [4.0, 4.5]
     assert rope["at_length"]["32"]["mean"] == 6.0  # as it is
@@ -85,7 +85,7 @@ def test_a_model_has_one_colour_in_all_panels(runs, tmp_path, monkeypatch):
     row = {"seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
     rows = [row | {"model": "none"}, row | {"model": "rope"}]  # in another order than the runs
     (tmp_path / "lengths.json").write_text(json.dumps(rows))
-    main(ContestSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "c.png")))
+    main(CompareSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "c.png")))
     colours = [
         {x.get_label(): x.get_color() for x in axis.lines if x.get_label() in ("rope", "none")}
         for axis in (axes[0], axes[2])
@@ -97,14 +97,14 @@ def test_a_shorter_run_moves_difference_and_losses_to_one_place(runs, tmp_path):
     (tmp_path / "third-0").mkdir()
     rows = (tmp_path / "none-0" / "log.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "third-0" / "log.jsonl").write_text("".join(rows[:2]))  # half as many tokens
-    main(ContestSettings([runs[0], runs[3], str(tmp_path / "third-0")], output=f"{tmp_path}/c.png"))
+    main(CompareSettings([runs[0], runs[3], str(tmp_path / "third-0")], output=f"{tmp_path}/c.png"))
     rope, none, _ = written(tmp_path)
     assert (rope["at_equal_tokens"]["mean"], none["at_equal_tokens"]["mean"]) == (5.0, 6.0)
     assert none["first_minus_it"]["values"] == [-1.0]
 
 
 def test_models_without_a_seed_in_common_are_not_subtracted(runs, tmp_path):
-    main(ContestSettings([runs[0], runs[4]], output=str(tmp_path / "c.png")))
+    main(CompareSettings([runs[0], runs[4]], output=str(tmp_path / "c.png")))
     assert [row["first_minus_it"] for row in written(tmp_path)] == [None, None]
 
 
@@ -113,7 +113,7 @@ def test_models_that_were_never_at_the_same_tokens_have_no_loss_there(runs, tmp_
     log.write_text(
         log.read_text().replace('"tokens": ', '"tokens": 9').replace('"seconds": ', '"seconds": 9')
     )
-    main(ContestSettings([runs[0], runs[3]], output=str(tmp_path / "c.png")))
+    main(CompareSettings([runs[0], runs[3]], output=str(tmp_path / "c.png")))
     rope, none = written(tmp_path)
     assert (rope["at_equal_tokens"]["mean"], rope["at_equal_time"]["mean"]) == (4.0, 4.0)
     found = none["at_equal_tokens"], none["at_equal_time"], none["first_minus_it"]
@@ -124,35 +124,35 @@ def test_losses_of_bytes_are_bits(runs, tmp_path):
     for run in runs:
         with open(f"{run}/settings.yaml", "w") as file:
             file.write("corpus: {tokenizer: bytes}\n")
-    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    main(CompareSettings(runs, output=str(tmp_path / "c.png")))
     found = written(tmp_path)[0]["at_equal_tokens"]["values"]
     np.testing.assert_allclose(found, np.array([4.0, 4.2, 4.1]) / math.log(2))
     assert "bits a byte" in (tmp_path / "c.md").read_text()
     row = {"model": "rope", "seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
     (tmp_path / "lengths.json").write_text(json.dumps([row]))  # in nats, of pieces
     with pytest.raises(InputError, match="lengths must be null for runs on bytes"):
-        main(ContestSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "d.png")))
+        main(CompareSettings(runs, str(tmp_path / "lengths.json"), str(tmp_path / "d.png")))
 
 
 def test_what_cannot_be_compared_is_said(runs, tmp_path):
     output = str(tmp_path / "c.png")
-    with pytest.raises(InputError, match="runs must be of two models or more, got 1"):
-        main(ContestSettings(runs[:3], output=output))
+    with pytest.raises(InputError, match="runs .* got 1"):
+        main(CompareSettings(runs[:3], output=output))
     for text in ("{", '[{"model": "rope"}]', '"rope"'):
         (tmp_path / "lengths.json").write_text(text)
         with pytest.raises(InputError, match="lengths must be"):
-            main(ContestSettings(runs, str(tmp_path / "lengths.json"), output))
+            main(CompareSettings(runs, str(tmp_path / "lengths.json"), output))
     with pytest.raises(InputError, match="lengths must be .* got nowhere"):
-        main(ContestSettings(runs, "nowhere", output))
-    with pytest.raises(InputError, match=r"output must end in .png or .svg"):
-        ContestSettings(runs, output="table")
+        main(CompareSettings(runs, "nowhere", output))
+    with pytest.raises(InputError, match="output "):
+        CompareSettings(runs, output="table")
     assert not (tmp_path / "c.png").exists()
 
 
 def test_a_model_of_which_one_seed_has_no_loss_there_has_none(runs, tmp_path):
     log = tmp_path / "none-1" / "log.jsonl"
     log.write_text(log.read_text().replace('"tokens": ', '"tokens": 9'))
-    main(ContestSettings([runs[i] for i in (0, 1, 3, 4)], output=str(tmp_path / "c.png")))
+    main(CompareSettings([runs[i] for i in (0, 1, 3, 4)], output=str(tmp_path / "c.png")))
     rope, none = written(tmp_path)
     assert rope["at_equal_tokens"]["values"] == [4.0, 4.2]
     assert none["at_equal_tokens"] is None
@@ -161,7 +161,7 @@ def test_a_model_of_which_one_seed_has_no_loss_there_has_none(runs, tmp_path):
 
 def test_losses_are_bits_only_where_all_runs_read_bytes(runs, tmp_path):
     (tmp_path / "rope-0" / "settings.yaml").write_text("corpus: {tokenizer: bytes}\n")
-    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    main(CompareSettings(runs, output=str(tmp_path / "c.png")))
     assert written(tmp_path)[0]["at_equal_tokens"]["values"] == [4.0, 4.2, 4.1]
 
 
@@ -170,5 +170,5 @@ def test_one_slow_interval_does_not_slow_a_run(runs, tmp_path):
     first = json.loads(log.read_text().splitlines()[0])
     with log.open("a") as stream:
         stream.write(json.dumps(first | {"tokens_per_second": 1}) + "\n")
-    main(ContestSettings(runs, output=str(tmp_path / "c.png")))
+    main(CompareSettings(runs, output=str(tmp_path / "c.png")))
     assert written(tmp_path)[0]["tokens_per_second"]["values"] == [100, 101, 102]

@@ -10,7 +10,13 @@ from transformers import BertConfig, BertForMaskedLM
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import TINY_MODEL
-from train.analysis.long_term_decay import CutTextSettings, DecaySettings, bound, main, scores
+from train.analysis.long_term_decay import (
+    DecayCorpusSettings,
+    DecaySettings,
+    decay_bound,
+    decay_of_scores,
+    main,
+)
 from train.settings import InputError
 
 
@@ -21,7 +27,7 @@ def partial_sums(distance: int, width: int, theta: float) -> list[complex]:
 
 @pytest.mark.parametrize(("width", "theta"), [(8, 100.0), (64, 10000.0)])
 def test_the_bound_is_the_mean_of_the_partial_sums(width, theta):
-    found = bound(np.arange(40.0), width, theta)
+    found = decay_bound(np.arange(40.0), width, theta)
     assert found[0] == pytest.approx((width / 2 + 1) / 2)  # all turns are 1: the mean of 1 .. d/2
     for distance in (1, 7, 39):
         sums = np.abs(partial_sums(distance, width, theta))
@@ -43,7 +49,7 @@ def test_scores_are_those_of_rotated_queries_and_keys():
     torch.manual_seed(0)
     query, key = torch.randn(2, 30, 16)
     theta = compute_inv_freq(16)
-    found = scores(query, key, np.arange(20.0), theta)
+    found = decay_of_scores(query, key, np.arange(20.0), theta)
     for distance in (0, 1, 19):
         table = rotary_embeddings(torch.tensor([distance]), theta)
         turned = apply_rotary(query[:, None, None], *table)[:, 0, 0]
@@ -55,7 +61,7 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 @pytest.fixture
 def corpus(corpus_folder, tmp_path):
     held_out, cache = str(corpus_folder / "validation.jsonl"), str(tmp_path / "tokens")
-    return CutTextSettings(validation=held_out, cache=cache, length=32)
+    return DecayCorpusSettings(validation=held_out, cache=cache, length=32)
 
 
 def saved(model, tokenizer, folder):
@@ -91,17 +97,17 @@ def test_what_does_not_rotate_is_refused(corpus, tokenizer, tmp_path):
         ("half", RoFormerForMaskedLM(RoFormerConfig(**sizes, rope_interleave=False))),
     ):
         folder = saved(model, tokenizer, tmp_path / name)
-        with pytest.raises(InputError, match="models must be RoFormers with softmax"):
+        with pytest.raises(InputError, match="models must be RoFormers"):
             main(DecaySettings([folder], corpus, output=str(tmp_path / "x.png")))
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"distances": 1}, "distances must be at least 2, got 1"),
-        ({"widths": [7]}, "widths must be even and at least 2, got 7"),
-        ({"thetas": [1.0]}, "thetas must be above 1, got 1.0"),
-        ({"output": "x.txt"}, "output must end in .png or .svg, got x.txt"),
+        ({"distances": 1}, "distances .* got 1"),
+        ({"widths": [7]}, "widths .* got 7"),
+        ({"thetas": [1.0]}, "thetas .* got 1.0"),
+        ({"output": "x.txt"}, "output .* got x.txt"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(wrong, message):

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from train.analysis.loss_curves import CurvesSettings, last_loss, main, read_runs
+from train.analysis.loss_curves import CurvesSettings, legend_label, main, read_runs
 from train.settings import InputError
 
 
@@ -54,7 +54,7 @@ def test_a_seed_that_is_not_finished_is_no_part_of_another_place(tmp_path):
     for name, losses in (("rope-0", [5.0, 4.0, 3.0]), ("rope-1", [5.0, 4.5])):
         write_run(tmp_path / name, losses, 1)
     models, _ = read_runs([str(tmp_path / name) for name in ("rope-0", "rope-1")])
-    found = last_loss("rope", list(models["rope"].values()))
+    found = legend_label("rope", list(models["rope"].values()))
     assert found == "rope (4.250 at 0.0 M tokens, mean of 2 seeds)"
 
 
@@ -97,17 +97,25 @@ def test_seeds_that_only_one_model_has_make_no_difference(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["difference"] is None
 
 
+def test_a_glob_names_runs_and_each_is_read_once(tmp_path):
+    for name in ("bert-0", "rope-0", "rope-1"):
+        write_run(tmp_path / name, [5.0], 1)
+    (tmp_path / "rope-1.log").touch()
+    models, _ = read_runs([str(tmp_path / "rope-?"), str(tmp_path / "*-?")])
+    assert {name: list(seeds) for name, seeds in models.items()} == {"rope": [0, 1], "bert": [0]}
+
+
 def test_two_runs_of_one_name_are_refused(tmp_path):
     for parent in ("one", "two"):
         (tmp_path / parent).mkdir()
         write_run(tmp_path / parent / "a", [5.0], 1)
     runs = [str(tmp_path / parent / "a") for parent in ("one", "two")]
-    with pytest.raises(InputError, match="runs must have names of their own, got a twice"):
+    with pytest.raises(InputError, match="runs .* got a twice"):
         main(CurvesSettings(runs, str(tmp_path / "c.png")))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"runs must hold a log.jsonl, got .*nothing"):
+    with pytest.raises(InputError, match="runs .* got .*nothing"):
         main(CurvesSettings([str(tmp_path / "nothing")], str(tmp_path / "c.png")))
     write_run(tmp_path / "young", [], 1)
     with pytest.raises(InputError, match="runs must have logged and evaluated"):
