@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from roformer.kernels.attention import UNPADDED
-from roformer.kernels.dispatch import is_plain
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.batching import IGNORE_INDEX
 from train.loop.model_init import build_config, build_model
 from train.settings import InputError, ModelSettings
-
-ELEMENTS_AT_A_TIME = 2**20
-"""Scores a CPU looks at in one go: 4 MiB of float32."""
 
 
 class LanguageModel(nn.Module):
@@ -120,59 +115,13 @@ def check_model(settings: ModelSettings, length: int) -> None:
         LanguageModel(build_model(dataclasses.replace(settings, init=None), config, seed=0))
 
 
-def cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies in float32, and number of right guesses.
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the summed cross-entropy in float32, and the number of correct predictions.
 
     Args:
-        scores: [n, V], any floating dtype.
-        targets: [n], `IGNORE_INDEX` counts for nothing.
+        logits: [n, V], any floating dtype.
+        labels: [n] token ids; `IGNORE_INDEX` is ignored.
     """
-    if is_plain(scores):
-        return _CrossEntropy.apply(scores, targets)
-    scores = scores.float()
-    with torch.no_grad():
-        right = (scores.argmax(dim=-1) == targets).sum()
-    return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum"), right
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Loss, guesses and gradient of some rows at a time, while they are in the cache of a CPU.
-
-    torch's own functions read and write float32 scores of all rows, the largest tensor of a step,
-    eight times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `cross_entropy`; the gradient is made here, where the powers are."""
-        wanted = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(scores) if wanted else scores
-        loss = torch.zeros((), dtype=torch.float32, device=scores.device)
-        right = torch.zeros((), dtype=torch.long, device=scores.device)
-        rows = max(1, ELEMENTS_AT_A_TIME // scores.shape[-1])
-        for part, names, out in zip(*(x.split(rows) for x in (scores, targets, gradient))):
-            x = part.float()
-            counted = names != IGNORE_INDEX
-            own = names.masked_fill(~counted, 0)[:, None]
-            top = x.amax(dim=-1, keepdim=True)
-            chosen = x.gather(1, own)
-            # a score can be the best and another its equal: the first of them is the guess
-            best = ((chosen == top)[:, 0] & counted).nonzero()[:, 0]
-            right += (x[best].argmax(dim=-1) == names[best]).sum()
-            powers = (x - top).exp_()
-            sums = powers.sum(dim=-1, keepdim=True)
-            loss += (sums.log() + (top - chosen))[counted].sum()
-            if wanted:
-                powers.mul_(counted[:, None] / sums)
-                powers.scatter_add_(1, own, -counted[:, None].float())
-                out.copy_(powers)
-        ctx.mark_non_differentiable(right)
-        ctx.save_for_backward(gradient)
-        return loss, right
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """What was made, times what comes in."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None
+    logits = logits.float()
+    correct = (logits.detach().argmax(dim=-1) == labels).sum()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"), correct

@@ -105,17 +105,6 @@ def test_dropout_draws_four_numbers_at_a_time(batch):
     assert calls.largest["random_"] == 4 * 4 * 64 * 64 // 4  # the weights of a layer
 
 
-def test_the_loss_makes_no_float32_copy_of_all_scores(batch, monkeypatch):
-    _, packed, places, targets = batch
-    monkeypatch.setattr("train.loop.objective.ELEMENTS_AT_A_TIME", 3 * 500)
-    model = objective()
-    with Calls() as calls:
-        loss, _ = model(label_positions=places, labels=targets, **packed)
-        loss.backward()
-    assert not {"_log_softmax", "nll_loss_forward"} & set(calls.number)
-    assert calls.largest["exp_"] == 3 * 500
-
-
 @pytest.mark.parametrize(
     ("dtype", "dropout", "length", "training", "way"),
     [
