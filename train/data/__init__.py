@@ -1,5 +1,5 @@
-"""From text files to batches of token ids: reading, vocabulary, tokenising, order and masking.
+"""Data path: text files to batches of token ids, as pure functions of the seed.
 
-What belongs here: everything that decides which tokens a step sees, as pure functions of the seed.
+Read in this order: documents, vocabulary, corpus, token_store, batching, masking, stages.
 Not here: models, losses, optimizers and processes (`train.loop`).
 """

@@ -1,17 +1,17 @@
-"""Documents to token ids on disk: read, tokenised once, kept in shards, found again.
+"""Step 3 of the data path: documents to token ids on disk, tokenized once and cached.
 
     python -m train.data.corpus --corpus.train TEXT --corpus.validation TEXT --corpus.tokenizer DIR
 
-A source is a file or a hub data set. Its shards are named by the hash of everything that decides
-their bytes (text, column, tokenizer, format), so a change of any makes others, nothing stale can be
-read, and a build that was killed goes on with the first shard that is missing:
+A source is a file or a hub data set. Its shards are named by a hash of everything that decides
+their bytes (text, column, tokenizer, format): a change of any of them gives other shards, a stale
+one cannot be read, and an interrupted build continues with the first missing shard.
 
-    <cache>/<source>-<n>/tokens.bin      ids of its documents in a row, uint16 or uint32; no [CLS]
+    <cache>/<source>-<n>/tokens.bin      ids of the shard's documents, uint16 or uint32; no [CLS]
                          documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
                          manifest.json   what it was made from, counts, whether it is the last
-    <cache>/<corpus>/    documents.bin   int64 ends of all documents of all its shards
-                         manifest.json   which shards, counts
-    <cache>/hashes/                      of files, so that one that did not change is not read again
+    <cache>/<corpus>/    documents.bin   int64 ends of all documents of all shards
+                         manifest.json   names of the shards, counts
+    <cache>/hashes/                      hashes of files, so that unchanged files are not read again
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from train.data.documents import (
     find_files,
     known_suffix,
     read_source,
-    sources,
+    source_names,
     wrap_read_errors,
 )
 from train.data.token_store import TokenStore
@@ -48,107 +48,114 @@ from train.loop.run_metadata import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
 FORMAT = 2
-CHARACTERS_A_BATCH = 1_000_000
-"""Text tokenised at once, and so held in memory."""
+"""Version of the files, part of the hash."""
 
-BATCHES_A_SHARD = 64
-"""What a kill can cost: 64 MB of text, about ten seconds."""
+BATCH_CHARACTERS = 1_000_000
+"""Characters that are tokenized at once, and so held in memory."""
 
-LONGEST_SHARD = 3600
-"""Seconds after which a shard that is still unfinished belongs to a build that was killed."""
+BATCHES_PER_SHARD = 64
+"""Batches per shard: an interruption costs at most 64 MB of text, about ten seconds."""
+
+STALE_SECONDS = 3600
+"""Age at which an unfinished shard is taken to be left by a build that was killed."""
 
 
 def tokenize_corpus(
     corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
-    """The store of a part under a tokenizer; what is not there yet is made.
+    """Return the token store of a part; shards that are not in the cache are made.
 
     Args:
-        corpus: The corpus section; for "validation" the held-out text will do.
+        corpus: The corpus section.
         part: "train" or "validation".
-        tokenizer: A fast tokenizer; its special tokens are left out here.
+        tokenizer: A fast tokenizer; no special tokens are added.
 
     Raises:
         InputError: The source is missing, unreadable or empty.
     """
     shards: list[Path] = []
-    counts: list[int] = []
-    often = {"delay": 1, "mininterval": progress_interval()}
-    bar = tqdm(desc=f"tokenising {part}", unit=" documents", **often)
+    documents: list[int] = []
+    bar = tqdm(
+        desc=f"tokenising {part}", unit=" documents", delay=1, mininterval=progress_interval()
+    )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
-        rules = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
-        builder = _Builder(corpus, part, tokenizer, rules, bar)
+        state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
+        builder = _ShardBuilder(corpus, part, tokenizer, state, bar)
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]
             shards += found
-            counts.append(sum(_manifest(shard)["documents"] for shard in found))
-        return _open_store(corpus, part, shards, tuple(counts))
+            documents.append(sum(_read_manifest(shard)["documents"] for shard in found))
+        return _open_store(corpus, part, shards, tuple(documents))
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _ShardBuilder:
     """Finds or makes the shards of sources.
 
     Attributes:
         corpus: The corpus section.
-        part: Which of its two sources.
-        tokenizer: What makes ids.
-        rules: Its hash.
-        bar: Counts the documents that are tokenised.
+        part: "train" or "validation".
+        tokenizer: A fast tokenizer.
+        tokenizer_hash: Hash of its state.
+        bar: Progress bar, in documents.
     """
 
     corpus: HeldOutSettings
     part: str
     tokenizer: PreTrainedTokenizerBase
-    rules: str
+    tokenizer_hash: str
     bar: tqdm
 
     def shards(self, source: Source) -> list[Path]:
-        """Folders of all shards of a source; only those that are missing cost work."""
+        """Return the folders of all shards of a source; missing ones are made."""
         cache, column = Path(self.corpus.cache), self.corpus.text_column
-        facts = {"format": FORMAT, "text": self._text(source), "tokenizer": self.rules}
+        facts = {
+            "format": FORMAT,
+            "text": self._text_hash(source),
+            "tokenizer": self.tokenizer_hash,
+        }
         name = _hash(*facts.values())
-        found = _found(cache, name)
-        if found and _manifest(found[-1])["last"]:
+        found = _find_shards(cache, name)
+        if found and _read_manifest(found[-1])["last"]:
             return found
-        _sweep(cache, name)
-        known = sum(_manifest(shard)["documents"] for shard in found)
-        texts = itertools.islice(read_source(source, self.part, column), known, None)
-        folders = _shards(cache, name, len(found))
-        return found + list(self._make(source, _batches(texts), folders, facts))
+        _remove_stale(cache, name)
+        done = sum(_read_manifest(shard)["documents"] for shard in found)
+        texts = itertools.islice(read_source(source, self.part, column), done, None)
+        folders = _shard_folders(cache, name, len(found))
+        return found + list(self._make_shards(source, _split_batches(texts), folders, facts))
 
-    def _text(self, source: Source) -> str:
-        """A hash of what a source holds and how it is read."""
-        column, key = self.corpus.text_column, f"corpus.{self.part}"
-        if isinstance(source, str):  # the hub's may change: the cache holds what it was
+    def _text_hash(self, source: Source) -> str:
+        """Hash of the text of a source and of how it is read."""
+        column = self.corpus.text_column
+        if isinstance(source, str):  # a hub data set may change: its first state is cached
             return _hash(source, self.part, column)
-        with wrap_read_errors(source, key):
+        with wrap_read_errors(source, f"corpus.{self.part}"):
             return _hash(_file_hash(source, Path(self.corpus.cache)), known_suffix(source), column)
 
-    def _make(
+    def _make_shards(
         self,
         source: Source,
         batches: Iterator[list[str]],
         folders: Iterator[Path],
         facts: dict[str, Any],
     ) -> Iterator[Path]:
-        """Write batches to shards, as many as it takes."""
+        """Write batches to as many shards as needed."""
         rule = "must not change while it is read"
         batch = next(batches, None)
         while batch is not None:
             folder = next(folders)
             with write_dir_atomically(folder) as unfinished:
-                ours = itertools.chain([batch], itertools.islice(batches, BATCHES_A_SHARD - 1))
-                counts = self._write(ours, unfinished)
+                shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
+                counts = self._write_shard(shard, unfinished)
                 batch = next(batches, None)
-                same = self._text(source) == facts["text"]
-                require(same, f"corpus.{self.part}", rule, source, "start again when it is whole")
-                manifest = facts | counts | {"last": batch is None}
-                (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+                unchanged = self._text_hash(source) == facts["text"]
+                remedy = "start again when it is whole"
+                require(unchanged, f"corpus.{self.part}", rule, source, remedy)
+                _write_manifest(unfinished, facts | counts | {"last": batch is None})
             yield folder
 
-    def _write(self, batches: Iterator[list[str]], folder: Path) -> dict[str, Any]:
-        """Write tokens and ends of one shard; returns their counts."""
+    def _write_shard(self, batches: Iterator[list[str]], folder: Path) -> dict[str, Any]:
+        """Write tokens and document ends of one shard; returns their counts."""
         dtype = np.dtype(np.uint16 if len(self.tokenizer) <= 2**16 else np.uint32)
         ends: list[int] = [0]
         size = unknown = 0
@@ -166,79 +173,85 @@ class _Builder:
 
 
 def _open_store(
-    corpus: HeldOutSettings, part: str, shards: list[Path], parts: tuple[int, ...]
+    corpus: HeldOutSettings, part: str, shards: list[Path], source_documents: tuple[int, ...]
 ) -> TokenStore:
-    """Join shards: the ends of their documents become one file, which every process maps."""
-    manifests = [_manifest(shard) for shard in shards]
+    """Join shards: the ends of their documents become one file, which all processes map."""
+    manifests = [_read_manifest(shard) for shard in shards]
     sizes = [manifest["tokens"] for manifest in manifests]
-    found = f"{', '.join(sources(corpus, part))} with none"
+    found = f"{', '.join(source_names(corpus, part))} with none"
     require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, "check the files")
     known = sum(sizes) - sum(manifest.get("unknown", 0) for manifest in manifests)
     rule, remedy = f"must know the text of corpus.{part}", "learn one from it"
     require(known > 0, "corpus.tokenizer", rule, "unknown tokens alone", remedy)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-    # with weights it also matters which shards belong to which name
-    groups = parts if isinstance(corpus, CorpusSettings) and corpus.weights else None
-    folder = Path(corpus.cache) / _hash([shard.name for shard in shards], groups)
-    counts = {"documents": sum(m["documents"] for m in manifests), "tokens": sum(sizes)}
-    if not _has_sizes(folder, {"documents.bin": counts["documents"] * 8}):
+    # with weights, the order also depends on which shards belong to which source
+    weighted = isinstance(corpus, CorpusSettings) and corpus.weights
+    names = [shard.name for shard in shards]
+    folder = Path(corpus.cache) / _hash(names, source_documents if weighted else None)
+    documents = sum(source_documents)
+    if not _is_complete(folder, {"documents.bin": documents * 8}):
         with write_dir_atomically(folder) as unfinished:
             with (unfinished / "documents.bin").open("wb") as stream:
                 for shard, start in zip(shards, starts):
                     ends = np.fromfile(shard / "documents.bin", np.int64) + start
                     stream.write(ends.tobytes())
-            manifest = counts | {"shards": [shard.name for shard in shards]}
-            (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+            counts = {"documents": documents, "tokens": sum(sizes)}
+            _write_manifest(unfinished, counts | {"shards": names})
     ends = np.memmap(folder / "documents.bin", np.int64, "r")
-    return TokenStore(ends, tuple(shards), starts, np.dtype(manifests[0]["dtype"]), parts, folder)
+    dtype = np.dtype(manifests[0]["dtype"])
+    return TokenStore(ends, tuple(shards), starts, dtype, source_documents, folder)
 
 
 def describe_store(part: str, store: TokenStore) -> str:
-    """How much a part holds, in words, and a warning where its tokenizer does not know the text."""
+    """Return the size of a part in words, with a warning if many of its tokens are unknown."""
     tokens = int(store.document_ends[-1])
-    share = sum(_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
+    share = sum(_read_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
     line = f"{part}: {len(store.document_ends):,} documents, {tokens:,} tokens"
     warning = f"; warning: {share:.1%} of them are unknown to corpus.tokenizer, and not predicted"
     return line + warning * (share > 0.05)
 
 
 def check_disjoint_contents(train: TokenStore, held_out: TokenStore) -> None:
-    """Refuse held-out text that is also in the training text under another name.
+    """Check that no held-out file is a copy of a training file.
 
     Raises:
         InputError: A file has the same bytes as one of the other part.
     """
     shared = set(train.shards) & set(held_out.shards)
-    documents = sum(_manifest(shard)["documents"] for shard in shared)
+    documents = sum(_read_manifest(shard)["documents"] for shard in shared)
     rule, found = "must hold no file of corpus.train", f"copies, of {documents:,} documents"
     require(not documents, "corpus.validation", rule, found, "take them out of the training text")
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
 
 
-def _shards(cache: Path, source: str, number: int) -> Iterator[Path]:
-    """Names of the shards of a source, from a number on."""
-    return (cache / f"{source}-{i:05d}" for i in itertools.count(number))
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
-def _found(cache: Path, source: str) -> list[Path]:
-    """The shards of a source that are there, up to the last or the first that is missing."""
+def _shard_folders(cache: Path, source: str, first: int) -> Iterator[Path]:
+    """Folders of the shards of a source, without end, from number `first`."""
+    return (cache / f"{source}-{i:05d}" for i in itertools.count(first))
+
+
+def _find_shards(cache: Path, source: str) -> list[Path]:
+    """Shards of a source in the cache, up to the last or to the first that is missing."""
     found: list[Path] = []
-    for folder in _shards(cache, source, 0):
-        if not _has_sizes(folder, _sizes(folder)):
+    for folder in _shard_folders(cache, source, 0):
+        if not _is_complete(folder, _file_sizes(folder)):
             break
         found.append(folder)
-        if _manifest(folder)["last"]:
+        if _read_manifest(folder)["last"]:
             break
     return found
 
 
-def _sizes(shard: Path) -> dict[str, int]:
-    """Bytes of each file of a shard, from its manifest; that it must have one, if there is none."""
+def _file_sizes(shard: Path) -> dict[str, int]:
+    """Bytes of each file of a shard by its manifest; without a readable one no size is right."""
     try:
-        manifest = _manifest(shard)
+        manifest = _read_manifest(shard)
         width = np.dtype(manifest["dtype"]).itemsize
         return {
             "tokens.bin": manifest["tokens"] * width,
@@ -248,23 +261,23 @@ def _sizes(shard: Path) -> dict[str, int]:
         return {"manifest.json": -1}
 
 
-def _has_sizes(folder: Path, sizes: dict[str, int]) -> bool:
-    """Whether a folder is there with its bytes; one that a power cut left short is taken away."""
+def _is_complete(folder: Path, sizes: dict[str, int]) -> bool:
+    """Whether a folder holds files of these sizes; one cut short by a power failure is removed."""
     if not folder.exists():
         return False
-    files = {name: folder / name for name in sizes}
-    if all(f.exists() and f.stat().st_size == sizes[name] for name, f in files.items()):
+    files = {folder / name: size for name, size in sizes.items()}
+    if all(file.exists() and file.stat().st_size == size for file, size in files.items()):
         return True
     shutil.rmtree(folder)
     return False
 
 
-def _sweep(cache: Path, source: str) -> None:
-    """Remove what killed builds left; anything younger may be a build on another machine."""
-    for left in cache.glob(f".{source}-*"):
+def _remove_stale(cache: Path, source: str) -> None:
+    """Remove what killed builds left; a younger folder may be a build on another machine."""
+    for folder in cache.glob(f".{source}-*"):
         with suppress(OSError):  # another process removed it first
-            if time.time() - left.stat().st_mtime > LONGEST_SHARD:
-                shutil.rmtree(left)
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder)
 
 
 def _hash(*facts: object) -> str:
@@ -272,18 +285,18 @@ def _hash(*facts: object) -> str:
 
 
 def _file_hash(file: Path, cache: Path) -> str:
-    """SHA-256 of a file's bytes, remembered while its path, size and time of change stay."""
+    """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
     state = file.stat()
-    memory = cache / "hashes" / _hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
-    if memory.exists():
-        return memory.read_text()
+    entry = cache / "hashes" / _hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
+    if entry.exists():
+        return entry.read_text()
     with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = memory.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(found)
-    unfinished.replace(memory)
-    return found
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = entry.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(digest)
+    unfinished.replace(entry)
+    return digest
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -292,13 +305,14 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[li
     return (encoding.ids for encoding in encodings)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Group texts into batches of a little more than `BATCH_CHARACTERS`."""
     batch: list[str] = []
     length = 0
     for text in texts:
         batch.append(text)
         length += len(text)
-        if length > CHARACTERS_A_BATCH:
+        if length > BATCH_CHARACTERS:
             yield batch
             batch, length = [], 0
     if batch:
@@ -307,13 +321,13 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """Tokenise text ahead of a run, which then finds it in `corpus.cache`."""
+    """Tokenize text before a run, which then finds it in `corpus.cache`."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
 
 def main(settings: TokenizeSettings) -> None:
-    """Tokenise both parts; says how much, how fast and in how much memory."""
+    """Tokenize both parts and print their size, the speed and the peak memory."""
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
     check_disjoint_files(corpus)
@@ -327,7 +341,7 @@ def main(settings: TokenizeSettings) -> None:
         stores.append(store)
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
-        size = sum(_manifest(shard)["text_bytes"] for shard in new) / 1e6
+        size = sum(_read_manifest(shard)["text_bytes"] for shard in new) / 1e6
         peak = peak_memory(torch.device("cpu")) / 1e9
         print(
             f"{describe_store(part, store)}; "

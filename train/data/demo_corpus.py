@@ -1,8 +1,8 @@
-"""The embedded corpus: English documentation that is already on the machine.
+"""The embedded corpus: English documentation of the Python packages installed on this machine.
 
-Docstrings of the standard library and of a fixed list of this project's dependencies, read with
-`ast` (nothing is imported or run). It lets the demo and the tests run with no download; it is no
-substitute for real text.
+It consists of the docstrings of the standard library and of some dependencies of this project,
+read with `ast` (no code is imported or run). The demo and the tests need no download with it; it
+does not replace real text.
 """
 
 import ast
@@ -19,29 +19,29 @@ PACKAGES = (
     "accelerate", "datasets", "evaluate", "fsspec", "huggingface_hub", "jsonargparse", "matplotlib",
     "numpy", "pandas", "scipy", "sklearn", "sympy", "torch", "transformers",
 )  # fmt: skip
-"""Installed packages whose documentation is read, after the standard library, in this order."""
+"""Packages that are read after the standard library, in this order."""
 
 MEGABYTES = 10
-"""How much of it serves, from the start: more takes longer to read than the demo has time for."""
+"""Size of the corpus; reading more would take too long for the demo."""
 
-SHORTEST = 200
-"""Docstrings of fewer characters are titles, not text."""
+MIN_CHARACTERS = 200
+"""Shorter docstrings are titles, not text."""
 
 HELD_OUT_EVERY = 20
-"""One source file in so many goes to the validation text, whole, so that no docstring is split."""
+"""Every 20th source file is held out for validation."""
 
 
 def corpus_file(part: str, cache: str | Path) -> Path:
-    """The corpus as a jsonl file in `cache`, made when it is not there or the packages changed.
+    """Return the jsonl file of a part, written if it is missing or the packages have changed.
 
     Args:
-        part: "train" or "validation"; no source file serves both.
+        part: "train" or "validation"; they share no source file.
         cache: Folder for the two files.
 
     Returns:
-        The file of that part, a document a line, in an order the installed files alone decide.
+        A file with one document per line, in an order that depends on the installed files only.
     """
-    rules = f"{MEGABYTES} {SHORTEST} {HELD_OUT_EVERY}"
+    rules = f"{MEGABYTES} {MIN_CHARACTERS} {HELD_OUT_EVERY}"
     files = (f"{path.name} {path.stat().st_size}" for path in source_files())
     name = hashlib.sha256("\n".join([rules, *files]).encode()).hexdigest()[:16]
     folder = Path(cache) / f"embedded-{name}"
@@ -57,12 +57,12 @@ def corpus_file(part: str, cache: str | Path) -> Path:
 
 
 def read_docstrings() -> Iterator[tuple[str, bool]]:
-    """Docstrings, each once, with whether its source file is held out for validation."""
+    """Yield each docstring once, and whether its source file is held out for validation."""
     seen: set[str] = set()
     left = MEGABYTES * 1_000_000
     for number, path in enumerate(source_files()):
         for text in docstrings(path):
-            if len(text) < SHORTEST or text in seen:
+            if len(text) < MIN_CHARACTERS or text in seen:
                 continue
             seen.add(text)
             left -= len(text)
@@ -72,7 +72,7 @@ def read_docstrings() -> Iterator[tuple[str, bool]]:
 
 
 def source_files() -> Iterator[Path]:
-    """Python files of the standard library, then of `PACKAGES`, each in sorted order."""
+    """Yield the Python files of the standard library, then of `PACKAGES`, sorted."""
     standard = Path(sysconfig.get_path("stdlib"))
     site = Path(sysconfig.get_path("purelib"))
     outside = ("site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data")
@@ -86,13 +86,13 @@ def source_files() -> Iterator[Path]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Docstrings of one file, in reading order; a file that is no valid Python has none."""
+    """Yield the docstrings of a file in reading order; one that is not valid Python has none."""
     source = path.read_bytes()
     if b'"""' not in source and b"'''" not in source:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
+            warnings.simplefilter("ignore")  # invalid escapes in the packages
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
@@ -102,6 +102,6 @@ def docstrings(path: Path) -> Iterator[str]:
         text = ast.get_docstring(node)  # type: ignore[arg-type]
         if text:
             yield text
-        # only definitions hold docstrings, so expressions need not be walked
+        # only definitions have docstrings: expressions are not walked
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         stack.extend(n for n in reversed(getattr(node, "body", [])) if isinstance(n, kinds))

@@ -162,8 +162,8 @@ def test_a_file_is_read_again_only_when_it_changed(written, tmp_path, tokenizer,
 @pytest.fixture
 def small_shards(monkeypatch):
     """Shards of two batches of a few documents."""
-    monkeypatch.setattr("train.data.corpus.CHARACTERS_A_BATCH", 200)
-    monkeypatch.setattr("train.data.corpus.BATCHES_A_SHARD", 2)
+    monkeypatch.setattr("train.data.corpus.BATCH_CHARACTERS", 200)
+    monkeypatch.setattr("train.data.corpus.BATCHES_PER_SHARD", 2)
 
 
 def test_shards_hold_the_documents_in_order(corpus_folder, tmp_path, tokenizer, small_shards):
@@ -400,7 +400,7 @@ def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
 
 def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("train.data.documents.HELD_OUT", 2)
+    monkeypatch.setattr("train.data.documents.HELD_OUT_DOCUMENTS", 2)
     file = tmp_path / "owner" / "name" / "train.jsonl"  # `datasets` reads a folder in the same way
     file.parent.mkdir(parents=True)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abcde"))

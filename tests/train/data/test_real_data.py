@@ -36,7 +36,7 @@ def test_wikipedia_batches_are_at_least_98_percent_text(real_data, tmp_path, pac
 
 
 def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(real_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.corpus.BATCHES_A_SHARD", 4)
+    monkeypatch.setattr("train.data.corpus.BATCHES_PER_SHARD", 4)
     tokenizer = vocabulary.load_tokenizer(str(real_data / "vocab" / "bert-base-uncased.txt"))
     source = CorpusSettings(
         train=str(real_data / "corpus" / "wikipedia" / "train-00000-of-00004.parquet")
