@@ -1,10 +1,9 @@
-"""An epoch of fine-tuning beside transformers' official example: `python -m finetune.speed`.
+"""Time of a fine-tuning epoch against the example of transformers: `python -m finetune.speed`.
 
-The example is examples/pytorch/text-classification of transformers, its loop written down here:
-batches in random order, padded to their longest row (run_glue_no_trainer.py) or all to `length`
-(run_glue.py, by default), AdamW, linear schedule, float32 unless told otherwise. Both loops train
-the same class of model from the same weights on the same rows, in turns, in one process, and score
-the validation rows after it. What counts are the ratios within a round.
+The loop of examples/pytorch/text-classification is reproduced here: random batches padded to their
+longest row (run_glue_no_trainer.py) or to `length` (run_glue.py, by default), AdamW, a linear
+schedule, float32. Both loops train the same model from the same weights on the same rows and then
+score the validation rows, alternating in one process; the results are ratios within a round.
 """
 
 import json
@@ -30,31 +29,32 @@ from train.loop.launch import run_command
 from train.loop.run_metadata import collect_environment
 from train.settings import require
 
-Epoch = Callable[[], float]  # makes one, returns its seconds
+Epoch = Callable[[], float]
+"""Trains and scores one epoch, returns its seconds."""
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Time an epoch of this project's loop and of the official example's."""
+    """Measure an epoch of this project's loop and of the example's."""
 
     model: str
-    """Folder of any model; the control from random weights is timed, which costs the same."""
+    """Model folder; a model with its configuration and random weights is trained."""
     glue_dir: str
     """Folder of TASK/SPLIT.parquet."""
     tasks: list[str] = field(default_factory=lambda: ["mrpc", "sst2"])
     """Tasks by name."""
     train_rows: int = 512
-    """First rows of the training split that make an epoch; 0 means all."""
+    """Rows of the training split in an epoch; 0 means all."""
     batch_size: int = 32
-    """Examples a step."""
+    """Examples per step."""
     length: int = 128
     """Longest input in tokens."""
     rounds: int = 3
-    """Times every loop has its turn."""
+    """Epochs of every loop."""
     cache: str = "runs/tokens"
-    """Folder where tokens are kept."""
+    """Folder for tokenized text."""
     output: str = "results/glue-bench-cpu.json"
-    """File for the numbers; the table goes beside it."""
+    """JSON file to write; the table (.md) is written beside it."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]
@@ -64,7 +64,7 @@ class BenchSettings:
 
 
 def first_rows(examples: Examples, count: int) -> Examples:
-    """The first rows of a split; all when `count` is 0."""
+    """Return the first rows of a split, all if `count` is 0."""
     count = min(count or len(examples), len(examples))
     tokens = int(examples.lengths[:count].sum())
     inputs = {name: values[:tokens] for name, values in examples.inputs.items()}
@@ -73,11 +73,11 @@ def first_rows(examples: Examples, count: int) -> Examples:
     )
 
 
-def ours(run: GlueSettings, data: glue.Data, config: Any, precision: str) -> Epoch:
-    """This project's epoch."""
+def project_epoch(run: GlueSettings, data: glue.Data, config: Any, precision: str) -> Epoch:
+    """Return an epoch of this project's loop."""
 
     def epoch() -> float:
-        model, accelerator = glue.load_model(run, config), fresh_accelerator(precision)
+        model, accelerator = glue.load_model(run, config), reset_accelerator(precision)
         started = time.perf_counter()
         glue.fine_tune(run, model, data, accelerator, lambda *progress: None)
         return time.perf_counter() - started
@@ -85,25 +85,29 @@ def ours(run: GlueSettings, data: glue.Data, config: Any, precision: str) -> Epo
     return epoch
 
 
-def official(
-    run: GlueSettings, data: glue.Data, config: Any, tokenizer: Any, precision: str, whole: bool
+def example_epoch(
+    run: GlueSettings, data: glue.Data, config: Any, tokenizer: Any, precision: str, padding: str
 ) -> Epoch:
-    """The example's epoch; `whole` pads every row to the length."""
-    kind = "max_length" if whole else "longest"
-    collate = DataCollatorWithPadding(tokenizer, padding=kind, max_length=run.length)
-    rows = {split: features(examples) for split, examples in data.items()}
+    """Return an epoch of the example's loop; `padding` is "longest" or "max_length"."""
+    collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=run.length)
+    rows = {split: to_features(examples) for split, examples in data.items()}
     steps = -(-len(rows["train"]) // run.batch_size)
 
     def epoch() -> float:
         torch.manual_seed(run.seed)
         model = AutoModelForSequenceClassification.from_config(config)
-        accelerator = fresh_accelerator(precision)
+        accelerator = reset_accelerator(precision)
         started = time.perf_counter()
-        plain = {n for n, p in model.named_parameters() if "bias" in n or "LayerNorm.weight" in n}
+        no_decay = {
+            n for n, p in model.named_parameters() if "bias" in n or "LayerNorm.weight" in n
+        }
         named = list(model.named_parameters())
         groups = [
-            {"params": [p for n, p in named if n not in plain], "weight_decay": run.weight_decay},
-            {"params": [p for n, p in named if n in plain], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in named if n not in no_decay],
+                "weight_decay": run.weight_decay,
+            },
+            {"params": [p for n, p in named if n in no_decay], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=run.learning_rate)
         schedule = get_scheduler("linear", optimizer, 0, steps)
@@ -129,8 +133,8 @@ def official(
     return epoch
 
 
-def features(examples: Examples) -> list[dict[str, Any]]:
-    """Rows as a tokenizer would give them, for the collator to pad."""
+def to_features(examples: Examples) -> list[dict[str, Any]]:
+    """Return rows in the form of a tokenizer's output, for the collator."""
     ends = examples.starts + examples.lengths
     return [
         {name: values[start:end].tolist() for name, values in examples.inputs.items()}
@@ -139,14 +143,14 @@ def features(examples: Examples) -> list[dict[str, Any]]:
     ]
 
 
-def fresh_accelerator(precision: str) -> Accelerator:
-    """An Accelerator of this precision, whatever the one before had."""
+def reset_accelerator(precision: str) -> Accelerator:
+    """Return an Accelerator with this precision; Accelerate allows only one per process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(mixed_precision=precision)
 
 
-def loops(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], int]:
-    """Every loop by its name, ours first, and the rows of an epoch."""
+def make_epochs(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], int]:
+    """Return the epoch of every loop by its name, this project's first, and the number of rows."""
     run = GlueSettings(
         model=settings.model,
         task=task,
@@ -160,46 +164,46 @@ def loops(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], int]:
     config, tokenizer = glue.load_config_and_tokenizer(run, TASKS[task])
     data = glue.load_data(run, TASKS[task], tokenizer)
     data["train"] = first_rows(data["train"], settings.train_rows)
-    eager = replace(run, attention="eager")  # the faster kernel in bf16 on a CPU
-    fast = eager if not torch.cuda.is_available() else run
+    # the faster kernel in bf16 on a CPU
+    fast = run if torch.cuda.is_available() else replace(run, attention="eager")
     example = (run, data, config, tokenizer)
     return {
-        "this project, bf16": ours(fast, data, config, "bf16"),
-        "this project, fp32": ours(run, data, config, "no"),
-        "example without trainer, bf16": official(*example, "bf16", whole=False),
-        "example without trainer, fp32": official(*example, "no", whole=False),
-        "example, every row at the length, fp32": official(*example, "no", whole=True),
+        "this project, bf16": project_epoch(fast, data, config, "bf16"),
+        "this project, fp32": project_epoch(run, data, config, "no"),
+        "example without trainer, bf16": example_epoch(*example, "bf16", "longest"),
+        "example without trainer, fp32": example_epoch(*example, "no", "longest"),
+        "example, every row at the length, fp32": example_epoch(*example, "no", "max_length"),
     }, len(data["train"])
 
 
 def main(settings: BenchSettings) -> None:
-    """Measure each task, print a table, write the numbers."""
+    """Measure every task, print the table, write it and the numbers."""
     table = [
-        "| task, rows | loop | seconds an epoch | ours in bf16 is faster by (range of rounds) |",
+        "| task, rows | loop | seconds per epoch | speed-up of ours in bf16 (range of rounds) |",
         "|---|---|---:|---:|",
     ]
     numbers: dict[str, dict[str, list[float]]] = {}
     for task in settings.tasks:
-        epochs, rows = loops(settings, task)
+        epochs, rows = make_epochs(settings, task)
         seconds: dict[str, list[float]] = {name: [] for name in epochs}
         for _ in range(settings.rounds):
             for name, epoch in epochs.items():
                 seconds[name].append(epoch())
         numbers[task] = seconds
-        mine = next(iter(seconds.values()))
+        ours = next(iter(seconds.values()))
         for name, values in seconds.items():
-            ratios = sorted(theirs / own for theirs, own in zip(values, mine))
+            ratios = sorted(a / b for a, b in zip(values, ours))
             table.append(
                 f"| {task}, {rows:,} | {name} | {statistics.median(values):.1f} "
                 f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
             )
-    about = {"settings": vars(settings)} | collect_environment(fresh_accelerator("no"))
+    about = {"settings": vars(settings)} | collect_environment(reset_accelerator("no"))
     named = ("machine", "threads", "torch", "transformers", "commit")
     head = (
         "# An epoch of fine-tuning, against the loop of transformers' example\n\n"
         f"`python -m finetune.speed --model {settings.model} --glue_dir {settings.glue_dir}`: "
         f"{', '.join(f'{key} {about[key]}' for key in named)}; medians of {settings.rounds} rounds "
-        "in one process, by turns. Nothing is said of other sizes, machines or lengths of text.\n\n"
+        "in one process. Other sizes, machines and lengths of text give other ratios.\n\n"
     )
     print("\n".join(table))
     output = Path(settings.output)

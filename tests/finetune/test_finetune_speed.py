@@ -1,3 +1,5 @@
+"""The fine-tuning benchmark: rows, padding, and the whole command."""
+
 import json
 
 import numpy as np
@@ -27,7 +29,7 @@ def test_the_first_rows_are_the_first_rows(tmp_path):
 
 def test_the_examples_rows_are_the_tokenizers(tmp_path):
     every = examples(tmp_path)
-    padded = tiny_tokenizer().pad(speed.features(every)[3:6], return_tensors="pt")
+    padded = tiny_tokenizer().pad(speed.to_features(every)[3:6], return_tensors="pt")
     assert all(padded[name].equal(value) for name, value in every.batch(np.arange(3, 6)).items())
 
 
