@@ -11,7 +11,7 @@ none            no positions                   a bag of words; a decoder knows t
 =============== ============================== ============================================
 
 To add an encoding that is a bias on the scores, add its name to
-`configuration_roformer.POSITION_BIASES`, a class here and its line in `build_position_bias`. The
+`configuration_rules.POSITION_BIASES`, a class here and its line in `build_position_bias`. The
 tests are parametrised over these names.
 
 Legend: B batch, L queries, S keys, K distances, E embedding size, H heads, D head size.

@@ -1,7 +1,6 @@
 """Linear attention against equation 19 in float64, and its properties in the model."""
 
 import copy
-import math
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,6 @@ import roformer
 from roformer import (
     RoFormerConfig,
     RoFormerForCausalLM,
-    RoFormerForMaskedLM,
     RoFormerModel,
 )
 from roformer.configuration_rules import FEATURE_MAPS
@@ -351,24 +349,6 @@ def test_all_heads_compute_with_it():
             masks = mask[:, None].expand(2, 3, 9) if "MultipleChoice" in name else mask
             found = head(config_of("elu")).eval()(given, attention_mask=masks)
             assert all(x.isfinite().all() for x in found.values() if torch.is_tensor(x)), name
-
-
-def test_it_learns_to_fill_masks():
-    torch.manual_seed(0)
-    model = RoFormerForMaskedLM(config_of("elu", hidden_dropout_prob=0.0))
-    ids = torch.arange(5, 45).repeat(4, 1)
-    masked = ids.clone()
-    masked[:, ::5] = 4
-    labels = ids.masked_fill(masked != 4, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(120):
-        loss = model(masked, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 < 3.5 < losses[0] < 1.2 * math.log(V)
 
 
 @pytest.mark.parametrize("kind", ["elu", "favor"])
