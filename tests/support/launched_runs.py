@@ -1,4 +1,4 @@
-"""Runs as processes: started as the README starts them, watched, and gone when their test ends."""
+"""Pretraining runs in processes of their own: start, watch, signal and clean up."""
 
 import ctypes
 import json
@@ -36,7 +36,7 @@ NO_DROPOUT = json.dumps(
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 PATIENCE = 120.0
-"""Seconds that a busy machine gets for anything that is waited for without a deadline to keep."""
+"""Seconds until a test gives up waiting; generous, for busy machines."""
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -50,7 +50,11 @@ ENDLESS = ["--optim.steps=100000", "--run.save_every=100000", KNOWN_PEAK]
 
 @contextmanager
 def process_starter(tmp_path: Path) -> Iterator[Start]:
-    """Starts a command in a group of its own; orphans come to this process, to be waited for."""
+    """Yield a function that starts a command in a process group of its own.
+
+    At the end all its processes are killed. Orphans become children of this process (a subreaper),
+    so that they can be waited for.
+    """
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -93,25 +97,22 @@ def process_starter(tmp_path: Path) -> Iterator[Start]:
 
 
 def child_processes(folder: Path) -> list[int]:
-    """All processes whose command names the folder, which is this test's alone."""
-    return [
-        pid
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if names_folder(pid, folder)
-    ]
+    """Processes whose command line names the folder, which only this test uses."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid in pids if names_folder(pid, folder)]
 
 
 def names_folder(pid: int, folder: Path) -> bool:
+    """Whether the command line of another process names a folder."""
     try:
-        return (
-            pid != os.getpid() and str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return pid != os.getpid() and str(folder).encode() in command
 
 
 def remaining_processes(folder: Path) -> list[int]:
-    """Processes of the test that still run, after those that ended were waited for."""
+    """Processes of the test that still run; ended ones are waited for."""
     left = child_processes(folder)
     for pid in left:
         with suppress(ChildProcessError):
@@ -120,7 +121,7 @@ def remaining_processes(folder: Path) -> list[int]:
 
 
 def rank_pids(folder: Path) -> dict[int, int]:
-    """rank -> process of the training processes of the test."""
+    """Process id of each rank of the test's training processes."""
     found: dict[int, int] = {}
     for pid in child_processes(folder):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -132,10 +133,12 @@ def rank_pids(folder: Path) -> dict[int, int]:
 
 
 def child_pids(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Wait until `what()` is true."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"
@@ -143,26 +146,30 @@ def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 def read_output(tmp_path: Path) -> str:
+    """Standard output and errors of all commands of the test."""
     return (tmp_path / "output").read_text(errors="replace")
 
 
 def complete_rows(run: Path) -> list[dict]:
-    """Rows of a log that is being written."""
+    """Complete rows of a log that may be being written."""
     log = run / "log.jsonl"
     text = log.read_text() if log.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def last_logged_step(run: Path) -> int:
+    """Last step in log.jsonl, or 0."""
     return max((row["step"] for row in complete_rows(run)), default=0)
 
 
 def log_mtime(run: Path) -> int:
+    """Modification time of log.jsonl in nanoseconds, or 0 without one."""
     log = run / "log.jsonl"
     return log.stat().st_mtime_ns if log.exists() else 0
 
 
 def list_checkpoints(run: Path) -> list[str]:
+    """Names of the checkpoints of a run, sorted."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
@@ -173,13 +180,13 @@ def newest_step(run: Path) -> int:
 
 
 def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: int) -> int:
-    """Wait until a launch has logged so many steps of its own; the last step in the log.
+    """Wait until a launch has logged `steps` steps of its own; return the last logged step.
 
     Args:
-        victim: The launch, which must be alive all the while.
+        victim: The launch, which must not end before.
         run: Its folder.
-        before: `changed(run)` from before the launch.
-        steps: How many.
+        before: `log_mtime(run)` before the launch.
+        steps: Number of steps.
     """
     begun = newest_step(run)
 
@@ -192,13 +199,14 @@ def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: 
 
 
 def run_in_process(flags: list[str], *more: str) -> PretrainSettings:
+    """Pretrain in this process, without measuring the peak speed."""
     settings = parse_settings(PretrainSettings, [*flags, KNOWN_PEAK, *more])
     main(settings)
     return settings
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Every line of the two logs, but for times, and the final weights, to the bit."""
+    """Check that two runs logged the same values and ended with the same weights, to the bit."""
     for key in ("loss", "accuracy", "gradient_norm", "tokens", "validation_loss"):
         assert log_rows(one, key) == log_rows(other, key)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (one, other)]
@@ -206,19 +214,20 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def start_ranks(start: Start, flags: list[str]) -> list[subprocess.Popen[bytes]]:
-    """Two ranks in one process group, as `srun` starts them: their exit codes can be seen."""
+    """Start two ranks in one process group, as `srun` does; the exit code of each is visible."""
     port = free_port()
     started: list[subprocess.Popen[bytes]] = []
     for rank in range(2):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {name: str(value) for name, value in names.items()} | where | CPU
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in names.items()} | address | CPU
         group = started[0].pid if started else 0
         started.append(start(SCRIPT, *flags, group=group, **variables))
     return started
 
 
 def free_port() -> str:
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Token ids on disk without a text, and the special tokens that go with them."""
+"""A token store without a text, and its vocabulary."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ VOCAB = Vocab(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
 
 
 def make_token_store(lengths, tmp_path) -> TokenStore:
-    """One shard whose tokens are 5, 6, 7, ...: each occurs once."""
+    """Write documents of these lengths in one shard; tokens are 5, 6, 7, ..., each once."""
     ends = np.cumsum(lengths)
     ids = np.dtype(np.uint32)
     np.arange(5, 5 + ends[-1], dtype=ids).tofile(tmp_path / "tokens.bin")

@@ -118,18 +118,17 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain_flags, tmp_path):
 
 
 def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences):
-    for pad_predictions_to in (500, 40):  # more than is predicted, and less
-        for free, fixed in zip(
-            steps_of(sequences)[2], steps_of(sequences, pad_predictions_to=pad_predictions_to)[2]
-        ):
+    for multiple in (500, 40):  # more than is predicted, and less
+        padded = steps_of(sequences, pad_predictions_to=multiple)
+        for free, fixed in zip(steps_of(sequences)[2], padded[2]):
             number = len(free["labels"])
             assert torch.equal(fixed["input_ids"], free["input_ids"])
             assert torch.equal(fixed["label_positions"][:number], free["label_positions"])
             assert torch.equal(fixed["labels"][:number], free["labels"])
             assert (fixed["labels"][number:] == IGNORE_INDEX).all()
             assert len(fixed["labels"]) == len(fixed["label_positions"])
-            assert 0 <= len(fixed["labels"]) - number < pad_predictions_to
-            assert len(fixed["labels"]) % pad_predictions_to == 0
+            assert 0 <= len(fixed["labels"]) - number < multiple
+            assert len(fixed["labels"]) % multiple == 0
 
 
 def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
@@ -228,7 +227,7 @@ class Billion(SequenceIndex):
         return index * 126, (1 + stateless_rng.random_bits(7, index) % 126).astype(np.int64)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 8, 64, 1024])
+@pytest.mark.parametrize("processes", [1, 8, 256])
 def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(processes):
     sequences = Billion()
     for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
@@ -236,11 +235,10 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
         expected, visits = training_order(sequences, place, 0, 512)
         found = []
         for rank in range(processes):
-            micro_batch_indices = StepDataset(
-                sequences, VOCAB, 2048, 2, 0.15, 0, processes, rank
-            ).micro_batch_indices(step)
-            assert sum(len(index) for index, _ in micro_batch_indices) == 2048 // processes
-            found += [pair for share in micro_batch_indices for pair in zip(*share)]
+            steps = StepDataset(sequences, VOCAB, 2048, 2, 0.15, 0, processes, rank)
+            micro_batches = steps.micro_batch_indices(step)
+            assert sum(len(index) for index, _ in micro_batches) == 2048 // processes
+            found += [pair for micro_batch in micro_batches for pair in zip(*micro_batch)]
         assert sorted(found) == sorted(zip(expected, visits))
 
 
@@ -254,8 +252,8 @@ def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
 
 
 def test_the_order_of_a_billion_repeats_nothing():
-    # two million places: a function that were no permutation would collide about 2,000 times
-    windows = np.random.default_rng(0).choice(10**9 // 2048, 1000, replace=False)
+    # half a million places: a function that is no permutation would collide about 130 times
+    windows = np.random.default_rng(0).choice(10**9 // 2048, 256, replace=False)
     place = (windows[:, None] * 2048 + np.arange(2048)).flatten()
     found = stateless_rng.permute(place, 10**9, 0, 0)
     assert len(np.unique(found)) == len(place)
