@@ -13,9 +13,9 @@ from train.pretrain import main
 from train.settings import InputError, PretrainSettings
 
 STAGES = [
-    {"steps": 4},
-    {"steps": 5, "length": 48, "batch_size": 8, "micro_batch": 8},
-    {"steps": 3, "length": 16},
+    {"steps": 2},
+    {"steps": 4, "length": 48, "batch_size": 8, "micro_batch": 8},
+    {"steps": 2, "length": 16},
 ]
 
 
@@ -32,7 +32,7 @@ def test_stages_replace_what_they_name_and_keep_the_rest(pretrain_flags):
     stages = split_stages(settings)
     assert [s.corpus.length for s in stages] == [32, 48, 16]
     assert [s.optim.batch_size for s in stages] == [16, 8, 16]
-    assert [s.optim.steps for s in stages] == [4, 5, 3]
+    assert [s.optim.steps for s in stages] == [2, 4, 2]
     assert all(s.optim.learning_rate == settings.optim.learning_rate for s in stages)
     assert len({stage_seed(0, number) for number in range(3)}) == 3
     assert stage_seed(7, 0) == 7
@@ -42,10 +42,10 @@ def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(
     pretrain_flags, tmp_path
 ):
     whole = run(pretrain_flags, "--run.name=whole")
-    assert set(log_rows(tmp_path / "runs" / "whole")) == set(range(1, 13))
+    assert set(log_rows(tmp_path / "runs" / "whole")) == set(range(1, 9))
     tokens = log_rows(tmp_path / "runs" / "whole", "tokens")
-    assert tokens[4] - tokens[3] > tokens[5] - tokens[4] > 0  # half the batch, a bit longer
-    for step in range(1, 7):  # a limit that is over at once: a step a launch, into the second stage
+    assert tokens[2] - tokens[1] > tokens[3] - tokens[2] > 0  # half the batch, a bit longer
+    for step in range(1, 5):  # one step per launch, into the second stage
         run(pretrain_flags, "--run.name=broken", "--run.max_hours=1e-9")
         assert max(log_rows(tmp_path / "runs" / "broken")) == step
     run(pretrain_flags, "--run.name=broken")
