@@ -37,7 +37,7 @@ def test_every_loop_has_its_turns(tmp_path, capsys):
     model = tiny_model(tmp_path / "model", "bert")
     glue = write_sst2(tmp_path / "glue", train=64)
     output = str(tmp_path / "speed.json")
-    asked = BenchSettings(
+    settings = BenchSettings(
         model,
         glue,
         tasks=["sst2"],
@@ -46,7 +46,7 @@ def test_every_loop_has_its_turns(tmp_path, capsys):
         output=output,
         cache=str(tmp_path / "tokens"),
     )
-    speed.main(asked)
+    speed.main(settings)
     seconds = json.loads((tmp_path / "speed.json").read_text())["seconds"]["sst2"]
     assert len(seconds) == 5
     assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())

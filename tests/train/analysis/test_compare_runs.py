@@ -54,9 +54,9 @@ def test_models_are_compared_seed_by_seed_at_equal_tokens_and_at_equal_time(runs
     assert rope["at_equal_time"]["values"] == [5.0, 5.0, 5.0]
     assert none["at_equal_time"]["values"] == [5.5, 5.8, 5.2]
     assert none["tokens_per_second"]["values"] == [200, 201, 202]
-    said = capsys.readouterr().out
-    assert "| none | 3 | 1,234,567 | 201 ± 2 | 5.500 ± 0.745 | -1.400 ± 0.657 |" in said
-    assert said.startswith((tmp_path / "c.md").read_text())
+    printed = capsys.readouterr().out
+    assert "| none | 3 | 1,234,567 | 201 ± 2 | 5.500 ± 0.745 | -1.400 ± 0.657 |" in printed
+    assert printed.startswith((tmp_path / "c.md").read_text())
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -67,7 +67,7 @@ def test_only_a_rotation_has_ways_and_only_beyond_training():
     )
     one_pair = RoFormerConfig(rope_parameters={"partial_rotary_factor": 2 / 64})
     assert list(rescalings(one_pair, 4)) == ["as it is", "positions / s"]  # theta moves none of it
-    features = RoFormerConfig(linear_attention="favor")  # which have the default type alone
+    features = RoFormerConfig(linear_attention="favor")  # supports the default rope_type only
     assert list(rescalings(features, 4)) == ["as it is", "theta rescaled"]
 
 
@@ -105,10 +105,10 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
         main(wrong)
     refused = next(row["refused"] for row in rows if "refused" in row)
     assert refused.startswith("length must be at most the 64 positions of the bert table, got 128")
-    said = capsys.readouterr().out
-    assert "| bert, as it is |" in said
-    assert said.count("refused") == 1
-    assert "| roformer, theta rescaled |" in said
+    printed = capsys.readouterr().out
+    assert "| bert, as it is |" in printed
+    assert printed.count("refused") == 1
+    assert "| roformer, theta rescaled |" in printed
 
 
 def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones_text(
@@ -118,10 +118,10 @@ def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones
     folder = tmp_path / "rope-0" / "model"
     RoFormerForMaskedLM(RoFormerConfig(**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    asked = LengthSettings(
+    settings = LengthSettings(
         [str(folder)], long_text, [16, 32, 128], 32, output=str(tmp_path / "l.png")
     )
-    rows = main(asked)
+    rows = main(settings)
     assert [row["length"] for row in rows] == [16, 32, 128, 128, 128]  # beyond 32 in three ways
     counts = {row["length"]: row["sequences"] for row in rows}
     assert counts == {16: 3 * 9, 32: 3 * 4, 128: 3}

@@ -32,9 +32,9 @@ def test_runs_are_compared_at_the_tokens_and_the_time_that_all_have_had(
     assert numbers["at_equal_time"] == {"seconds": 3, "validation_loss": {"a": 3.0, "b": 5.25}}
     assert numbers["difference"]["by_seed"] == {"0": [-1.0, -0.5]}
     assert len(numbers["runs"]["a"]["held_out"]) == 3
-    said = capsys.readouterr().out
-    assert "at 0.0 M tokens: a 4.000, b 4.500" in said
-    assert "minutes: a 3.000, b 5.250" in said
+    printed = capsys.readouterr().out
+    assert "at 0.0 M tokens: a 4.000, b 4.500" in printed
+    assert "minutes: a 3.000, b 5.250" in printed
 
 
 def test_seeds_of_a_model_are_one_line_and_differ_in_pairs(tmp_path):

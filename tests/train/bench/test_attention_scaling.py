@@ -12,7 +12,7 @@ from train.settings import InputError
 
 def rows_of(power: float, start: int = MIN_FIT_LENGTH) -> list[dict]:
     rows = [{"length": start * 2**n, "seconds": 1e-9 * (start * 2**n) ** power} for n in range(4)]
-    return [{"length": 64, "seconds": 5.0}, *rows]  # overhead alone, and so left out
+    return [{"length": 64, "seconds": 5.0}, *rows]  # overhead, not used for slopes
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
