@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from .kernels.attention import UNPADDED
+from .kernels import UNPADDED
 
 logger = logging.get_logger(__name__)
 

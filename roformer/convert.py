@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .configuration_roformer import RoFormerConfig
+from .kernels import Linear
 
 
 def half_split_permutation(head_dim: int, rotary_dim: int) -> Tensor:
@@ -94,7 +95,10 @@ def _check_convertible(config: PreTrainedConfig, blocks: list[Any]) -> None:
         )
     for block in blocks:
         for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
-            if type(linear) is not nn.Linear:  # subclasses may store weights in another form
+            if type(linear) not in (
+                nn.Linear,
+                Linear,
+            ):  # subclasses may store weights in another form
                 raise ValueError(
                     "set_rope_interleave must be called on plain linear layers, got "
                     f"{type(linear).__name__}; merge adapters or convert before adding them"

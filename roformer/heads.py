@@ -58,7 +58,7 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the decoder over the vocabulary."""
         head, bias = self.cls.predictions, new_embeddings.bias
-        head.decoder = new_embeddings
+        head.decoder = new_embeddings  # type: ignore[assignment]
         if bias is not None:  # two names for one tensor are saved once, and loaded once if tied
             tied = self.config.tie_word_embeddings
             head.bias = bias if tied else nn.Parameter(torch.zeros_like(bias))

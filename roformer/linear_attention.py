@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.linear import dense
+from .kernels import Linear
 from .rotary import apply_rotary, at_least_float32
 
 CHUNK_LENGTH = 64
@@ -341,9 +341,9 @@ class RoFormerLinearSelfAttention(nn.Module):
         self.is_causal = config.is_decoder
         is_random = config.linear_attention == "favor"
         self.features = RandomFeatureMap(config) if is_random else FeatureMap(config)
-        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.query = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.key = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.value = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
 
     def forward(
         self,
@@ -358,7 +358,7 @@ class RoFormerLinearSelfAttention(nn.Module):
         """[B, L, E] to [B, L, E] and None."""
         heads = (*hidden_states.shape[:-1], *self.heads)
         layers = (self.query, self.key, self.value)
-        query, key, value = (dense(layer, hidden_states).view(heads) for layer in layers)
+        query, key, value = (layer(hidden_states).view(heads) for layer in layers)
         cache = past_key_values
         context, state = linear_attention(
             query,

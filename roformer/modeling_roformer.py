@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -25,6 +26,7 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from . import kernels
 from . import padding as documents
 from .attention_masks import (
     cross_mask,
@@ -37,10 +39,9 @@ from .attention_masks import (
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .input_checks import check_masks, check_positions, check_source, check_tokens
-from .kernels.attention import UNPADDED, eager_attention
+from .kernels import UNPADDED, Dropout, Linear
 from .kernels.dispatch import is_plain
-from .kernels.dropout import Dropout
-from .kernels.linear import dense
+from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
     LinearAttentionCache,
     RandomFeatureMap,
@@ -100,6 +101,41 @@ class RoFormerEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(words))
 
 
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute softmax(q k^T / sqrt(D)) v (equation 2).
+
+    Args:
+        module: Attention layer, unused.
+        query: [B, H, L, D].
+        key: [B, H, S, D].
+        value: [B, H, S, D].
+        attention_mask: Added to the scores, broadcastable to [B, H, L, S], or None.
+        scaling: Factor on the scores, 1 / sqrt(D).
+        dropout: Probability of dropping an attention weight.
+        **kwargs: Options of other kernels, unused.
+
+    Returns:
+        [B, L, H, D], and the probabilities [B, H, L, S].
+    """
+    scores = torch.matmul(query * scaling, key.transpose(-1, -2))
+    if attention_mask is not None:
+        scores = scores + attention_mask
+        if scores.dtype == torch.float16:  # a row of -inf only would be NaN
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    probabilities = F.softmax(scores, dim=-1)
+    weights = fast_dropout(probabilities, dropout, training=True)
+    return torch.matmul(weights, value).transpose(1, 2), probabilities
+
+
 class RoFormerSelfAttention(nn.Module):
     """Multi-head attention whose scores know positions m and n by m - n only (equation 16).
 
@@ -123,9 +159,9 @@ class RoFormerSelfAttention(nn.Module):
         is_relative = config.position_encoding == "transformer_xl" and not crosses
         self.relative = TransformerXLBias(config) if is_relative else None
         self.dropout = Dropout(config.attention_probs_dropout_prob)
-        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.query = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.key = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        self.value = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
 
     def forward(
         self,
@@ -139,7 +175,7 @@ class RoFormerSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E] and, from the eager kernel, probabilities [B, H, L, S]."""
         heads = (*hidden_states.shape[:-1], *self.heads)
-        q = dense(self.query, hidden_states).view(heads)  # [B, L, H, D]
+        q = self.query(hidden_states).view(heads)  # [B, L, H, D]
         if self.relative is not None:
             q, scores = self.relative(q, position_embeddings)
             attention_mask = with_bias(attention_mask, scores * self.scaling)
@@ -149,7 +185,7 @@ class RoFormerSelfAttention(nn.Module):
             hidden_states if source is None else source, position_embeddings, past_key_values
         )
         # transformers looks for this very call to know that kernels can be changed at run time
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         context, probabilities = attend(
             self,
             q.transpose(1, 2),  # [B, H, L, D]
@@ -182,7 +218,7 @@ class RoFormerSelfAttention(nn.Module):
         elif self.crosses:
             cache = None  # a cache of one part holds the decoder's own
         heads = (*source.shape[:-1], *self.heads)
-        k, v = (dense(layer, source).view(heads) for layer in (self.key, self.value))
+        k, v = (layer(source).view(heads) for layer in (self.key, self.value))
         if self.has_rotary:
             k = self._rotate(k, position_embeddings)
             if self.config.rotary_value:
@@ -196,13 +232,13 @@ class RoFormerResidual(nn.Module):
 
     def __init__(self, config: RoFormerConfig, width: int) -> None:
         super().__init__()
-        self.dense = nn.Linear(width, config.hidden_size, bias=config.use_bias)
+        self.dense = Linear(width, config.hidden_size, bias=config.use_bias)
         self.LayerNorm = _norm(config, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """[B, L, width] and [B, L, E] to [B, L, E]."""
-        return self.LayerNorm(self.dropout(dense(self.dense, x)) + residual)
+        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
 
 
 class RoFormerAttention(nn.Module):
@@ -237,12 +273,12 @@ class RoFormerIntermediate(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.dense = Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.intermediate_act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, L, E] to [B, L, intermediate_size]."""
-        return dense(self.dense, hidden_states, self.intermediate_act_fn)
+        return self.intermediate_act_fn(self.dense(hidden_states))
 
 
 class RoFormerLayer(GradientCheckpointingLayer):
@@ -329,13 +365,13 @@ class RoFormerPredictionHeadTransform(nn.Module):
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         width = config.embedding_dim
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.use_bias)
+        self.dense = Linear(config.hidden_size, width, bias=config.use_bias)
         self.transform_act_fn = ACT2FN[config.hidden_act]
         self.LayerNorm = _norm(config, width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., E] to [..., embedding_size]."""
-        return self.LayerNorm(dense(self.dense, hidden_states, self.transform_act_fn))
+        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
 
 
 class RoFormerLMPredictionHead(nn.Module):
@@ -344,14 +380,14 @@ class RoFormerLMPredictionHead(nn.Module):
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         self.transform = RoFormerPredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.embedding_dim, config.vocab_size, bias=config.use_bias)
+        self.decoder = Linear(config.embedding_dim, config.vocab_size, bias=config.use_bias)
         if config.use_bias:
             # stock saves the bias under this second name; it is tied to the decoder's own
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., E] to [..., V]."""
-        return dense(self.decoder, self.transform(hidden_states))
+        return self.decoder(self.transform(hidden_states))
 
 
 class RoFormerOnlyMLMHead(nn.Module):
@@ -484,7 +520,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config = self.config  # ours, where stock's was given
         self.embeddings = RoFormerEmbeddings(config)
         width, wider = config.embedding_dim, config.hidden_size
-        project = None if width == wider else nn.Linear(width, wider, bias=config.use_bias)
+        project = None if width == wider else Linear(width, wider, bias=config.use_bias)
         self.embeddings_project = project
         self.encoder = RoFormerEncoder(config)
         self.score_bias = build_position_bias(config)
@@ -569,7 +605,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cache = _cache_of_packed_rows(cache, past_key_values, cu_seq_lens_q)
         words = self.embeddings(input_ids, token_type_ids, inputs_embeds, batch.positions)
         if self.embeddings_project is not None:
-            words = dense(self.embeddings_project, words)
+            words = self.embeddings_project(words)
         # only Transformer-XL's table must reach as far as the farthest tokens
         gaps = position_ids is not None or batch.documents is not None
         gaps = gaps and config.position_encoding == "transformer_xl"
@@ -729,7 +765,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
     def _kernel(self, options: dict[str, Any], *masks: Any) -> str:
         """Name of the attention kernel; only the eager one returns probabilities."""
-        chosen = self.config._attn_implementation or "eager"
+        chosen = kernels.select_attention(self.config._attn_implementation or "eager")
         wanted = options.get("output_attentions", self.config.output_attentions)
         if wanted and self.rope_config.linear_attention is not None:
             raise ValueError(

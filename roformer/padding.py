@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.dispatch import are_hidden
+from .kernels.dispatch import has_hidden_values
 
 
 def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -51,7 +51,7 @@ def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
     counted = follows | starts | ~real
     numbers = starts.long().cumsum(dim=-1)
     numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
-    if not are_hidden(positions) and not numbers.any():
+    if not has_hidden_values(positions) and not numbers.any():
         return None
     return numbers
 

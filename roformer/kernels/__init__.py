@@ -1,5 +1,23 @@
-"""Faster implementations of operations the model defines elsewhere; outputs stay the same.
+"""Faster implementations of operations; without them every output is the same up to rounding.
 
-What belongs here: attention, linear layers and dropout for a device, and the choice between them.
-Not here: anything that decides what is computed.
+What belongs here: attention without padding, linear layers and dropout for a CPU, and the choice
+between kernels. What does not: anything that decides what is computed.
+
+`ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """
+
+from .attention import unpadded_attention
+from .dispatch import UNPADDED, kernels_enabled, select_attention, set_kernels_enabled
+from .dropout import Dropout
+from .linear import Linear, replace_by_torch_modules
+
+__all__ = [
+    "UNPADDED",
+    "Dropout",
+    "Linear",
+    "kernels_enabled",
+    "replace_by_torch_modules",
+    "select_attention",
+    "set_kernels_enabled",
+    "unpadded_attention",
+]

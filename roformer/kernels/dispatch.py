@@ -1,28 +1,72 @@
-"""Who looks on: whether autograd functions of our own may compute, or plain operations must."""
+"""When the kernels of this folder may replace torch's operations, and the switch that forbids it.
+
+`ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off:
+outputs, losses and gradients stay the same up to rounding, and dropout draws other random numbers.
+"""
+
+import os
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
+UNPADDED = "unpadded"
+"""Value of `attn_implementation` for attention without padding."""
 
-def is_traced() -> bool:
-    """Whether what runs is compiled, exported or transformed, and must be plain operations."""
-    exported = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
-    transformed = torch._C._are_functorch_transforms_active()
-    forwards = forward_ad._current_level >= 0  # derivatives in forward mode
-    return torch.compiler.is_compiling() or exported or transformed or forwards
+_enabled = os.environ.get("ROFORMER_KERNELS", "1") != "0"
 
 
-def are_hidden(x: Tensor) -> bool:
-    """Whether the values of x cannot be looked at: it is compiled, transformed, fake or on meta."""
-    transformed = torch._C._are_functorch_transforms_active()
-    empty = x.is_meta or isinstance(x, FakeTensor)
-    return torch.compiler.is_compiling() or transformed or empty
+def set_kernels_enabled(enabled: bool) -> None:
+    """Turn all kernels of this process on or off.
+
+    Args:
+        enabled: False computes everything by torch's own operations; `attn_implementation`
+            "unpadded" then means "sdpa".
+    """
+    global _enabled
+    _enabled = enabled
+
+
+def kernels_enabled() -> bool:
+    """Return whether kernels may be used."""
+    return _enabled
+
+
+def select_attention(implementation: str) -> str:
+    """Return the name of the attention kernel that computes calls of `implementation`."""
+    return "sdpa" if implementation == UNPADDED and not _enabled else implementation
+
+
+def use_cpu_kernel(*tensors: Tensor | None) -> bool:
+    """Return whether kernels are on and all tensors are ordinary ones on a CPU."""
+    return _enabled and all(x is None or is_plain(x) for x in tensors)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor on a CPU, and nothing traces what is done with it."""
-    ordinary = type(x) in (Tensor, nn.Parameter)  # not sharded, jagged or fake
-    on_cpu = x.device.type == "cpu" and x.layout is torch.strided  # not sparse
-    return ordinary and on_cpu and not is_traced()
+    """Return whether x is an ordinary dense tensor on a CPU that nothing traces or transforms.
+
+    Excluded are subclasses (sharded, jagged, fake), sparse tensors and dual tensors of forward-mode
+    differentiation.
+    """
+    if type(x) not in (Tensor, nn.Parameter) or is_traced():
+        return False
+    is_dense_cpu = x.device.type == "cpu" and x.layout is torch.strided
+    return is_dense_cpu and forward_ad.unpack_dual(x).tangent is None
+
+
+def is_traced() -> bool:
+    """Detect compilation, export and torch.func, under which only plain operations may be used."""
+    is_exporting = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    return torch.compiler.is_compiling() or is_exporting or _is_functorch_active()
+
+
+def has_hidden_values(x: Tensor) -> bool:
+    """Return whether the values of x cannot be read: compiled, transformed, fake or on meta."""
+    is_fake = x.is_meta or hasattr(x, "fake_mode")
+    return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
+
+
+def _is_functorch_active() -> bool:
+    """Detect transforms of torch.func; True where this torch has no way to ask."""
+    is_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return is_active is None or is_active()

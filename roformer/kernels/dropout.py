@@ -1,77 +1,54 @@
-"""Dropout that a CPU can afford: its random bits are drawn four numbers at a time.
+"""Dropout on a CPU that draws the random bits of four elements at a time.
 
-On a CPU torch draws one random number an element on one thread, which in bfloat16 takes longer than
-the matrix products beside it. One 64-bit draw holds four numbers of 16 bits, enough for a
-probability in steps of 1/65,536. What it gains: results/bench-cpu.md, under levers.
+torch draws one random number per element on one thread, which in bfloat16 takes longer than the
+matrix products beside it. One 64-bit draw holds four numbers of 16 bits, enough for a probability
+in steps of 1/65,536.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .dispatch import is_plain
+from .dispatch import use_cpu_kernel
 
 LEVELS = 65536
-"""Values of 16 bits."""
+"""Number of values of 16 bits."""
 
 
-def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """Zero elements with a probability and scale the others by what keeps the mean.
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Zero elements with probability p and scale the others by 1 / (1 - p).
 
-    On a CPU the probability is rounded to 1/65,536, and the mask kept for the backward pass has one
-    byte an element; elsewhere, and under compilers and torch.func, it is torch's dropout.
+    On a CPU p is rounded to 1/65,536, and the mask kept for the backward pass takes one byte per
+    element. On other devices, and under compilers and torch.func, this is torch's dropout.
 
     Args:
         x: Any shape, any floating dtype.
-        probability: From 0 to 1.
+        p: Probability, from 0 to 1.
         training: False returns x itself.
     """
-    dropped = round(probability * LEVELS)
-    if not training or not probability:
+    dropped = round(p * LEVELS)
+    if not training or not p:
         return x
-    if not is_plain(x) or dropped in (0, LEVELS):
-        return F.dropout(x, probability)
-    return _Dropout.apply(x, dropped)
+    if dropped in (0, LEVELS) or not use_cpu_kernel(x):
+        return F.dropout(x, p)
+    # autograd keeps the mask only: the scaled copy needs no gradient of its factor
+    return (x * (LEVELS / (LEVELS - dropped))).mul_(_keep_mask(x.shape, dropped))
 
 
-def draw(shape: torch.Size, dropped: int, generator: torch.Generator | None = None) -> Tensor:
-    """Which elements stay, as 0 and 1 of uint8: products with bool are four times slower.
+def _keep_mask(shape: torch.Size, dropped: int) -> Tensor:
+    """Draw 0 with probability dropped / 65,536 and 1 otherwise, uint8 of the given shape.
 
-    Args:
-        shape: Any.
-        dropped: Probability of a 0, in 65,536ths.
-        generator: On the CPU; None is torch's own.
+    uint8, because products with bool are four times slower.
     """
-    number = shape.numel()
-    draws = torch.empty(-(-number // 4), dtype=torch.int64, device="cpu")
-    draws.random_(-(2**63), None, generator=generator)
-    kept = torch.empty(shape, dtype=torch.uint8, device="cpu")
-    return torch.ge(draws.view(torch.int16)[:number].view(shape), dropped - LEVELS // 2, out=kept)
+    numel = shape.numel()
+    draws = torch.empty(-(-numel // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    mask = torch.empty(shape, dtype=torch.uint8, device="cpu")
+    return torch.ge(draws.view(torch.int16)[:numel].view(shape), dropped - LEVELS // 2, out=mask)
 
 
 class Dropout(nn.Dropout):
-    """torch's module, computed by `dropout`."""
+    """`nn.Dropout` computed by `dropout`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape, any floating dtype."""
         return dropout(x, self.p, self.training)
-
-
-class _Dropout(torch.autograd.Function):
-    """Keeps the mask in bytes; a gradient of the gradient is possible."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
-        """`dropped` in 65,536ths."""
-        kept = draw(x.shape, dropped)
-        ctx.save_for_backward(kept)
-        ctx.scale = LEVELS / (LEVELS - dropped)
-        return (x * ctx.scale).mul_(kept)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Through what was kept."""
-        (kept,) = ctx.saved_tensors
-        return gradients[0] * ctx.scale * kept, None

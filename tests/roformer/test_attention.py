@@ -18,7 +18,7 @@ from roformer import (
     RoFormerModel,
 )
 from roformer.kernels import attention
-from roformer.kernels.attention import eager_attention
+from roformer.modeling_roformer import eager_attention_forward
 from tiny import enlarge, rope_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "borders"]
@@ -30,7 +30,7 @@ def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
     if "cu_seq_lens_q" not in kwargs:  # whole rows
         length = query.shape[2]
         future = torch.full((length, length), -1e30).triu(1) if module.is_causal else None
-        return eager_attention(module, query, key, value, future, scaling)[0], None
+        return eager_attention_forward(module, query, key, value, future, scaling)[0], None
     edges = kwargs["cu_seq_lens_q"].tolist()
     assert kwargs["cu_seq_lens_k"].tolist() == edges
     assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
@@ -39,7 +39,7 @@ def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
     if module.is_causal:
         seen = seen.tril()
     mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)
-    return eager_attention(module, query, key, value, mask, scaling)[0], None
+    return eager_attention_forward(module, query, key, value, mask, scaling)[0], None
 
 
 AttentionInterface.register("flash_stand_in", borders_only)
@@ -377,7 +377,7 @@ def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes,
     heads = SimpleNamespace(
         dtype=of["dtype"], shape=(1, 2, 9, of["width"]), is_cuda=True, device="cuda"
     )
-    assert attention._has_kernel(heads, of["dropout"]) == fits
+    assert attention._has_varlen_kernel(heads, of["dropout"]) == fits
 
 
 @pytest.mark.parametrize("kernel", ["eager", "unpadded"])

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
-from roformer.kernels.linear import dense
+from roformer.kernels import Linear
 
 
 def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
@@ -51,14 +51,14 @@ def peak_flops(peak_tflops: float | None, accelerator: Accelerator) -> float:
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of a large matrix product, the best of six."""
     size = 8192 if device.type == "cuda" else 1024
-    layer = torch.nn.Linear(size, size, bias=False, device=device, dtype=dtype)
+    layer = Linear(size, size, bias=False, device=device, dtype=dtype)
     rows = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(6):
         _synchronize(device)
         started = time.perf_counter()
         with torch.no_grad():
-            dense(layer, rows)
+            layer(rows)
         _synchronize(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / min(seconds)

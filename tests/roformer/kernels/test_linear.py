@@ -1,4 +1,4 @@
-"""Dense layers by oneDNN give what torch's own give, and step aside for whoever looks on."""
+"""The oneDNN linear layer gives the results of `nn.Linear`, and leaves to it what it cannot do."""
 
 import pytest
 import torch
@@ -6,35 +6,30 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.activations import ACT2FN
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from roformer.kernels import linear
+from roformer.kernels import Linear, linear, replace_by_torch_modules
 from roformer.modeling_roformer import RoFormerIntermediate
 
 FIELDS = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
           "intermediate_size": 96}  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
-)
+pytestmark = pytest.mark.skipif(linear._onednn_linear is None, reason="this torch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """On any processor both dtypes go by oneDNN; returned are the rows of each product there."""
-    seen, product = [], linear._product
-    dtypes = frozenset({torch.float32, torch.bfloat16})
-    monkeypatch.setattr(linear, "_faster_dtypes", lambda: dtypes)
-    monkeypatch.setattr(linear, "_product", lambda *told: seen.append(told[0]) or product(*told))
-    return seen
+    """oneDNN is chosen on any processor; the fixture lists the shapes of its products."""
+    shapes, product = [], linear._linear
+    monkeypatch.setattr(linear, "_prefers_onednn", lambda: True)
+    monkeypatch.setattr(linear, "_linear", lambda *x: shapes.append(x[0].shape) or product(*x))
+    return shapes
 
 
-def layer_of(wide: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+def layer_of(wide: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> Linear:
     torch.manual_seed(0)
-    return nn.Linear(48, wide, bias=bias).to(dtype)
+    return Linear(48, wide, bias=bias).to(dtype)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -45,7 +40,7 @@ def test_products_and_gradients_are_those_of_float64(calls, wide, bias, shape):
     exact = layer_of(wide, bias).double()
     exact.load_state_dict(layer.state_dict())
     inputs = x.requires_grad_(), x.detach().double().requires_grad_()
-    outputs = linear.dense(layer, inputs[0]), exact(inputs[1])
+    outputs = layer(inputs[0]), exact(inputs[1])
     slope = torch.randn(outputs[0].shape)
     outputs[0].backward(slope)
     outputs[1].backward(slope.double())
@@ -56,23 +51,10 @@ def test_products_and_gradients_are_those_of_float64(calls, wide, bias, shape):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new", "relu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_activation_comes_with_the_product_or_after_it(calls, name, dtype):
-    layer, x, activation = layer_of(200, dtype=dtype), torch.randn(9, 48).to(dtype), ACT2FN[name]
-    with torch.no_grad():
-        ours = linear.dense(layer, x, activation)
-    exact = activation(layer.double()(x.double()))
-    bound = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(ours.double(), exact, rtol=bound, atol=bound)
-    assert len(calls) == 1
-    assert ours.dtype == dtype
-
-
 def test_parts_of_a_layer_that_learn_are_all_that_get_gradients(calls):
     layer, x = layer_of(16), torch.randn(5, 48)
     layer.weight.requires_grad_(False)
-    linear.dense(layer, x).sum().backward()
+    layer(x).sum().backward()
     assert len(calls) == 1
     assert layer.weight.grad is None
     torch.testing.assert_close(layer.bias.grad, torch.full((16,), 5.0))
@@ -83,24 +65,10 @@ def test_the_gradient_of_a_gradient_is_that_of_float64():
     found = []
     for dtype in (torch.float32, torch.float64):
         given, module = x.to(dtype).requires_grad_(), layer.to(dtype)
-        loss = linear.dense(module, given).pow(3).sum()
+        loss = module(given).pow(3).sum()
         (first,) = torch.autograd.grad(loss, given, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), module.weight)[0].double())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4 * found[1].abs().max().item())
-
-
-def hooked(layer):
-    layer.register_forward_hook(lambda module, given, out: out * 0 + 7)
-
-
-def replaced(layer):
-    layer.forward = lambda x: torch.full((*x.shape[:-1], 16), 7.0)
-
-
-def pruned(layer):
-    nn.init.zeros_(layer.weight)
-    nn.init.ones_(layer.bias)
-    nn.utils.parametrize.register_parametrization(layer, "bias", nn.Hardtanh(7.0, 8.0))
 
 
 @pytest.mark.filterwarnings(
@@ -109,38 +77,28 @@ def pruned(layer):
 def test_sparse_weights_are_left_to_torch(calls):
     layer, x = layer_of(16), torch.randn(3, 48)
     expected = layer(x)
+    calls.clear()
     layer.weight = nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
-    torch.testing.assert_close(linear.dense(layer, x), expected)
+    torch.testing.assert_close(layer(x), expected)
     assert not calls
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, pruned])
-def test_what_others_have_done_to_a_layer_counts(calls, change):
-    layer = layer_of(16)
-    change(layer)
-    assert torch.equal(linear.dense(layer, torch.randn(3, 48)), torch.full((3, 16), 7.0))
-    assert not calls
-
-
-def test_who_looks_at_all_layers_sees_these(calls, monkeypatch):
-    layer, x, seen = layer_of(16), torch.randn(3, 48), []
-    handle = register_module_forward_hook(lambda module, given, out: out * 0 + 7)
-    try:
-        assert (linear.dense(layer, x) == 7).all()
-    finally:
+@pytest.mark.parametrize("kind", ["module hook", "global hook", "method", "parametrization"])
+def test_hooks_methods_and_parametrizations_act(kind):
+    layer, x = layer_of(16), torch.randn(3, 48)
+    if kind == "module hook":
+        layer.register_forward_hook(lambda module, given, out: out * 0 + 7)
+    elif kind == "method":
+        layer.forward = lambda x: torch.full((*x.shape[:-1], 16), 7.0)
+    elif kind == "parametrization":
+        nn.init.zeros_(layer.weight)
+        nn.utils.parametrize.register_parametrization(layer, "bias", nn.Hardtanh(7.0, 8.0))
+    else:
+        handle = register_module_forward_hook(lambda module, given, out: out * 0 + 7)
+    output = layer(x)
+    if kind == "global hook":
         handle.remove()
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        linear.dense(layer, x)
-    assert F.linear in seen
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: torch.full((3, 16), 7.0))
-    assert (linear.dense(layer, x) == 7).all()
-    assert not calls
+    torch.testing.assert_close(output, torch.full((3, 16), 7.0))
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -148,21 +106,21 @@ def test_a_bias_with_gaps_is_read_with_its_gaps(learns):
     layer, x = layer_of(16), torch.randn(3, 48)
     layer.bias = nn.Parameter(torch.randn(16, 3)[:, 1])
     with torch.set_grad_enabled(learns):
-        torch.testing.assert_close(linear.dense(layer, x), layer(x))
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_a_weight_that_is_no_parameter_gets_its_gradient(calls):
     layer, made = layer_of(16).requires_grad_(False), torch.randn(16, 48, requires_grad=True)
     del layer._parameters["weight"]
     layer.weight = 2 * made
-    linear.dense(layer, torch.ones(5, 48)).sum().backward()
+    layer(torch.ones(5, 48)).sum().backward()
     assert calls
     torch.testing.assert_close(made.grad, torch.full((16, 48), 10.0))
 
 
 def test_what_comes_out_may_be_changed_in_place(calls):
     layer, x = layer_of(16), torch.randn(2, 3, 48)
-    out = linear.dense(layer, x)
+    out = layer(x)
     out.div_(2.0)[..., 0] = 0.0
     out.sum().backward()
     assert calls
@@ -174,7 +132,7 @@ def test_what_comes_out_may_be_changed_in_place(calls):
 @pytest.mark.parametrize("wide", [16, 200])
 def test_gradients_lie_in_memory_as_the_weights_do(calls, wide):
     layer = layer_of(wide)
-    found = torch.autograd.grad(linear.dense(layer, torch.randn(5, 48)).sum(), layer.weight)
+    found = torch.autograd.grad(layer(torch.randn(5, 48)).sum(), layer.weight)
     assert len(calls) == 2
     assert found[0].stride() == layer.weight.stride()
 
@@ -182,45 +140,61 @@ def test_gradients_lie_in_memory_as_the_weights_do(calls, wide):
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("learns", [True, False])
 def test_derivatives_in_forward_mode_are_those_of_backward_mode(learns):
-    layer, activation = layer_of(200).requires_grad_(learns), ACT2FN["gelu"]
+    layer = layer_of(200).requires_grad_(learns)
     x, way = torch.randn(5, 48), torch.randn(5, 48)
     with forward_ad.dual_level():
-        out = linear.dense(layer, forward_ad.make_dual(x, way), activation)
+        out = F.gelu(layer(forward_ad.make_dual(x, way)))
         ours = forward_ad.unpack_dual(out).tangent
-    jacobian = torch.autograd.functional.jacobian(lambda x: activation(layer(x)), x)
+    jacobian = torch.autograd.functional.jacobian(lambda x: F.gelu(layer(x)), x)
     torch.testing.assert_close(ours, torch.einsum("nokd,kd->no", jacobian, way))
 
 
-def test_a_hooked_activation_is_called(calls):
-    activation = type(ACT2FN["gelu"])()
-    activation.register_forward_hook(lambda module, given, out: out * 0 + 7)
-    with torch.no_grad():
-        assert (linear.dense(layer_of(16), torch.randn(3, 48), activation) == 7).all()
+@pytest.mark.parametrize(
+    ("holder", "name", "value"),
+    [
+        (torch._C, "_are_functorch_transforms_active", None),
+        (torch.cpu, "get_capabilities", dict),
+        (linear, "_onednn_linear", None),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_torch_without_a_private_name_computes_by_its_own_operator(
+    calls, monkeypatch, holder, name, value
+):
+    monkeypatch.undo()
+    linear._prefers_onednn.cache_clear()
+    monkeypatch.setattr(holder, name, value)
+    monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
+    layer, x = layer_of(16), torch.randn(3, 48)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    monkeypatch.undo()
+    linear._prefers_onednn.cache_clear()
 
 
-def test_precision_and_switches_of_torch_are_obeyed(calls, monkeypatch):
+def test_autocast_switches_of_torch_and_transforms_are_obeyed(calls, monkeypatch):
     layer, x = layer_of(16), torch.randn(3, 48)
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear.dense(layer, x).dtype == torch.bfloat16
+        assert layer(x).dtype == torch.bfloat16
     with monkeypatch.context() as patch:
-        patch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
-        linear.dense(layer, x)
-    with FlopCounterMode(display=False) as counter:
-        linear.dense(layer, x)
-    assert counter.get_total_flops() == 2 * 3 * 48 * 16
-    torch.func.vmap(lambda row: linear.dense(layer, row))(x)
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        layer(x)
+    torch.func.vmap(lambda row: layer(row))(x)
     assert not calls
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert calls
+    assert counter.get_total_flops() == 2 * 3 * 48 * 16
 
 
 def test_errors_are_those_of_torch():
     layer = layer_of(16)
     for wrong in (torch.randn(3, 47), torch.randn(3, 48).bfloat16(), torch.randn(3, 48).half()):
-        with pytest.raises(RuntimeError) as theirs:
+        with pytest.raises(RuntimeError) as expected:
+            F.linear(wrong, layer.weight, layer.bias)
+        with pytest.raises(RuntimeError) as found:
             layer(wrong)
-        with pytest.raises(RuntimeError) as ours:
-            linear.dense(layer, wrong)
-        assert str(ours.value) == str(theirs.value)
-    assert linear.dense(layer, torch.randn(48)).shape == (16,)
+        assert str(found.value) == str(expected.value)
+    assert layer(torch.randn(48)).shape == (16,)
 
 
 def test_a_model_computes_all_of_its_large_products_by_it(calls):
@@ -236,11 +210,14 @@ def test_a_model_computes_all_of_its_large_products_by_it(calls):
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz")
-def test_quantised_layers_take_the_place_of_those_they_were_made_from(calls):
+def test_torch_quantizes_a_model_whose_layers_were_replaced_by_its_own(calls):
     block = RoFormerIntermediate(RoFormerConfig(**FIELDS)).eval()
     x = torch.randn(4, 64)
-    before = F.gelu(block.dense(x))
+    expected = F.gelu(block.dense(x))
+    calls.clear()
+    replace_by_torch_modules(block)
+    assert type(block.dense) is nn.Linear
     block = torch.ao.quantization.quantize_dynamic(block, {nn.Linear})
-    assert type(block.dense) is not nn.Linear
-    torch.testing.assert_close(block(x), before, rtol=0, atol=0.05)
+    assert not isinstance(block.dense, nn.Linear)
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=0.05)
     assert not calls

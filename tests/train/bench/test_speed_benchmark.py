@@ -69,10 +69,10 @@ def zero(model):
 @pytest.mark.parametrize(
     ("function", "wrong", "name"),
     [
-        ("_attend", lambda m, q, k, v, *rest: v.transpose(1, 2), "unpadded in fp32"),
+        ("_batched_attention", lambda q, k, v, *rest: v.transpose(1, 2), "unpadded in fp32"),
         (
-            "eager_attention",
-            lambda m, q, k, v, *rest: (v.transpose(1, 2), None),
+            "_full_attention",
+            lambda q, k, v, *rest: v.transpose(1, 2),
             "unpadded in bf16",
         ),
     ],

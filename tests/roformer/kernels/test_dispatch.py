@@ -1,0 +1,85 @@
+"""All kernels can be turned off: outputs, losses and gradients stay the same."""
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+import roformer
+from roformer import kernels
+from roformer.kernels import linear
+from tiny import enlarge, rope_config
+
+IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
+LABELS = {
+    "RoFormerForMaskedLM": {"labels": IDS},
+    "RoFormerForCausalLM": {"labels": IDS},
+    "RoFormerForSequenceClassification": {"labels": torch.tensor([0, 1, 0])},
+    "RoFormerForTokenClassification": {"labels": IDS % 2},
+    "RoFormerForQuestionAnswering": {
+        "start_positions": torch.tensor([1, 2, 3]),
+        "end_positions": torch.tensor([4, 5, 6]),
+    },
+    "RoFormerForMultipleChoice": {"labels": torch.tensor([0])},
+}
+
+
+@pytest.fixture
+def _kernels_off_afterwards(monkeypatch):
+    monkeypatch.setattr(linear, "_prefers_onednn", lambda: linear._onednn_linear is not None)
+    yield
+    kernels.set_kernels_enabled(True)
+
+
+def outputs(head: str, layout: str, kernel: str, enabled: bool) -> list[torch.Tensor]:
+    """Loss, outputs at real tokens and gradients of one call."""
+    kernels.set_kernels_enabled(enabled)
+    config = rope_config("default")
+    model = enlarge(getattr(roformer, head)._from_config(config, attn_implementation=kernel))
+    lengths = torch.tensor([[12], [7], [1]])
+    mask = torch.arange(12) < (lengths if layout == "padded" else torch.full((3, 1), 12))
+    inputs = {"input_ids": IDS, "attention_mask": mask.long()} | LABELS[head]
+    if layout == "packed":
+        inputs["position_ids"] = torch.cat((torch.arange(5), torch.arange(7))).expand(3, -1)
+    if head == "RoFormerForMultipleChoice":
+        inputs |= {k: x[None] for k, x in inputs.items() if k != "labels"}
+    if inputs.get("labels", IDS[0]).shape == mask.shape:
+        inputs["labels"] = inputs["labels"].masked_fill(~mask, -100)
+    output = model(**inputs)
+    loss, logits = output[:2]
+    if logits.shape[:2] == mask.shape:
+        logits = logits[mask]
+    if "start_positions" in inputs:  # the softmax over a row includes its padding
+        loss = logits.square().mean()
+    loss.backward()
+    return [loss, logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.usefixtures("_kernels_off_afterwards")
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+@pytest.mark.parametrize("layout", ["full", "padded", "packed"])
+@pytest.mark.parametrize("head", LABELS)
+def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
+    on, off = (outputs(head, layout, kernel, enabled) for enabled in (True, False))
+    for a, b in zip(on, off, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * max(1, a.abs().max().item()), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_kernels_off_afterwards")
+def test_no_kernel_is_called_when_they_are_off(monkeypatch):
+    monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
+    attention = sys.modules["roformer.kernels.attention"]
+    monkeypatch.setattr(attention, "_batched_attention", lambda *x: pytest.fail("was called"))
+    monkeypatch.setattr("roformer.kernels.dropout._keep_mask", lambda *x: pytest.fail("was called"))
+    kernels.set_kernels_enabled(False)
+    model = roformer.RoFormerForMaskedLM._from_config(
+        rope_config("default"), attn_implementation="unpadded"
+    )
+    model.train()(IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])
+def test_the_environment_turns_them_off(monkeypatch, value, enabled):
+    monkeypatch.setenv("ROFORMER_KERNELS", value)
+    assert runpy.run_path(kernels.dispatch.__file__)["kernels_enabled"]() == enabled
