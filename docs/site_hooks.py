@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["COLUMNS"] = "100"  # width of help texts
+os.environ["COLUMNS"] = "84"  # width of help texts
 PACKAGES = ("roformer", "train", "finetune")
 GENERATED = {"reference/settings.md", "reference/command-line.md"} | {
     f"reference/{package}.md" for package in PACKAGES
@@ -141,19 +141,17 @@ def help_text(module: ModuleType, settings: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         jsonargparse.auto_cli(getattr(module, settings), args=["--help"], as_positional=False)
-    return printed.getvalue().split("\n", 1)[1].strip()
+    text = re.sub(r"\x1b\[[\d;]*m|[\x00-\x09\x0b-\x1f]", "", printed.getvalue())
+    return text.split("\n\n", 1)[1].strip()  # without the list of flags at its beginning
 
 
 def command_line_page() -> str:
     """Every command with its flags."""
-    text = [
-        "# Command line\n",
-        "The first two also start under `accelerate launch` and `torchrun`:",
-    ]
-    text += ["`accelerate launch train/pretrain.py`, `accelerate launch finetune/glue.py`.\n"]
+    text = ["# Command line\n"]
+    text += ["`train.pretrain`, `finetune.glue` and `finetune.grid` also start under"]
+    text += ["`accelerate launch` and `torchrun`: `accelerate launch train/pretrain.py`.\n"]
     for command, (module, settings) in command_settings().items():
-        summary = (sys.modules[getattr(module, settings).__module__].__doc__ or "").split("\n\n")[0]
-        text.append(f"## {command}\n\n{summary}\n\n```text\n{help_text(module, settings)}\n```\n")
+        text.append(f"## {command}\n\n```text\n{help_text(module, settings)}\n```\n")
     return "\n".join(text)
 
 
