@@ -359,7 +359,7 @@ def progress_bar(settings: GlueSettings, enabled: bool = True, position: int = 0
     """
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    bar = tqdm(desc=title, position=position, disable=None if enabled else True)
+    bar = tqdm(desc=title, position=position, leave=False, disable=None if enabled else True)
 
     def on_step(step: int, total_steps: int, loss: float) -> None:
         bar.total = total_steps

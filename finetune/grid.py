@@ -70,8 +70,8 @@ def main(settings: GridSettings) -> None:
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     progress, failures = Progress(len(pending), settings.workers), 0
     for from_mnli in (False, True):  # runs that start from MNLI need its models
-        runs = [run for run in pending if (run.mnli is not None) == from_mnli]
-        failures += make_runs(runs, settings.workers, progress)
+        phase = [run for run in pending if (run.mnli is not None) == from_mnli]
+        failures += make_runs(phase, settings.workers, progress)
     if failures:
         raise InputError(
             f"grid must finish every run, got {failures} of {len(pending)} that failed (above); "
@@ -80,7 +80,7 @@ def main(settings: GridSettings) -> None:
 
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
-    """List all combinations, runs that start from MNLI last.
+    """List all combinations; all models meet a task before the next task.
 
     Raises:
         InputError: The settings of a run are invalid.
@@ -100,8 +100,7 @@ def list_runs(settings: GridSettings) -> list[GlueSettings]:
             elif task in MNLI_TASKS:
                 runs.append(replace(run, mnli=mnli_folder(run)))
         runs.append(run)
-    unique = {run_key(asdict(run)): run for run in runs}
-    return sorted(unique.values(), key=lambda run: run.mnli is not None)
+    return list({run_key(asdict(run)): run for run in runs}.values())
 
 
 def mnli_run(run: GlueSettings) -> GlueSettings:

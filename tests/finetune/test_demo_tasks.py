@@ -20,6 +20,11 @@ def tasks(tmp_path_factory):
         yield folder
 
 
+@pytest.fixture(scope="module")
+def documents(tasks):
+    return [" ".join(text.split()) for text, _ in demo_corpus.read_docstrings()]
+
+
 def rows(folder, task, split="train"):
     return list(map(json.loads, (folder / "a" / task / f"{split}.jsonl").read_text().splitlines()))
 
@@ -45,20 +50,18 @@ def test_what_is_not_of_these_tasks_is_not_replaced(tmp_path):
     assert Path(__file__).exists()
 
 
-def test_shuffled_sentences_hold_the_words_of_a_sentence_in_another_order(tasks):
+def test_shuffled_sentences_hold_the_words_of_a_sentence_in_another_order(tasks, documents):
     found = rows(tasks, "demo-order")
     assert abs(sum(row["label"] for row in found) - len(found) / 2) <= 1
-    texts = " ".join(text for text, _ in demo_corpus.read_docstrings())
-    flat = " ".join(texts.split())
+    flat = " ".join(documents)
     assert all(row["sentence"] in flat for row in found if not row["label"])
     assert sum(row["sentence"] in flat for row in found if row["label"]) < len(found) / 50
 
 
-def test_half_of_the_second_sentences_follow_the_first(tasks):
+def test_half_of_the_second_sentences_follow_the_first(tasks, documents):
     found = rows(tasks, "demo-next")
-    flat = [" ".join(text.split()) for text, _ in demo_corpus.read_docstrings()]
     joined = [f"{row['sentence1']} {row['sentence2']}" for row in found]
-    followed = [any(pair in text for text in flat) for pair in joined[:100]]
+    followed = [any(pair in text for text in documents) for pair in joined[:100]]
     assert followed == [bool(row["label"]) for row in found[:100]]
 
 

@@ -94,28 +94,33 @@ def test_the_three_file_types_hold_the_same_text(tmp_path, texts):
 
 
 GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
+PAIR = {"question1": ["good", " "], "question2": ["film", ""], "label": [1, 0]}
+STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("split", "columns", "words"),
     [
-        ({"text": ["good"], "label": [1]}, ["columns sentence, label", "got text, label"]),
-        ({**GOOD, "label": [1, 2]}, ["label of sst2/train", "0 to 1", "got 2 in row 1"]),
-        ({**GOOD, "label": [0.5, 1.0]}, ["label", "0.5 in row 0"]),
-        ({**GOOD, "label": ["yes", "no"]}, ["label", "'yes'"]),
-        ({**GOOD, "label": [[1], [0]]}, ["label", "[1] in row 0"]),
-        ({**GOOD, "label": ["1", "no"]}, ["label", "'no' in row 1"]),
-        ({**GOOD, "idx": [[3], [3]]}, ["idx of sst2/train", "unique", "[3] in rows 0 and 1"]),
-        ({**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
-        ({**GOOD, "sentence": ["good", None]}, ["column sentence", "None in row 1"]),
-        ({**GOOD, "sentence": ["good", " "]}, ["column sentence", "' ' in row 1"]),
-        ({**GOOD, "idx": [3, 3]}, ["idx of sst2/train", "unique", "3 in rows 0 and 1"]),
-        ({"sentence": [], "label": []}, ["at least one row"]),
+        ("sst2/train", {"text": ["good"], "label": [1]}, ["sentence, label", "got text, label"]),
+        ("sst2/train", {**GOOD, "label": [1, 2]}, ["label of sst2/train", "got 2 in row 1"]),
+        ("sst2/train", {**GOOD, "label": [0.5, 1.0]}, ["label", "0.5 in row 0"]),
+        ("sst2/train", {**GOOD, "label": ["1", "no"]}, ["label", "'no' in row 1"]),
+        ("sst2/train", {**GOOD, "label": [[1], [0]]}, ["label", "[1] in row 0"]),
+        ("sst2/train", {**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
+        ("sst2/train", {**GOOD, "sentence": ["good", None]}, ["sentence", "None in row 1"]),
+        ("sst2/train", {**GOOD, "sentence": ["good", " "]}, ["sentence", "' ' in row 1"]),
+        ("sst2/train", {**GOOD, "idx": [3, 3]}, ["idx of sst2/train", "3 in rows 0 and 1"]),
+        ("sst2/train", {**GOOD, "idx": [[3], [3]]}, ["idx", "[3] in rows 0 and 1"]),
+        ("sst2/train", {"sentence": [], "label": []}, ["at least one row"]),
+        ("sst2/test", {"sentence": ["a", "b"], "idx": [1, 0]}, ["idx", "got 1 in row 0"]),
+        ("qqp/train", PAIR, ["column question1 of qqp/train", "' ' in row 1"]),
+        ("stsb/train", STSB, ["label of stsb/train", "0 to 5", "5.5"]),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line(tmp_path, columns, words):
-    write_split(tmp_path, "sst2", "train", columns)
-    refused(words, lambda: load(tmp_path))
+def test_a_bad_file_is_refused_in_one_line(tmp_path, split, columns, words):
+    task, part = split.split("/")
+    write_split(tmp_path, task, part, columns)
+    refused(words, lambda: load(tmp_path, task, part))
 
 
 def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
@@ -128,20 +133,14 @@ def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
 
 
 def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
-    pair = {"question1": ["good", "bad"], "question2": ["film", ""], "label": [1, 0]}
-    write_split(tmp_path, "qqp", "train", pair)
+    write_split(tmp_path, "qqp", "train", {**PAIR, "question1": ["good", "bad"]})
     assert load(tmp_path, "qqp").lengths.tolist() == [5, 4]
-    write_split(tmp_path, "qqp", "train", pair | {"question1": ["good", " "]})
-    refused(["column question1 of qqp/train", "' ' in row 1"], lambda: load(tmp_path, "qqp"))
 
 
-def test_a_test_split_whose_rows_the_server_would_take_for_others_is_refused(tmp_path):
-    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": [1, 0]})
-    words = ["idx of sst2/test must count from 0", "got 1 in row 0", "sort"]
-    refused(words, lambda: load(tmp_path, split="test"))
-    for index in ([0, 1], [0.0, 1.0]):
-        write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": index})
-        assert len(load(tmp_path, split="test")) == 2
+@pytest.mark.parametrize("index", [[0, 1], [0.0, 1.0]])
+def test_a_test_split_counts_from_0(tmp_path, index):
+    write_split(tmp_path, "sst2", "test", {"sentence": ["a", "b"], "idx": index})
+    assert len(load(tmp_path, split="test")) == 2
 
 
 def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
@@ -179,16 +178,13 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
     assert all((again.inputs[name] == made.inputs[name]).all() for name in made.inputs)
     load(tmp_path, "stsb", length=9)
     load(tmp_path, "stsb", split="validation")
-    other = tiny_tokenizer()
-    other.add_tokens(["sofa"])
-    load_examples(TASKS["stsb"], "train", str(tmp_path), other, 32, str(tmp_path / "tokens"))
-    assert len(list((tmp_path / "tokens").iterdir())) == 4
-
-
-def test_values_outside_the_scale_are_refused(tmp_path):
-    columns = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
-    write_split(tmp_path, "stsb", "train", columns)
-    refused(["label of stsb/train", "0 to 5", "5.5"], lambda: load(tmp_path, "stsb"))
+    larger, left = tiny_tokenizer(), tiny_tokenizer()
+    larger.add_tokens(["sofa"])
+    left.truncation_side = "left"
+    for tokenizer in (larger, left):
+        arguments = tokenizer, 9, str(tmp_path / "tokens")
+        load_examples(TASKS["stsb"], "train", str(tmp_path), *arguments)
+    assert len(list((tmp_path / "tokens").iterdir())) == 5
 
 
 def test_missing_files_are_refused_in_one_line(tmp_path):
@@ -246,12 +242,3 @@ def test_real_reduced_tasks_are_labelled_so(real_data, task):
     rows = {s: len(load(folder, task, s)) for s in ("train", *row.validation_splits)}
     assert row.result_label(rows) == f"{task} (9k)"
     assert not row.is_official(rows)
-
-
-def test_tokens_that_were_cut_on_the_other_side_are_made_anew(tmp_path):
-    made = []
-    for side in ("right", "left"):
-        tokenizer = tiny_tokenizer()
-        tokenizer.truncation_side = side
-        made.append(data.tokenize([["good bad film"]], tokenizer, 4, str(tmp_path)))
-    assert made[0]["input_ids"].tolist() != made[1]["input_ids"].tolist()
