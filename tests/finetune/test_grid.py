@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
@@ -165,15 +164,19 @@ def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
     def statuses():
         return [line["status"] for line in lines_of(settings)]
 
+    def kill_workers():  # again, if it had just finished its run
+        for worker in descendants(launcher, "spawn_main"):
+            worker.send_signal(signal.SIGKILL)
+        return "failed" in statuses()
+
     wait_for(lambda: "done" in statuses())
-    time.sleep(0.3)  # into the next run
-    descendants(launcher, "spawn_main")[0].send_signal(signal.SIGKILL)
-    wait_for(lambda: "failed" in statuses() and statuses()[-1] == "done")
+    wait_for(kill_workers)
+    wait_for(lambda: statuses()[-1] == "done")
     rest = psutil.Process(launcher.pid).children(recursive=True)
     launcher.kill()
     _, alive = psutil.wait_procs(rest, timeout=20)
     assert not alive
-    (failed,) = (line for line in lines_of(settings) if line["status"] == "failed")
+    failed = next(line for line in lines_of(settings) if line["status"] == "failed")
     assert "its process died" in failed["error"]
     grid.main(replace(settings, seeds=[failed["seed"]]))  # makes the failed run
     assert statuses()[-1] == "done"
