@@ -28,9 +28,9 @@ from torch import Tensor
 
 from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
+from train.atomic_dir import report_full_disk
 from train.data import vocabulary
 from train.data.stateless_rng import permute
-from train.loop.atomic_dir import report_full_disk
 from train.settings import InputError, first_line, require
 
 Rows = NDArray[np.int64]

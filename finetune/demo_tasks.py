@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from train.atomic_dir import write_dir_atomically
+from train.command_line import run_command
 from train.data import demo_corpus
-from train.loop.atomic_dir import write_dir_atomically
-from train.loop.launch import run_command
 from train.settings import require
 
 SHUFFLED = 4

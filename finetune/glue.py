@@ -46,8 +46,9 @@ from finetune.results import (
 from finetune.run_info import describe_run, format_result
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task
+from train.command_line import run_command
 from train.data import stateless_rng
-from train.loop.launch import run_command, start_accelerator
+from train.loop.launch import start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line, require
 

@@ -36,7 +36,8 @@ from finetune.results import (
 from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.tasks import TASKS
-from train.loop.launch import launcher_pid, run_command, start_accelerator
+from train.command_line import run_command
+from train.loop.launch import launcher_pid, start_accelerator
 from train.settings import InputError, require
 
 MNLI_TASKS = ("rte", "mrpc", "stsb")

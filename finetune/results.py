@@ -25,7 +25,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from train.loop.atomic_dir import model_name, report_full_disk
+from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
 
 RECIPE_FIELDS = (

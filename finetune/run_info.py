@@ -15,7 +15,7 @@ from finetune.metrics import headline, score_majority
 from finetune.results import RUN_KEY, hash_weights
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
-from train.loop.run_metadata import git_commit
+from train.environment import git_commit
 
 
 def describe_run(

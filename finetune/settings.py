@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.tasks import TASKS
-from train.loop.atomic_dir import check_writable
+from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, check_seed, require
 
 

@@ -24,9 +24,9 @@ from finetune import glue
 from finetune.data import Examples
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
-from train.loop.atomic_dir import check_writable
-from train.loop.launch import run_command
-from train.loop.run_metadata import collect_environment
+from train.atomic_dir import check_writable
+from train.command_line import run_command
+from train.environment import collect_environment
 from train.settings import require
 
 Epoch = Callable[[], float]

@@ -1,16 +1,18 @@
-"""Command line: YAML files and flags to a settings dataclass, with errors of one line.
+"""Command line: YAML files and flags to a settings dataclass, errors of one line, exit codes.
 
 Several `--config` files are merged; later files override earlier ones, and flags
 (`--optim.steps 100`) override files.
 """
 
 import difflib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
+import torch
 import yaml
 
 from train.settings import InputError, require
@@ -18,6 +20,37 @@ from train.settings import InputError, require
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 SettingsT = TypeVar("SettingsT")
+
+
+def run_command(
+    main: Callable[[SettingsT], object],
+    settings: type[SettingsT],
+    argv: Sequence[str] | None = None,
+    default_config: str | None = None,
+) -> None:
+    """Parse the settings and run a command; an `InputError` is one line and exit code 2.
+
+    Args:
+        main: The command, called with its settings.
+        settings: Dataclass of the settings.
+        argv: Flags; None means the command line's.
+        default_config: YAML read when no `--config` is given.
+    """
+    try:
+        main(parse_settings(settings, argv, default_config))
+    except InputError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        if torch.distributed.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)  # threads of torch.distributed can abort a normal exit
+        sys.exit(2)
+
+
+def progress_interval() -> float:
+    """Return the seconds between two updates of a progress bar: longer if it goes to a file."""
+    return 0.1 if sys.stderr.isatty() else 30.0
 
 
 class _OneLineParser(jsonargparse.ArgumentParser):

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import roformer
+from train.atomic_dir import check_writable, report_full_disk
+from train.command_line import run_command
 from train.data import stateless_rng, vocabulary
 from train.data.batching import SequenceIndex, StepDataset, check_batch_size, max_predictions
 from train.data.corpus import check_disjoint_contents, describe_store, tokenize_corpus
@@ -26,12 +28,11 @@ from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.stages import StagedDataset, split_stages, stage_seed
 from train.data.token_store import TokenStore
-from train.loop.atomic_dir import check_writable, report_full_disk
 from train.loop.checkpoint import full_tensor
 from train.loop.data_loader import make_loader
 from train.loop.evaluate import evaluate, first_indices
 from train.loop.flops import peak_flops
-from train.loop.launch import is_compiled, run_command, start_accelerator
+from train.loop.launch import is_compiled, start_accelerator
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.model_init import build_config, extend_max_positions
 from train.loop.objective import LanguageModel, build_objective, check_model

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from train.loop.atomic_dir import check_writable
-from train.loop.launch import run_command
+from train.atomic_dir import check_writable
+from train.command_line import run_command
 from train.settings import InputError, require
 
 

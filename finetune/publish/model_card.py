@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
 from finetune.tasks import HUB_DATA, TASKS
-from train.loop.atomic_dir import check_writable, write_dir_atomically
-from train.loop.launch import run_command
+from train.atomic_dir import check_writable, write_dir_atomically
+from train.command_line import run_command
 from train.settings import InputError, first_line, require
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import roformer
 from finetune.publish.model_card import render_card
-from train.loop.atomic_dir import write_dir_atomically
-from train.loop.launch import run_command
+from train.atomic_dir import write_dir_atomically
+from train.command_line import run_command
 from train.loop.model_init import auto_model_class
 from train.settings import require
 

@@ -33,7 +33,7 @@ from finetune.results import (
 )
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
-from train.loop.launch import run_command
+from train.command_line import run_command
 from train.settings import InputError, first_line, require
 
 Result = dict[str, Any]

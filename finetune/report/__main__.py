@@ -3,7 +3,7 @@
 import sys
 
 from finetune.report.report import ReportSettings, main
-from train.loop.launch import run_command
+from train.command_line import run_command
 
 if __name__ == "__main__":
     flags = sys.argv[1:]

@@ -12,7 +12,7 @@ import pandas as pd
 
 from finetune.report.runs import TaskGroup, average, seed_scores
 from finetune.report.statistics import Comparison, compare, holm_corrected
-from train.loop.atomic_dir import model_name
+from train.atomic_dir import model_name
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen

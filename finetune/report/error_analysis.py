@@ -28,7 +28,7 @@ from finetune.report.markdown_table import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS, Task
-from train.loop.launch import run_command
+from train.command_line import run_command
 from train.settings import InputError, first_line, require
 
 NUM_MISTAKES = 20

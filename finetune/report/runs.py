@@ -16,7 +16,7 @@ import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, run_name
 from finetune.tasks import TASKS, Task
-from train.loop.atomic_dir import model_name, split_seed
+from train.atomic_dir import model_name, split_seed
 
 Result = dict[str, Any]
 

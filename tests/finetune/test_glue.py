@@ -37,8 +37,8 @@ from tiny_glue import (
     write_sst2,
     write_stsb,
 )
+from train.command_line import run_command
 from train.data import stateless_rng
-from train.loop.launch import run_command
 from train.settings import InputError
 
 RECIPE = {"length": 32, "batch_size": 16, "epochs": 6, "learning_rate": 5e-3}

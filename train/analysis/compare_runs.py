@@ -33,7 +33,7 @@ from train.analysis.loss_curves import (
 )
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.analysis.tables import markdown_table
-from train.loop.launch import run_command
+from train.command_line import run_command
 from train.settings import InputError, require
 
 Row = dict[str, Any]

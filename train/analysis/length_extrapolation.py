@@ -24,13 +24,14 @@ import roformer
 from train.analysis.loss_curves import expand_globs, group_by_model
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.analysis.tables import markdown_table
+from train.atomic_dir import model_name
+from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
-from train.loop.atomic_dir import model_name
 from train.loop.evaluate import evaluate, load_language_model
-from train.loop.launch import run_command, start_accelerator
+from train.loop.launch import start_accelerator
 from train.loop.model_init import load_config
 from train.settings import HeldOutSettings, InputError, require
 

@@ -6,7 +6,7 @@ matplotlib is imported when a figure is drawn, because a machine that only train
 from pathlib import Path
 from typing import Any
 
-from train.loop.atomic_dir import check_writable
+from train.atomic_dir import check_writable
 from train.settings import require
 
 COLOURS = (

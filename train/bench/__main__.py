@@ -2,7 +2,7 @@
 
 from train.bench.speed import main
 from train.bench.timing import BenchSettings
-from train.loop.launch import run_command
+from train.command_line import run_command
 
 if __name__ == "__main__":
     run_command(main, BenchSettings)

@@ -22,8 +22,9 @@ from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_rules import FEATURE_MAPS
 from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.bench.baselines import keep_freed_memory
-from train.loop.launch import run_command, start_accelerator
-from train.loop.run_metadata import collect_environment, peak_memory
+from train.command_line import run_command
+from train.environment import collect_environment, peak_memory
+from train.loop.launch import start_accelerator
 from train.settings import require
 
 SOFTMAX = "softmax"

@@ -17,7 +17,7 @@ from train.bench.baselines import STOCK
 from train.bench.parts import PARTS
 from train.bench.tables import markdown_page, plot
 from train.bench.timing import Benchmark, BenchSettings
-from train.loop.run_metadata import collect_environment
+from train.environment import collect_environment
 from train.settings import InputError, require
 
 

@@ -31,6 +31,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from train.atomic_dir import check_writable, report_full_disk, write_dir_atomically
+from train.command_line import progress_interval, run_command
 from train.data import vocabulary
 from train.data.documents import (
     Source,
@@ -42,9 +44,7 @@ from train.data.documents import (
     wrap_read_errors,
 )
 from train.data.token_store import TokenStore
-from train.loop.atomic_dir import check_writable, report_full_disk, write_dir_atomically
-from train.loop.launch import progress_interval, run_command
-from train.loop.run_metadata import peak_memory
+from train.environment import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
 FORMAT = 2

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.loop.atomic_dir import write_dir_atomically
+from train.atomic_dir import write_dir_atomically
 
 PACKAGES = (
     "accelerate", "datasets", "evaluate", "fsspec", "huggingface_hub", "jsonargparse", "matplotlib",

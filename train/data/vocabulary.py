@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from train.atomic_dir import write_dir_atomically
+from train.command_line import run_command
 from train.data.documents import read_documents
-from train.loop.atomic_dir import write_dir_atomically
-from train.loop.launch import run_command
 from train.settings import CorpusSettings, InputError, require
 
 MAX_ALPHABET = 1000

@@ -22,11 +22,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 import roformer
+from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
-from train.loop.launch import run_command, start_accelerator
+from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
 from train.loop.objective import LanguageModel
 from train.settings import HeldOutSettings, ModelSettings, require

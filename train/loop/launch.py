@@ -1,11 +1,9 @@
-"""Start and end of a command: its Accelerator, errors in one line, exit codes."""
+"""The Accelerator of a process, checked against what the launcher was asked for."""
 
 import dataclasses
 import os
-import sys
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,36 +14,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from train.command_line import parse_settings
 from train.settings import InputError
-
-SettingsT = TypeVar("SettingsT")
-
-
-def run_command(
-    main: Callable[[SettingsT], object],
-    settings: type[SettingsT],
-    argv: Sequence[str] | None = None,
-    default_config: str | None = None,
-) -> None:
-    """Parse the settings and run a command; an `InputError` is one line and exit code 2.
-
-    Args:
-        main: The command, called with its settings.
-        settings: Dataclass of the settings.
-        argv: Flags; None means the command line's.
-        default_config: YAML read when no `--config` is given.
-    """
-    try:
-        main(parse_settings(settings, argv, default_config))
-    except InputError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        if torch.distributed.is_initialized():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(2)  # threads of torch.distributed can abort a normal exit
-        sys.exit(2)
 
 
 def launcher_pid() -> int | None:
@@ -55,11 +24,6 @@ def launcher_pid() -> int | None:
     """
     variables = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
     return os.getppid() if any(name in os.environ for name in variables) else None
-
-
-def progress_interval() -> float:
-    """Return the seconds between two updates of a progress bar: longer if it goes to a file."""
-    return 0.1 if sys.stderr.isatty() else 30.0
 
 
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:

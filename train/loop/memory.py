@@ -16,10 +16,10 @@ from torch import nn
 from train.data import vocabulary
 from train.data.batching import max_predictions
 from train.data.stages import StagedDataset
+from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_objective
 from train.loop.optim import check_warmup, count_steps
-from train.loop.run_metadata import peak_memory
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16

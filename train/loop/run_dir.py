@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from train.atomic_dir import write_dir_atomically
 from train.loop import checkpoint
-from train.loop.atomic_dir import write_dir_atomically
 from train.loop.objective import LanguageModel
 from train.loop.run_log import INITIAL_STATE, RunLog
 from train.loop.run_metadata import changed_settings, write_metadata

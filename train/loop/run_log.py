@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from train.command_line import progress_interval
+from train.environment import peak_memory
 from train.loop.flops import step_flops
-from train.loop.launch import progress_interval
-from train.loop.run_metadata import peak_memory
 
 Batch = dict[str, Any]
 

@@ -22,8 +22,7 @@ from finetune.report.error_analysis import (
 from finetune.results import RUN_KEY, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
-from train.command_line import parse_settings
-from train.loop.launch import run_command
+from train.command_line import parse_settings, run_command
 from train.settings import InputError
 
 NAMES = TASKS["mnli"].labels

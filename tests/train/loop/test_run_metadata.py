@@ -10,13 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from train.loop import run_metadata
-from train.loop.run_metadata import (
-    changed_settings,
-    check_settings_unchanged,
-    collect_environment,
-    write_metadata,
-)
+from train import environment
+from train.environment import collect_environment
+from train.loop.run_metadata import changed_settings, check_settings_unchanged, write_metadata
 from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings
 
 
@@ -110,12 +106,10 @@ def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkey
     one = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]
     for command in (["init", "-q"], ["add", "."], one):
         subprocess.run(["git", "-C", tmp_path, *command], check=True)
-    monkeypatch.setattr(
-        run_metadata, "__file__", str(tmp_path / "train" / "loop" / "run_metadata.py")
-    )
-    clean = run_metadata.git_commit.__wrapped__()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "train" / "environment.py"))
+    clean = environment.git_commit.__wrapped__()
     assert len(clean) == 12
     (tmp_path / "results" / "file").write_text("another line")
-    assert run_metadata.git_commit.__wrapped__() == clean
+    assert environment.git_commit.__wrapped__() == clean
     (tmp_path / "finetune" / "file").write_text("changed")
-    assert run_metadata.git_commit.__wrapped__() == f"{clean}-dirty"
+    assert environment.git_commit.__wrapped__() == f"{clean}-dirty"

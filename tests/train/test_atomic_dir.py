@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.loop.atomic_dir import model_name, write_dir_atomically
+from train.atomic_dir import model_name, write_dir_atomically
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
