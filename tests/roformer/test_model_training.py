@@ -9,6 +9,8 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roformer import (
     RoFormerConfig,
@@ -21,7 +23,6 @@ from roformer import (
     RoFormerModel,
 )
 from tiny import TINY_MODEL, command, enlarge
-from train.bench.parts import StorageTracker
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -387,6 +388,30 @@ def test_sharded_weights_train_like_whole_ones(tmp_path):
     done = command(*run, tmp_path / "sharded.py", PYTHONPATH="tests/support")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records every storage that operations create, to measure which of them stay alive.
+
+    Saved-tensor hooks would miss storages that other hooks or autograd functions hold.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def live_bytes(self, model):
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        alive = {key: size for key, (ref, size) in self.storages.items() if not ref.expired()}
+        return sum(size for key, size in alive.items() if key not in parameters)
 
 
 def step_bytes(model: torch.nn.Module, **options: object) -> int:

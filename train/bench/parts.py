@@ -1,20 +1,13 @@
 """Parts of the benchmark; the docstring of each part is the caption of its table."""
 
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.bench.accuracy import relative_errors
 from train.bench.baselines import (
@@ -28,7 +21,6 @@ from train.bench.baselines import (
     VOCAB_SIZE,
     BenchBatch,
     keep_freed_memory,
-    make_baseline,
     make_forward_step,
     make_training_step,
 )
@@ -118,49 +110,6 @@ def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-class StorageTracker(TorchDispatchMode):
-    """Records every storage that operations create, to measure which of them stay alive.
-
-    Saved-tensor hooks would miss storages that other hooks or autograd functions hold.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and record the storages of its results."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def live_bytes(self, model: torch.nn.Module) -> int:
-        """Bytes of all recorded storages that are alive, except the parameters of a model."""
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-        alive = {key: size for key, (ref, size) in self.storages.items() if not ref.expired()}
-        return sum(size for key, size in alive.items() if key not in parameters)
-
-
-def memory(benchmark: Benchmark) -> None:
-    """Bytes that a training step keeps for the backward pass, without attention dropout."""
-    workload = benchmark.workload(size="base", attention_dropout=0.0)
-    batch, megabytes = BenchBatch.random(workload), {}
-    for name in (OURS, STOCK):
-        model: Any = make_baseline(name, workload).to(workload.device).train()
-        options = {"sparse_prediction": True} if name == OURS else {}
-        with StorageTracker() as storages:
-            loss = model(input_ids=batch.input_ids, labels=batch.labels, **options).loss
-        assert loss.requires_grad
-        megabytes[name] = storages.live_bytes(model) / 1e6
-        benchmark.add("memory", str(workload), name, megabytes[name], "MB")
-        del loss, model
-    share = 100 * megabytes[OURS] / megabytes[STOCK]
-    benchmark.add("memory", str(workload), OURS, share, "% of stock", at_most=62.0)
-
-
 def data(benchmark: Benchmark) -> None:
     """Masked batches made by one process from tokens on disk."""
     tokens = 20_000_000 if benchmark.settings.scale == "full" else 200_000
@@ -193,57 +142,6 @@ def random_store(folder: Path, tokens: int) -> TokenStore:
     return TokenStore(ends, (folder / "0",), starts, np.dtype(np.uint16), (len(ends),), folder)
 
 
-IMPORT = """
-import time, transformers.models.roformer.modeling_roformer
-started = time.perf_counter()
-import roformer
-print(time.perf_counter() - started)
-"""
-
-COMPILE = """
-import time, torch
-from train.bench.baselines import OURS, BenchBatch, Workload, make_training_step
-workload = Workload({size!r}, 2, 128, True, 0.0, device={device!r}, compiled=True)
-step = make_training_step(OURS, workload, BenchBatch.random(workload))
-started = time.perf_counter()
-step()
-torch.cuda.is_available() and torch.cuda.synchronize()
-print(time.perf_counter() - started)
-"""
-
-
-def start(benchmark: Benchmark) -> None:
-    """Time that `import roformer` adds to transformers, and time of the first compiled step."""
-    median, low, high = quartiles(run_python(IMPORT) for _ in range(benchmark.settings.rounds))
-    case = "import roformer, after transformers' model"
-    benchmark.add("start", case, OURS, median, "s", low, high, at_most=0.3)
-    size = "base" if benchmark.device.type == "cuda" else "small"
-    size = size if benchmark.settings.scale == "full" else "tiny"
-    code = COMPILE.format(size=size, device=benchmark.settings.device)
-    with tempfile.TemporaryDirectory() as cache:
-        for launch in ("first", "next"):
-            try:
-                seconds = run_python(code, TORCHINDUCTOR_CACHE_DIR=cache)
-            except subprocess.CalledProcessError as error:
-                reason = (error.stderr.strip().splitlines() or ["no output"])[-1]
-                print(f"warning: a compiled step was not measured: {reason}", file=sys.stderr)
-                break
-            case = f"compiled step of a {size} model, {launch} start"
-            benchmark.add("start", case, OURS, seconds, "s", at_most=90.0)
-
-
-def run_python(code: str, **environment: str) -> float:
-    """Run code in a new interpreter and return the last number that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.split()[-1])
-
-
 def training_on_gpu(benchmark: Benchmark) -> None:
     """A compiled step of pretraining on packed rows, without attention dropout."""
     sizes = [("base", n) for n in (128, 512, 2048, 8192)] + [("large", 512)]
@@ -262,9 +160,7 @@ PARTS: dict[str, dict[str, Callable[[Benchmark], None]]] = {
         "base": base,
         "forward": forward,
         "rope": rope,
-        "memory": memory,
         "data": data,
-        "start": start,
         "kept": kept,
     },
     "cuda": {
@@ -272,6 +168,5 @@ PARTS: dict[str, dict[str, Callable[[Benchmark], None]]] = {
         "training": training_on_gpu,
         "rope": rope,
         "data": data,
-        "start": start,
     },
 }
