@@ -42,6 +42,10 @@ NO_AX_LABELS = (
     "No scores: GLUE's AX data hold no labels (-1). It publishes labels and categories apart, as "
     "diagnostic-full.tsv (gluebenchmark.com/diagnostics): give that file as --diagnostic FILE."
 )
+AX_REMARK = (
+    "Matthews correlation over the three classes x 100, 0.0 where labels or predictions are one "
+    "class. A row with several categories counts in each."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,33 +202,22 @@ def errors_by_label(frame: pd.DataFrame) -> str:
 
 
 def analyse_ax(file: Path, diagnostic: str | None, glue_dir: str | None) -> list[str]:
-    """Scores of AX by category; without a file of its labels, how often each class is predicted."""
+    """Scores of AX by category, and its errors; only a remark without a file of its labels."""
     if not file.exists():
         remedy = "make the run again with --test true"
         rule = "needs the run's predictions of ax"
         require(diagnostic is None, "diagnostic", rule, "none", remedy)
         return []
-    names, (_, logits) = np.array(AX.labels), read_predictions(file)
-    answers = logits.argmax(axis=1)
-    title = f"## {AX.title}: {len(answers):,} rows"
+    hidden_labels, logits = read_predictions(file)
+    title = f"## {AX.title}: {len(logits):,} rows"
     if diagnostic is None:
-        counts = np.bincount(answers, minlength=len(names))
-        frame = pd.DataFrame({"prediction": names, "rows": [f"{n:,}" for n in counts]})
-        shares = [_share(n, len(answers)) for n in counts]
-        return [title, markdown_table(frame.assign(share=shares)), NO_AX_LABELS]
-    table = read_diagnostic(diagnostic)
-    rule = f"must have the {len(answers):,} rows that were predicted"
-    complete = len(table) == len(answers)
-    require(complete, diagnostic, rule, f"{len(table):,}", "take GLUE's whole file")
-    note = (
-        "Matthews correlation over the three classes x 100, 0.0 where labels or predictions are "
-        "one class. A row with several categories counts in each. "
-    )
-    note += check_same_texts(table, diagnostic, glue_dir)
-    labels = np.array([names.tolist().index(name) for name in table["Label"]])
-    columns = dict(zip(AX.columns, (table["Premise"], table["Hypothesis"])))
-    by_category = category_table(labels, answers, table)
-    return [title, by_category, note, *analyse_split(AX, labels, logits, columns)[1:]]
+        return [title, NO_AX_LABELS]
+    columns = read_split_columns(AX, "test", glue_dir)
+    check_same_labels(hidden_labels, columns["label"], "ax/test")
+    table = read_diagnostic(diagnostic, columns)
+    labels = table["Label"].map((AX.labels or ()).index).to_numpy()
+    by_category = category_table(labels, logits.argmax(axis=1), table)
+    return [title, by_category, AX_REMARK, *analyse_split(AX, labels, logits, columns)[1:]]
 
 
 def category_table(labels: NDArray, answers: NDArray, table: pd.DataFrame) -> str:
@@ -248,11 +241,16 @@ def category_table(labels: NDArray, answers: NDArray, table: pd.DataFrame) -> st
     return markdown_table(pd.DataFrame(rows))
 
 
-def read_diagnostic(file: str) -> pd.DataFrame:
-    """Read diagnostic-full.tsv.
+def read_diagnostic(file: str, columns: dict[str, Any]) -> pd.DataFrame:
+    """Read diagnostic-full.tsv, the categories and labels of the rows of AX.
+
+    Args:
+        file: Its path.
+        columns: The texts of AX in the order of the predictions.
 
     Raises:
-        InputError: It cannot be read or is not that file; the message names the line.
+        InputError: It cannot be read, is not that file or has other rows; the message names the
+            line.
     """
     rule = f"must begin with the columns {', '.join(DIAGNOSTIC)}"
     remedy = "take GLUE's diagnostic-full.tsv"
@@ -264,36 +262,18 @@ def read_diagnostic(file: str) -> pd.DataFrame:
     except (OSError, ValueError) as error:
         raise InputError(f"diagnostic {rule}, got {first_line(error)}; {remedy}") from error
     require(tuple(table.columns) == DIAGNOSTIC, file, rule, ", ".join(table.columns), remedy)
-    wrong = ~table["Label"].isin(AX.labels)
-    if wrong.any():
-        row, rule = int(wrong.argmax()), f"must end in one of {', '.join(AX.labels or ())}"
-        require(False, f"{file} line {row + 2}", rule, repr(table["Label"][row]), "mend it")
-    return table
-
-
-def check_same_texts(table: pd.DataFrame, file: str, glue_dir: str | None) -> str:
-    """Refuse categories of other rows than those that were predicted.
-
-    Returns:
-        A sentence that says whether there were texts to compare.
-
-    Raises:
-        InputError: A text differs; the message names the line.
-    """
-    try:
-        columns = read_split_columns(AX, "test", glue_dir)
-    except InputError:
-        return f"The order of rows was not checked: {glue_dir or 'the hub'} gave no {AX.name}."
-    rule = f"must have the {len(columns['label']):,} rows of {AX.name}"
-    complete = len(table) == len(columns["label"])
-    require(complete, file, rule, f"{len(table):,}", "take GLUE's whole file")
-    for name, column in zip(("Premise", "Hypothesis"), AX.columns):
-        for number, (text, wanted) in enumerate(zip(table[name], columns[column]), 2):
+    number = len(columns["label"])
+    require(len(table) == number, file, f"must have the {number:,} rows of AX", len(table), remedy)
+    for line, row in enumerate(table.to_dict("records"), 2):
+        key, rule = f"{file} line {line}", f"must end in one of {', '.join(AX.labels or ())}"
+        require(row["Label"] in (AX.labels or ()), key, rule, repr(row["Label"]), remedy)
+        for name, column in zip(("Premise", "Hypothesis"), AX.columns):
+            text, expected = row[name], columns[column][line - 2]
             unquoted = text[1:-1].replace('""', '"')  # a spreadsheet may have quoted the cell
-            same = wanted.split() in (text.split(), unquoted.split())
-            rule = f"must have the {column} {wanted[:60]!r}"
-            require(same, f"{file} line {number}", rule, repr(text[:60]), "use GLUE's order")
-    return "The texts are those that were predicted, row by row."
+            same = expected.split() in (text.split(), unquoted.split())
+            rule = f"must have the {column} {expected[:60]!r}"
+            require(same, key, rule, repr(text[:60]), "use GLUE's order")
+    return table
 
 
 def check_same_labels(labels: NDArray, read: NDArray, split: str) -> None:

@@ -235,31 +235,20 @@ def test_ax_by_category_is_scikit_learns(tmp_path, quoted):
         assert (float(matthews), float(accuracy)) == tuple(
             pytest.approx(100 * value, abs=0.051) for value in wanted
         )
-    assert "The texts are those that were predicted" in text
     confusion = [t for t in tables(text) if t[0][0].startswith("label /")][-1]
     diagonal = [int(row[1 + i].split()[0]) for i, row in enumerate(confusion[1:])]
     assert diagonal == list(np.diag(confusion_matrix(truth, answers)))
 
 
-def test_ax_without_labels_shows_what_was_predicted_and_how_to_get_them(tmp_path):
-    _, logits, _ = add_run(tmp_path, "mnli", rows=90)["ax"]
+def test_ax_needs_the_file_of_labels_and_the_data_that_were_predicted(tmp_path):
+    data = add_run(tmp_path, "mnli")["ax"]
     text = main(asked(tmp_path, "mnli"))
-    (table,) = (t for t in tables(text) if t[0][0] == "prediction")
-    counts = np.bincount(logits.argmax(axis=1), minlength=3)
-    assert table[1:] == [[n, str(c), f"{c / 0.9:.1f} %"] for n, c in zip(NAMES, counts)]
     assert "hold no labels (-1)" in text
     assert "--diagnostic FILE" in text
-
-
-def test_without_ax_data_the_order_is_said_to_be_unchecked(tmp_path):
-    data = add_run(tmp_path, "mnli")["ax"]
     file, _ = write_diagnostic(tmp_path, data)
-    (tmp_path / "glue/ax/test.parquet").unlink()
-    text = main(asked(tmp_path, "mnli", diagnostic=str(file)))
-    assert "The order of rows was not checked" in text
     texts = {name: column[:-1] for name, column in data[2].items()}
     write_split(tmp_path / "glue", "ax", "test", texts | {"label": [-1] * 119})
-    with pytest.raises(InputError, match="tsv must have the 119 rows of ax, got 120"):
+    with pytest.raises(InputError, match="ax/test must be the data .*, got 119 rows for 120"):
         main(asked(tmp_path, "mnli", diagnostic=str(file)))
 
 
@@ -269,10 +258,10 @@ BROKEN = {
         lambda t: [*t[:-1], t[-1].replace("hypothesis ax", "other")],
         "line 121 must have the hypoth",
     ),
-    "short": (lambda t: t[:-1], "must have the 120 rows that were predicted, got 119"),
+    "short": (lambda t: t[:-1], "must have the 120 rows of AX, got 119"),
     "label": (lambda t: [*t[:4], t[4].rpartition("\t")[0] + "\tno", *t[5:]], "line 5 must end in"),
     "cells": (lambda t: [*t[:9], t[9] + "\t", *t[10:]], "line 10,"),
-    "blank": (lambda t: [*t[:3], "", *t[3:]], "line 4 must end in"),
+    "blank": (lambda t: [*t[:3], "", *t[3:-1]], "line 4 must end in"),
     "header": (lambda t: t[1:], "must begin with the columns Lexical Semantics, "),
 }
 
