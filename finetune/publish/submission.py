@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -43,7 +43,9 @@ NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 """A score; float() accepts more (nan, inf, 1_0, blanks)."""
 LINE_BYTES = 64
 """Upper bound on the bytes of a line, which limits how much is unpacked."""
-ZIP_ERRORS = (EOFError, ValueError, OverflowError, RuntimeError, zlib.error, zipfile.BadZipFile)
+ZIP_ERRORS = (
+    EOFError, OSError, OverflowError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 """Raised by zipfile for a file that is no zip, or is damaged, encrypted or of an unknown kind."""
 
 
@@ -133,15 +135,6 @@ class Choice:
     result: Result
     candidates: int
 
-    def __str__(self) -> str:
-        """One line for the printed table."""
-        result = self.result
-        parts = [run_name(result), f"rate {result['learning_rate']:g}", f"seed {result['seed']}"]
-        parts += ["from MNLI"] * (result["mnli"] is not None)
-        parts += ["one answer for every validation row"] * bool(result.get("collapsed"))
-        parts.append(f"best of {self.candidates}" if self.candidates > 1 else "the only run")
-        return ", ".join(parts)
-
 
 def main(settings: SubmissionSettings) -> None:
     """Write the zip, completely or not at all, or check one; print what is in it.
@@ -150,11 +143,14 @@ def main(settings: SubmissionSettings) -> None:
         InputError: Predictions are missing or do not fit, or the server would refuse the zip.
     """
     if settings.check is not None:
-        check_zip(_read_zip(settings.check), settings.check)
+        try:
+            with open(settings.check, "rb") as stream:
+                check_zip(stream, settings.check)
+        except OSError as error:
+            raise InputError(f"check must name a zip, got {error}; check the path") from error
         print(f"{settings.check}: all {len(FILES)} files are as the server takes them")
         return
-    results = model_results(settings)
-    sources = choose_runs(settings, results)
+    sources = choose_runs(settings)
     missing = {file: source for file, source in sources.items() if isinstance(source, str)}
     if missing and not settings.placeholders:
         named = ", ".join(f"{file.name} ({why})" for file, why in missing.items())
@@ -165,44 +161,35 @@ def main(settings: SubmissionSettings) -> None:
             f"--tasks '[{tasks}]' --test true, or give --placeholders true"
         )
     packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
-    check_zip(packed, settings.output)
+    check_zip(io.BytesIO(packed), settings.output)
     _write(Path(settings.output), packed)
     _print_sources(settings.output, sources)
 
 
-def model_results(settings: SubmissionSettings) -> list[Result]:
-    """The model's lines, without those of random weights.
+def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Choice | str]:
+    """Choose the run that predicts each file, or give the reason that there is none.
+
+    All files of a task are predicted by one run, never by one of random weights. Only runs of the
+    weights that the model's folder holds now are used; if the folder is gone, of those of its last
+    run.
 
     Raises:
-        InputError: The results have none of this model.
+        InputError: The results have no run of this model.
     """
     pretrained = [x for x in read_results(settings.results) if not x["random_weights"]]
     results = [x for x in pretrained if x["model"] == settings.model]
     models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
     rule = f"must be one of those in {settings.results}"
     require(bool(results), "model", rule, settings.model, f"there: {models}")
-    return results
-
-
-def choose_runs(
-    settings: SubmissionSettings, results: Sequence[Result]
-) -> dict[ServerFile, Choice | str]:
-    """Choose the run that predicts each file, or give the reason that there is none.
-
-    All files of a task are predicted by one run. Only runs of the weights that the model's folder
-    holds now are used; if the folder is gone, of those of its last run.
-    """
     for name in ("seed", "learning_rate"):
         wanted = getattr(settings, name)
         results = [x for x in results if wanted in (None, x[name])]
     direct = [x for x in results if x["mnli"] is None and x.get("weights")]
     last = direct[-1]["weights"] if direct else None
     weights = hash_weights(str(settings.model)) or last
-    tasks = dict.fromkeys(file.task for file in FILES)
-    chosen = {task: best_run(settings.results, results, task, weights) for task in tasks}
     sources: dict[ServerFile, Choice | str] = {}
     for file in FILES:
-        source = sources[file] = chosen[file.task]
+        source = sources[file] = best_run(settings.results, results, file.task, weights)
         if isinstance(source, Choice):
             predicted = prediction_file(settings.results, source.result, file.split).is_file()
             sources[file] = source if predicted else "not predicted by the run on MNLI"
@@ -276,18 +263,20 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def check_zip(packed: bytes, key: str) -> None:
+def check_zip(stream: BinaryIO, key: str) -> None:
     """Refuse what the server would refuse; nothing is unpacked to disk.
 
     Args:
-        packed: The zip.
+        stream: The zip.
         key: Its name in error messages.
 
     Raises:
         InputError: It is no zip, has other files, or a line of one is wrong.
     """
+    most, size = sum(file.max_bytes for file in FILES), stream.seek(0, io.SEEK_END)
+    require(size <= most, key, f"must be at most {most} bytes", size, "zip the 11 files alone")
     try:
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        with zipfile.ZipFile(stream) as archive:
             _check_names(archive.namelist(), key)
             for file in FILES:
                 info = archive.getinfo(file.name)
@@ -352,18 +341,6 @@ def _broken_rule(line: bytes, number: int, file: ServerFile) -> str:
     return "" if valid else "predict a number from 0 to 5"
 
 
-def _read_zip(path: str) -> bytes:
-    """A file's bytes, unless it is larger than a zip of these files can be."""
-    most = sum(file.max_bytes for file in FILES)
-    try:
-        require(Path(path).is_file(), "check", "must name a zip", path, "check the path")
-        size = Path(path).stat().st_size
-        require(size <= most, path, f"must be at most {most} bytes", size, "zip the 11 files alone")
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"check must be readable, got {error}; check the path") from error
-
-
 def _write(output: Path, packed: bytes) -> None:
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
@@ -381,11 +358,16 @@ def _print_sources(output: str, sources: Mapping[ServerFile, Choice | str]) -> N
     """Print for each file the run that predicted it and its score on validation."""
     print(f"{'file':<12} {'validation':<14} run")
     for file, source in sources.items():
-        score, run = "PLACEHOLDER", f"{source}: one answer for all rows"
-        if isinstance(source, Choice):
-            result, run = source.result, str(source)
-            score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
-        print(f"{file.name:<12} {score:<14} {run}")
+        if isinstance(source, str):
+            print(f"{file.name:<12} {'PLACEHOLDER':<14} {source}: one answer for all rows")
+            continue
+        result = source.result
+        score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
+        facts = [run_name(result), f"rate {result['learning_rate']:g}", f"seed {result['seed']}"]
+        facts += ["from MNLI"] * (result["mnli"] is not None)
+        facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
+        facts.append(f"best of {source.candidates}" if source.candidates > 1 else "the only run")
+        print(f"{file.name:<12} {score:<14} {', '.join(facts)}")
     print(f"written and checked: {output}")
     gaps = [file.name for file, source in sources.items() if isinstance(source, str)]
     if gaps:
