@@ -26,8 +26,9 @@ from train.analysis.loss_curves import (
     NATS,
     Models,
     Run,
+    all_runs,
     losses_at_equal,
-    paired_difference,
+    plot_difference,
     plot_held_out,
     read_runs,
 )
@@ -59,10 +60,8 @@ class CompareSettings:
 
 def t_interval(values: Sequence[float]) -> Row:
     """Mean, half width of its 95 % t interval (None for a single value), and the values."""
-    half = None
-    if len(values) > 1:
-        t = stats.t.ppf(0.975, len(values) - 1)
-        half = float(t * np.std(values, ddof=1) / np.sqrt(len(values)))
+    n = len(values)
+    half = float(stats.t.ppf(0.975, n - 1) * stats.sem(values)) if n > 1 else None
     return {"mean": float(np.mean(values)), "half": half, "values": list(values)}
 
 
@@ -82,9 +81,8 @@ def summarize(models: Models, lengths: list[Row]) -> list[Row]:
     Returns:
         A row for each model; the keys are those of the .json file.
     """
-    runs = [run for seeds in models.values() for run in seeds.values()]
     at_tokens, at_seconds = (
-        losses_at_equal(key, runs)["validation_loss"] for key in ("tokens", "seconds")
+        losses_at_equal(key, all_runs(models))["validation_loss"] for key in ("tokens", "seconds")
     )
     by_length = losses_by_length(lengths)
     first = next(iter(models.values()))
@@ -114,9 +112,8 @@ def summarize(models: Models, lengths: list[Row]) -> list[Row]:
 
 def format_table(rows: list[Row], models: Models, unit: str) -> str:
     """Format the rows of `summarize` as a Markdown table."""
-    runs = [run for seeds in models.values() for run in seeds.values()]
-    tokens = losses_at_equal("tokens", runs)["tokens"] / 1e6
-    minutes = losses_at_equal("seconds", runs)["seconds"] / 60
+    tokens = losses_at_equal("tokens", all_runs(models))["tokens"] / 1e6
+    minutes = losses_at_equal("seconds", all_runs(models))["seconds"] / 60
     lengths = sorted({length for row in rows for length in row["at_length"]})
     header = ["model", "seeds", "parameters", "tokens/s", f"loss at {tokens:.1f} M tokens"]
     header += [f"{rows[0]['model']} − it", f"loss at {minutes:.1f} min"]  # noqa: RUF001 the sign
@@ -152,18 +149,10 @@ def plot(models: Models, lengths: list[Row], settings: CompareSettings, unit: st
     for model, seeds in models.items():
         plot_held_out(axes[0], "tokens", 1e6, model, list(seeds.values()), colours[model])
     for model in others:
-        difference = paired_difference(models[first], models[model])
-        if difference is not None and difference["tokens"]:
-            tokens = np.array(difference["tokens"]) / 1e6
-            values = np.array(list(difference["by_seed"].values()))
-            axes[1].plot(tokens, values.mean(0), color=colours[model], linewidth=1.2)
-            low, high = values.min(0), values.max(0)
-            axes[1].fill_between(tokens, low, high, color=colours[model], alpha=0.2)
-    axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
+        plot_difference(axes[1], models[first], models[model], colours[model])
     axes[0].set_ylabel(f"held-out loss ({unit})")
     axes[1].set_ylabel(f"{first} − the other; below 0 {first} is better")  # noqa: RUF001 the sign
-    for axis in axes[:2]:
-        axis.set_xlabel("tokens (millions); band: range over seeds")
+    axes[0].set_xlabel("tokens (millions); band: range over seeds")
     legend = {"loc": "outside lower center", "ncols": len(models), "frameon": False}
     axes[0].figure.legend(*axes[0].get_legend_handles_labels(), **legend)
     if lengths:
@@ -206,7 +195,7 @@ def main(settings: CompareSettings) -> None:
     output = Path(settings.output)
     table = format_table(rows, models, unit)
     output.with_suffix(".md").write_text(table + "\n")
-    logs = {run.name: run.held_out for seeds in models.values() for run in seeds.values()}
+    logs = {run.name: run.held_out for run in all_runs(models)}
     numbers = {"unit": unit, "models": rows, "held_out": logs}
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     print(table)

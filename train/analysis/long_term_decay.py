@@ -48,6 +48,9 @@ NUM_SEQUENCES = 32
 HEAD_DIM, THETA = 64, 10000.0
 """Head width of a base model, and the paper's base."""
 
+WIDTHS, THETAS = (32, 64, 128, 256), (100.0, 1000.0, 10000.0, 500000.0)
+"""Head widths, at `THETA`, and bases, at `HEAD_DIM`, for which the bound is computed."""
+
 
 @dataclass(frozen=True)
 class DecayCorpusSettings(HeldOutSettings):
@@ -69,20 +72,11 @@ class DecaySettings:
     corpus: DecayCorpusSettings = field(default_factory=DecayCorpusSettings)
     distances: int = 256
     """Largest distance in tokens."""
-    widths: list[int] = field(default_factory=lambda: [32, 64, 128, 256])
-    """Head widths of the bound."""
-    thetas: list[float] = field(default_factory=lambda: [100.0, 1000.0, 10000.0, 500000.0])
-    """Values of rope_theta for the bound."""
     output: str = "results/decay.png"
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
         require(self.distances >= 2, "distances", "must be at least 2", self.distances, "use 256")
-        for width in self.widths:
-            even = width >= 2 and width % 2 == 0
-            require(even, "widths", "must be even and at least 2", width, "use 64")
-        for theta in self.thetas:
-            require(theta > 1, "thetas", "must be above 1", theta, "use 10000")
         check_figure_path(self.output)
 
 
@@ -182,21 +176,13 @@ def queries_and_keys(
     Returns:
         [N, rotary_dim] each, all layers and heads.
     """
-    outputs: dict[str, list[Tensor]] = {"query": [], "key": []}  # of each layer, [B, L, H, D]
-    hooks = []
+    outputs: dict[str, list[Tensor]] = {"query": [], "key": []}  # of each layer, [B, L, H * D]
     for layer in model.encoder.layer:
-        attention = layer.attention.self
         for name, kept in outputs.items():
-            hooks.append(
-                getattr(attention, name).register_forward_hook(
-                    lambda module, args, output, kept=kept, heads=attention.heads: kept.append(
-                        output.unflatten(-1, heads)[..., :rotary_dim]
-                    )
-                )
+            getattr(layer.attention.self, name).register_forward_hook(
+                lambda module, args, output, kept=kept: kept.append(output)
             )
     model(**inputs)
-    for hook in hooks:
-        hook.remove()
     generator = torch.Generator().manual_seed(0)
     rows, positions = inputs["attention_mask"].bool().nonzero(as_tuple=True)
     lengths = inputs["attention_mask"].sum(-1)
@@ -204,9 +190,11 @@ def queries_and_keys(
     drawn = torch.randint(len(rows), (pairs,), generator=generator)
     row, position = rows[drawn], positions[drawn]
     other = (torch.rand(pairs, generator=generator) * lengths[row]).long()
-    queries = torch.cat([layer[row, position].flatten(0, 1) for layer in outputs["query"]])
-    keys = torch.cat([layer[row, other].flatten(0, 1) for layer in outputs["key"]])
-    return queries, keys
+    heads = model.encoder.layer[0].attention.self.heads
+    queries = torch.cat([layer[row, position] for layer in outputs["query"]])
+    keys = torch.cat([layer[row, other] for layer in outputs["key"]])
+    query, key = (x.unflatten(-1, heads).flatten(0, 1)[:, :rotary_dim] for x in (queries, keys))
+    return query, key
 
 
 def plot(numbers: dict[str, Any], output: Path) -> None:
@@ -246,8 +234,8 @@ def main(settings: DecaySettings) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         "distances": distances.tolist(),
         "bound": {
-            "thetas": [bounds(HEAD_DIM, theta) for theta in settings.thetas],
-            "widths": [bounds(width, THETA) for width in settings.widths],
+            "thetas": [bounds(HEAD_DIM, theta) for theta in THETAS],
+            "widths": [bounds(width, THETA) for width in WIDTHS],
         },
         "scores": scores,
     }

@@ -12,7 +12,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ class Run:
 Models = Mapping[str, Mapping[int, Run]]
 
 
+def all_runs(models: Models) -> list[Run]:
+    """Return the runs of all models."""
+    return [run for seeds in models.values() for run in seeds.values()]
+
+
 def expand_globs(patterns: Sequence[str]) -> list[str]:
     """Replace every glob by the sorted paths it matches; each path is listed once."""
     found = [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]
@@ -94,19 +99,17 @@ def read_runs(patterns: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
     """
     require(len(patterns) > 0, "runs", "must name a run folder", "none", "add one")
     runs = [read_log(folder) for folder in expand_globs(patterns)]
-    bits = all(run.bytewise for run in runs)
-    by_name = {run.name: to_bits(run) if bits else run for run in runs}
-    models = group_by_model([run.name for run in runs], "runs", by_name)
+    seeds_of_runs = {run.name: run.seed for run in runs}
+    models = group_by_model([run.name for run in runs], "runs", seeds_of_runs)
+    by_name = {run.name: run for run in runs}
     grouped = {m: {s: by_name[name] for s, name in seeds.items()} for m, seeds in models.items()}
-    return grouped, BITS if bits else NATS
-
-
-def to_bits(run: Run) -> Run:
-    """Return the run with its losses divided by ln 2."""
-    training = [row | {"loss": row["loss"] / math.log(2)} for row in run.training]
-    key = "validation_loss"
-    held_out = [row | {key: row[key] / math.log(2)} for row in run.held_out]
-    return replace(run, training=training, held_out=held_out)
+    if not all(run.bytewise for run in runs):
+        return grouped, NATS
+    for run in runs:
+        for key, rows in (("loss", run.training), ("validation_loss", run.held_out)):
+            for row in rows:
+                row[key] /= math.log(2)
+    return grouped, BITS
 
 
 def read_log(folder: str) -> Run:
@@ -137,14 +140,14 @@ def read_log(folder: str) -> Run:
 
 
 def group_by_model(
-    names: Sequence[str], key: str = "models", runs: Mapping[str, Run] | None = None
+    names: Sequence[str], key: str = "models", known_seeds: Mapping[str, int | None] | None = None
 ) -> dict[str, dict[int, str]]:
     """Group runs that differ in their seed: `bert-0` and `bert-1` are seeds of `bert`.
 
     Args:
         names: Names of runs; one without a number is seed 0.
         key: Setting to name in an error.
-        runs: Known logs by name; a number that is not their seed, as in `width-16`, is no seed.
+        known_seeds: `run.seed` by name; another number in a name, as in `width-16`, is no seed.
 
     Returns:
         Model -> seed -> name.
@@ -155,7 +158,7 @@ def group_by_model(
     models: dict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
         model, seed = split_seed(name)
-        if runs and runs[name].seed not in (None, seed):
+        if (known_seeds or {}).get(name) not in (None, seed):
             model, seed = name, 0
         unique = seed not in models[model]
         require(unique, key, "must have different names", f"{model} twice", "rename one")
@@ -225,32 +228,23 @@ def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> di
 
 def plot(models: Models, unit: str, title: str, output: Path) -> None:
     """Plot losses against steps, tokens and time, and the difference of two models."""
-    *loss_axes, difference_axis = axes = make_axes(2, 2, 10.5, 7.4)
+    *loss_axes, last_axis = axes = make_axes(2, 2, 10.5, 7.4)
     for axis, (key, scale, label) in zip(loss_axes, X_AXES):
         for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
             runs = list(seeds.values())
             for run in runs:
                 x, losses = ([row[column] for row in run.training] for column in (key, "loss"))
                 axis.plot(np.array(x) / scale, losses, color=colour, alpha=0.25, linewidth=0.8)
-            plot_held_out(axis, key, scale, legend_label(name, runs), runs, colour)
+            plot_held_out(axis, key, scale, name, runs, colour)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
     loss_axes[0].legend(title="held out (dots); training (faint)", frameon=False)
-    has_difference = len(models) == 2 and plot_difference(difference_axis, models)
-    difference_axis.set_visible(has_difference)
-    difference_axis.figure.suptitle(title)
+    pair = list(models.values())
+    has_difference = len(pair) == 2 and plot_difference(last_axis, pair[0], pair[1], "black")
+    last_axis.set_ylabel(f"held-out loss, {' − '.join(models)}")  # noqa: RUF001 the sign
+    last_axis.set_visible(has_difference)
+    last_axis.figure.suptitle(title)
     save_figure(axes, output)
-
-
-def legend_label(name: str, runs: Sequence[Run]) -> str:
-    """Name of a model with the mean held-out loss at the last step that all its runs reached."""
-    shared = set.intersection(*({row["step"] for row in run.held_out} for run in runs))
-    if not shared:
-        return name
-    ends = [row for run in runs for row in run.held_out if row["step"] == max(shared)]
-    loss, tokens = (np.mean([end[key] for end in ends]) for key in ("validation_loss", "tokens"))
-    seeds = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
-    return f"{name} ({loss:.3f} at {tokens / 1e6:.1f} M tokens{seeds})"
 
 
 def plot_held_out(
@@ -265,22 +259,19 @@ def plot_held_out(
         axis.fill_between(x / scale, losses.min(0), losses.max(0), color=colour, alpha=0.2)
 
 
-def plot_difference(axis: Any, models: Models) -> bool:
-    """Plot the paired difference of two models; returns whether there is one."""
-    (first, first_runs), (second, second_runs) = models.items()
-    difference = paired_difference(first_runs, second_runs)
+def plot_difference(
+    axis: Any, first: Mapping[int, Run], second: Mapping[int, Run], colour: str
+) -> bool:
+    """Plot the paired difference of two models, mean and range; returns whether there is one."""
+    difference = paired_difference(first, second)
+    axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("tokens (millions); band: range over seeds")
     if difference is None or not difference["tokens"]:
         return False
     tokens = np.array(difference["tokens"]) / 1e6
     values = np.array(list(difference["by_seed"].values()))  # [seeds, n]
-    axis.plot(tokens, values.T, color="tab:gray", alpha=0.6, linewidth=0.8)
-    axis.plot(tokens, values.mean(0), color="black", marker="o", markersize=2.5, linewidth=1.2)
-    if len(values) > 1:
-        axis.fill_between(tokens, values.min(0), values.max(0), color="tab:gray", alpha=0.25)
-    axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    seeds = f"; mean and range of {len(values)} seeds" if len(values) > 1 else ""
-    axis.set_xlabel(f"tokens (millions){seeds}")
-    axis.set_ylabel(f"held-out loss, {first} − {second}")  # noqa: RUF001 the sign
+    axis.plot(tokens, values.mean(0), color=colour, marker="o", markersize=2.5, linewidth=1.2)
+    axis.fill_between(tokens, values.min(0), values.max(0), color=colour, alpha=0.2)
     return True
 
 
@@ -288,7 +279,7 @@ def main(settings: CurvesSettings) -> None:
     """Read the runs, plot, write the numbers, print losses at equal tokens and time."""
     output = Path(settings.output)
     models, unit = read_runs(settings.runs)
-    runs = [run for seeds in models.values() for run in seeds.values()]
+    runs = all_runs(models)
     plot(models, unit, settings.title, output)
     numbers = {
         "unit": unit,

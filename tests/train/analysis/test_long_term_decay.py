@@ -105,8 +105,6 @@ def test_what_does_not_rotate_is_refused(corpus, tokenizer, tmp_path):
     ("wrong", "message"),
     [
         ({"distances": 1}, "distances .* got 1"),
-        ({"widths": [7]}, "widths .* got 7"),
-        ({"thetas": [1.0]}, "thetas .* got 1.0"),
         ({"output": "x.txt"}, "output .* got x.txt"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from train.analysis.loss_curves import CurvesSettings, legend_label, main, read_runs
+from train.analysis.loss_curves import CurvesSettings, main, read_runs
 from train.settings import InputError
 
 
@@ -48,14 +48,6 @@ def test_seeds_of_a_model_are_one_line_and_differ_in_pairs(tmp_path):
     assert found["by_seed"] == {"0": [-1.0, -1.5], "1": [-1.0, -0.5]}
     assert found["mean_at_end"] == -1.0
     assert found["std_at_end"] == pytest.approx(0.5**0.5)
-
-
-def test_a_seed_that_is_not_finished_is_no_part_of_another_place(tmp_path):
-    for name, losses in (("rope-0", [5.0, 4.0, 3.0]), ("rope-1", [5.0, 4.5])):
-        write_run(tmp_path / name, losses, 1)
-    models, _ = read_runs([str(tmp_path / name) for name in ("rope-0", "rope-1")])
-    found = legend_label("rope", list(models["rope"].values()))
-    assert found == "rope (4.250 at 0.0 M tokens, mean of 2 seeds)"
 
 
 def test_the_end_of_a_name_is_a_seed_only_where_the_run_had_it(tmp_path):
