@@ -1,7 +1,7 @@
 """Figures of a group: a dot for every seed, the mean over seeds and its 95 % t interval."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,24 +44,24 @@ def draw_figures(
     group: TaskGroup, pairs: Sequence[Difference], controls: Sequence[Difference], folder: Path
 ) -> list[Picture]:
     """Write report-GROUP-{scores,differences,rates}.png, as far as there is something to draw."""
-    captions = {
-        "scores": f"{SEEDS}; the dashed line is the majority baseline.",
-        "differences": f"Differences. {SEEDS}; the line at 0 is no difference.",
-        "rates": f"Sensitivity to the learning rate. {SEEDS}.",
-    }
-    figures: dict[str, Callable[[], Figure | None]] = {
-        "scores": lambda: draw_scores(group),
-        "differences": lambda: draw_differences(group, pairs, controls),
-        "rates": lambda: draw_rates(group),
-    }
     pictures = []
     with mpl.rc_context(STYLE):
-        for name, draw in figures.items():
-            figure = draw()
+        figures = {
+            "scores": (
+                draw_scores(group),
+                f"{SEEDS}; the dashed line is the majority baseline.",
+            ),
+            "differences": (
+                draw_differences(group, pairs, controls),
+                f"Differences. {SEEDS}; the line at 0 is no difference.",
+            ),
+            "rates": (draw_rates(group), f"Sensitivity to the learning rate. {SEEDS}."),
+        }
+        for name, (figure, caption) in figures.items():
             if figure is not None:
                 file = f"report-{group.name}-{name}.png"
                 figure.savefig(folder / file, dpi=150, facecolor="white")
-                pictures.append(Picture(file, captions[name]))
+                pictures.append(Picture(file, caption))
     return pictures
 
 

@@ -16,21 +16,11 @@ import jinja2
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import (
-    MINUS,
-    Difference,
-    control_differences,
-    pair_differences,
-)
+from finetune.report.differences import MINUS, Difference, control_differences, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.markdown_table import escape_cell, markdown_table
 from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, average, build_groups
-from finetune.report.tables import (
-    Table,
-    group_tables,
-    outcome_counts,
-    paper_table,
-)
+from finetune.report.tables import Table, group_tables, outcome_counts, paper_table
 from finetune.results import RECIPE_FIELDS, read_results
 from finetune.tasks import TASKS
 from train.settings import InputError, require
@@ -136,32 +126,23 @@ def compare_groups(
         pair: Two models by path or short name; None means the one RoFormer and the one BERT.
 
     Raises:
-        InputError: The pair is not among the results.
+        InputError: A model of the pair is not in the results, or both are the same.
     """
     groups = build_groups(results)
-    models = None if pair is None or not groups else named_models(groups, pair)
+    models = None
+    if pair is not None and groups:
+        names = {run.model: run.short_name for group in groups for run in group.runs.itertuples()}
+        known = {name: model for model, name in names.items()} | {model: model for model in names}
+        listed, rule = ", ".join(sorted(names.values())), "must name models of the results"
+        for name in pair:
+            require(name in known, "pair", rule, name, f"they have {listed}")
+        models = [known[name] for name in pair]
+        require(models[0] != models[1], "pair", "must be two models", models, "name another")
     reports = []
     for group in groups:
         pairs, no_pairs = pair_differences(group, models)
         reports.append(GroupReport(group, pairs, control_differences(group), no_pairs))
     return reports
-
-
-def named_models(groups: Sequence[TaskGroup], pair: Sequence[str]) -> list[str]:
-    """Find the two models by path or short name.
-
-    Raises:
-        InputError: A model is not in the results, or both names are of the same model.
-    """
-    names = {run.model: run.short_name for group in groups for run in group.runs.itertuples()}
-    known = {name: model for model, name in names.items()} | {model: model for model in names}
-    for given in pair:
-        listed = ", ".join(sorted(names.values()))
-        rule = "must name models of the results"
-        require(given in known, "pair", rule, given, f"they have {listed}")
-    models = [known[given] for given in pair]
-    require(models[0] != models[1], "pair", "must be two models", models, "name another")
-    return models
 
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
@@ -182,7 +163,9 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     environment.filters["markdown_table"] = lambda frame: markdown_table(
         frame.rename(columns=escape_cell).map(escape_cell)
     )
-    environment.filters["data_uri"] = lambda picture: data_uri(folder / picture.file)
+    environment.filters["base64"] = lambda picture: base64.b64encode(
+        (folder / picture.file).read_bytes()
+    ).decode()
     context = {
         "sections": sections,
         "runs": {GROUPS[x.group.name]: run_tables(x.group) for x in reports},
@@ -241,11 +224,6 @@ def _run_texts(run: Any, group: TaskGroup) -> dict[str, str]:
         "machine": ", ".join(filter(None, machine)),
         "command": result.get("command", "none was kept"),
     }
-
-
-def data_uri(file: Path) -> str:
-    """A PNG file as a URL that holds its content."""
-    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def latex_tables(tables: Iterable[Table]) -> str:
