@@ -28,38 +28,30 @@ from finetune.publish.model_card import (
 from finetune.tasks import TASKS
 from tiny import enlarge
 from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
+from tiny_results import line
 from train.settings import InputError
 
 ROWS = {"rte": 277, "stsb": 1500, "cola": 1043, "mnli": 1000, "demo-next": 40}
 COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"
 
 
-def a_line(task: str = "rte", **changes) -> dict:
+def a_line(task: str = "rte", model: str = "google-bert/bert-base-uncased", **changes) -> dict:
     """A results line, with other values in every field."""
     known = TASKS[task]
-    rows = {"train": 2490, **dict.fromkeys(known.validation_splits, ROWS[task])}
     scores = {
         split: {name: (i + 2) / 7 + j / 11 for i, name in enumerate(known.metrics)}
         for j, split in enumerate(known.validation_splits)
     }
-    line = {"model": "google-bert/bert-base-uncased", "tokenizer": None, "random_weights": False}
-    line |= {
-        "mnli": None,
-        "glue_dir": None,
-        "task": task,
-        "seed": 3,
-        "learning_rate": 3e-5,
-        "epochs": 4,
-    }
-    line |= {"batch_size": 16, "length": 24, "schedule": "cosine", "warmup_share": 0.06}
-    line |= {"weight_decay": 0.02, "clip_norm": 0.9, "status": "done", "collapsed": False}
-    line |= {"model_type": "bert", "label": task, "official": known.official, "rows": rows}
-    line |= {"headline_metric": known.headline, "metrics": scores, "headline": 0.3, "majority": 0.1}
-    line |= {"majority_metrics": {s: dict.fromkeys(v, 0.123) for s, v in scores.items()}}
-    line |= {"loss": 0.4567, "history": [], "parameters": 12_345_678, "seconds": 98.76}
-    line |= {"precision": "bf16", "device": "cpu", "processes": 2, "threads": 1, "settings": {}}
-    line |= {"versions": {"torch": "2.99", "transformers": "5.98"}, "command": COMMAND}
-    return line | changes
+    facts = {
+        "seed": 3, "learning_rate": 3e-5, "epochs": 4, "batch_size": 16, "length": 24,
+        "schedule": "cosine", "warmup_share": 0.06, "weight_decay": 0.02, "clip_norm": 0.9,
+        "model_type": "bert", "metrics": scores, "parameters": 12_345_678, "loss": 0.4567,
+        "rows": {"train": 2490, **dict.fromkeys(known.validation_splits, ROWS[task])},
+        "majority_metrics": {s: dict.fromkeys(v, 0.123) for s, v in scores.items()},
+        "seconds": 98.76, "processes": 2, "versions": {"torch": "2.99", "transformers": "5.98"},
+        "command": COMMAND,
+    }  # fmt: skip
+    return line(model, task, 0.3, **(facts | changes))
 
 
 REDUCED = {"official": False, "label": "mnli (9k)"}
@@ -82,8 +74,8 @@ def a_model(task: str = "rte", kind: str = "bert") -> torch.nn.Module:
 
 def saved(folder: Path, task: str = "rte", kind: str = "bert", **changes) -> Path:
     target = folder / "tuned"
-    line = a_line(task, model_type=kind, **changes)
-    save_model(str(target), a_model(task, kind), tiny_tokenizer(), line)
+    run = a_line(task, model_type=kind, **changes)
+    save_model(str(target), a_model(task, kind), tiny_tokenizer(), run)
     return target
 
 
@@ -159,22 +151,22 @@ def test_a_roformer_is_read_by_transformers_alone_and_by_ours(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     expected, value = own_answer(folder, "rte", "roformer")
-    for printed in (line for line in ran.stdout.splitlines() if "score" in line):
+    for printed in (text for text in ran.stdout.splitlines() if "score" in text):
         assert read_answer(printed) == (expected, pytest.approx(value, abs=1e-5))
     assert ran.stdout.count("score") == 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"collapsed": True}, REDUCED])
 def test_the_metadata_come_back_as_they_were(tmp_path, changes, no_network):
-    line = a_line("mnli", **changes)
-    model_card.finetuned_card(line, "bert").save(tmp_path / "README.md")
+    run = a_line("mnli", **changes)
+    model_card.finetuned_card(run, "bert").save(tmp_path / "README.md")
     read = ModelCard.load(tmp_path / "README.md").data
-    assert read.to_dict() == model_card.finetuned_card_data(line).to_dict()
+    assert read.to_dict() == model_card.finetuned_card_data(run).to_dict()
     assert yaml.safe_load(read.to_yaml()) == read.to_dict()
     results = read.eval_results
     assert all(isinstance(result, EvalResult) for result in results)
     values = {(r.dataset_split, r.metric_type): r.metric_value for r in results}
-    assert values == {(s, "accuracy"): v["accuracy"] for s, v in line["metrics"].items()}
+    assert values == {(s, "accuracy"): v["accuracy"] for s, v in run["metrics"].items()}
     assert (read.language, read.pipeline_tag) == ("en", "text-classification")
     assert read.license == "unknown"
 
@@ -189,13 +181,13 @@ def test_official_results_name_the_hubs_data_and_metrics():
     assert {name for task in TASKS.values() for name in task.metrics} == set(model_card.METRICS)
 
 
-@pytest.mark.parametrize("line", [a_line("mnli", **REDUCED), a_line("demo-next")])
-def test_reduced_data_are_never_called_glue(line):
-    made = model_card.finetuned_card(line, "bert")
+@pytest.mark.parametrize("run", [a_line("mnli", **REDUCED), a_line("demo-next")])
+def test_reduced_data_are_never_called_glue(run):
+    made = model_card.finetuned_card(run, "bert")
     assert "glue" not in str(made).replace(COMMAND, "").replace(model_card.MARK, "").lower()
     assert made.data.datasets is None
-    assert {r.dataset_name for r in made.data.eval_results} == {line["label"]}
-    assert line["label"] in made.text
+    assert {r.dataset_name for r in made.data.eval_results} == {run["label"]}
+    assert run["label"] in made.text
     assert "Not the official data" in made.text
 
 
@@ -216,8 +208,8 @@ def test_what_a_reader_must_know_stands_before_any_score(warning):
 
 
 def test_the_card_says_all_of_the_line():
-    line = a_line("mnli", tokenizer="some/tokenizer")
-    text = model_card.finetuned_card(line, "bert").text
+    run = a_line("mnli", tokenizer="some/tokenizer")
+    text = model_card.finetuned_card(run, "bert").text
     for value in ("3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M"):
         assert value in text
     for printed in (
@@ -241,9 +233,9 @@ def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):
     assert model_card.finetuned_card_data(a_line(random_weights=True)).base_model is None
     for model in ("runs/small/model", "/srv/runs/model", "../model", "runs/model"):
         Path("runs/model").mkdir(parents=True, exist_ok=True)
-        line = a_line(model=model)
-        assert model_card.finetuned_card_data(line).base_model is None
-        assert f"`{model}`" in model_card.finetuned_card(line, "bert").text
+        run = a_line(model=model)
+        assert model_card.finetuned_card_data(run).base_model is None
+        assert f"`{model}`" in model_card.finetuned_card(run, "bert").text
     Path(hub).mkdir(parents=True)  # what transformers would read instead
     assert model_card.finetuned_card_data(a_line()).base_model is None
 

@@ -19,7 +19,7 @@ from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
 from finetune.results import prediction_file, write_predictions
 from tiny import command
-from tiny_results import RECIPE
+from tiny_results import line as a_line
 from train.settings import InputError
 
 MODEL = "runs/a/model"
@@ -42,12 +42,9 @@ SMALL = ("STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "WNLI.tsv", "AX.tsv")
 
 
 def line(task: str, headline: float = 0.5, **changes) -> dict:
-    recipe = RECIPE | {"learning_rate": 2e-5}
-    key = {"model": MODEL, "tokenizer": None, "random_weights": False, "mnli": None, "seed": 0}
-    key["glue_dir"] = None
-    outcome = {"status": "done", "official": True, "headline_metric": "accuracy"}
-    outcome |= {"settings": {"test": True}}
-    return {**key, **recipe, "task": task, **outcome, "headline": headline} | changes
+    changes = {"model": MODEL, "learning_rate": 2e-5, "glue_dir": None, **changes}
+    facts = {"collapsed": False, "official": True, "headline_metric": "accuracy"}
+    return a_line(changes["model"], task, headline, **facts) | {"headline": headline} | changes
 
 
 def logits_of(run: dict, name: str) -> np.ndarray:

@@ -10,7 +10,6 @@ from finetune.report.tables import group_tables, paper_table, problem_table, sco
 from tiny_results import (
     BERT,
     ROFORMER,
-    SKILL,
     diverged,
     failed,
     line,
@@ -46,8 +45,9 @@ def test_the_average_is_glues_the_metrics_of_a_task_first():
 
 
 def test_only_all_nine_official_tasks_make_the_glue_average():
-    lines = [line(BERT, task, 0.6) for task in SKILL]
-    assert set(SKILL) == GLUE_TASKS
+    tasks = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
+    lines = [line(BERT, task, 0.6) for task in tasks]
+    assert set(tasks) == GLUE_TASKS
     assert list(scores(lines)["small-bert (bert)"])[-1] == "GLUE average"
     missing = list(scores(lines[1:])["small-bert (bert)"])
     assert missing[-1] == "mean of these 8 tasks, not the GLUE average"
