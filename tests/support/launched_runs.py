@@ -27,8 +27,6 @@ CPU = {"ACCELERATE_USE_CPU": "1"}
 
 AS_LAUNCHED = CPU | {"ACCELERATE_MIXED_PRECISION": "bf16"}  # what cpu.yaml makes of a process
 
-KNOWN_PEAK = "--run.peak_tflops=1"  # nothing to measure at each start
-
 NO_DROPOUT = json.dumps(
     TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 )
@@ -41,11 +39,11 @@ PATIENCE = 120.0
 Start = Callable[..., subprocess.Popen[bytes]]
 
 TWO_RANKS = [
-    KNOWN_PEAK, "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
+    "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
     "--run.save_every=1000", "--run.validate_every=1000",
 ]  # fmt: skip
 
-ENDLESS = ["--optim.steps=100000", "--run.save_every=100000", KNOWN_PEAK]
+ENDLESS = ["--optim.steps=100000", "--run.save_every=100000"]
 
 
 @contextmanager
@@ -199,8 +197,8 @@ def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: 
 
 
 def run_in_process(flags: list[str], *more: str) -> PretrainSettings:
-    """Pretrain in this process, without measuring the peak speed."""
-    settings = parse_settings(PretrainSettings, [*flags, KNOWN_PEAK, *more])
+    """Pretrain in this process."""
+    settings = parse_settings(PretrainSettings, [*flags, *more])
     main(settings)
     return settings
 

@@ -49,7 +49,10 @@ def run(flags: list[str], *more: str) -> PretrainSettings:
 
 
 def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
-    done = command(*LAUNCH, SCRIPT, *pretrain_flags, "--run.tracker=tensorboard")
+    # as scripts of clusters export for all that they start
+    address = {"MASTER_ADDR": "10.0.0.1"}
+    flags = [*pretrain_flags, "--run.tracker=tensorboard", "--run.peak_tflops=null"]
+    done = command(*LAUNCH, SCRIPT, *flags, **address)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "tiny"
     assert "tokens/s" in done.stderr  # the progress bar
@@ -144,27 +147,23 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path)
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["roformer", "bert"])
-def test_two_processes_give_the_losses_of_one(kind, pretrain_flags, tmp_path):
+@pytest.mark.parametrize(("kind", "micro_batch"), [("roformer", 4), ("bert", 8)])
+def test_two_processes_give_the_losses_of_one(kind, micro_batch, pretrain_flags, tmp_path):
     flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", f"--model.type={kind}"]
     flags += ["--run.validation_sequences=12"]  # three batches of 4: one process has none at last
     run(flags, "--run.name=one")
     run(flags, "--run.name=accumulated", "--optim.micro_batch=4")
-    shares = {"two": "4"} if kind == "bert" else {"two": "4", "two-whole": "8"}
-    for name, micro in shares.items():
-        more = (f"--run.name={name}", f"--optim.micro_batch={micro}")
-        done = command(*TORCHRUN, SCRIPT, *flags, *more, ACCELERATE_USE_CPU="1")
-        assert done.returncode == 0, done.stderr
+    more = ("--run.name=two", f"--optim.micro_batch={micro_batch}")
+    done = command(*TORCHRUN, SCRIPT, *flags, *more, ACCELERATE_USE_CPU="1")
+    assert done.returncode == 0, done.stderr
     keys = ("loss", "accuracy", "tokens", "validation_loss", "validation_tokens", "gradient_norm")
     for key in keys:
         one = list(log_rows(tmp_path / "runs" / "one", key).values())
-        for name in ("accumulated", *shares):
+        for name in ("accumulated", "two"):
             other = list(log_rows(tmp_path / "runs" / name, key).values())
             np.testing.assert_allclose(other, one, rtol=1e-5 if key == "gradient_norm" else 1e-6)
-    processes = json.loads((tmp_path / "runs" / "two" / "environment.json").read_text())[
-        "processes"
-    ]
-    assert processes == 2
+    environment = json.loads((tmp_path / "runs" / "two" / "environment.json").read_text())
+    assert environment["processes"] == 2
 
 
 def test_bert_gets_the_batches_of_roformer(pretrain_flags, monkeypatch):
@@ -234,16 +233,22 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
     assert log_rows(tmp_path / "runs" / "tiny")[25] > loss
 
 
-def test_a_saved_folder_is_validated_at_any_length_with_the_loss_of_the_log(
-    pretrain_flags, tmp_path, capsys
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_first(
+    kind, pretrain_flags, tmp_path, capsys
 ):
-    settings = run(pretrain_flags)
+    settings = run(pretrain_flags, f"--model.type={kind}")
     folder = tmp_path / "runs" / "tiny"
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder / "model").eval()
+    ids = torch.arange(5, 21)[None]
+    first, second = (model(ids, token_type_ids=torch.full_like(ids, t)).logits for t in (0, 1))
+    assert torch.equal(first, second)  # though no second text was shown
     found = validate(EvaluateSettings(str(folder / "model"), settings.corpus, 32))
     assert found["validation_loss"] == pytest.approx(log_rows(folder, "validation_loss")[12])
-    longer = validate(EvaluateSettings(str(folder / "model"), settings.corpus, length=300))
-    assert math.isfinite(longer["validation_loss"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
+    if kind == "roformer":  # at any length
+        longer = validate(EvaluateSettings(str(folder / "model"), settings.corpus, length=300))
+        assert math.isfinite(longer["validation_loss"])
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
 
 
 @pytest.mark.parametrize("kind", ["RoFormer", "Bert"])
@@ -296,16 +301,6 @@ def test_the_loop_is_the_textbooks_with_transformers_own_model(
     for name, weight in model.state_dict().items():
         if name in trained:
             torch.testing.assert_close(trained[name], weight, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["roformer", "bert"])
-def test_a_second_text_is_read_like_the_first_though_none_was_shown(kind, pretrain_flags, tmp_path):
-    run(pretrain_flags, f"--model.type={kind}")
-    folder = tmp_path / "runs" / "tiny" / "model"
-    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
-    ids = torch.arange(5, 21)[None]
-    first, second = (model(ids, token_type_ids=torch.full_like(ids, t)).logits for t in (0, 1))
-    assert torch.equal(first, second)
 
 
 def test_pretraining_continues_from_a_saved_folder(pretrain_flags, tmp_path):
@@ -377,7 +372,13 @@ def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenize
         torch.testing.assert_close(model.eval()(ids).logits, bert.eval()(ids).logits)
 
 
-def test_a_run_that_is_finished_is_left_as_it_is(pretrain_flags, tmp_path):
+def test_a_run_opens_no_socket_and_is_left_as_it_is_once_finished(
+    pretrain_flags, tmp_path, monkeypatch
+):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     run(pretrain_flags)
     model = tmp_path / "runs" / "tiny" / "model" / "model.safetensors"
     before, log = model.read_bytes(), (tmp_path / "runs" / "tiny" / "log.jsonl").read_text()
@@ -474,14 +475,6 @@ def test_workers_may_open_as_many_files_as_the_machine_allows():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_socket_is_opened(pretrain_flags, monkeypatch):
-    def refuse(*arguments, **keywords):
-        raise AssertionError("the network was touched")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    run(pretrain_flags)
-
-
 def test_no_pickle_is_read_and_no_foreign_code_is_run(pretrain_flags, tmp_path, monkeypatch):
     import pickle
 
@@ -548,8 +541,6 @@ def test_dropout_of_a_step_follows_from_seed_step_and_rank(pretrain_flags, monke
     [
         ((), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "launch must shard (FSDP)"),
         (("--cpu", "--num_processes", "2"), {}, "launch must start the processes"),
-        # as scripts of clusters export for all that they start
-        (("--cpu", "--num_processes", "1"), {"MASTER_ADDR": "10.0.0.1"}, None),
     ],
 )
 def test_what_the_launcher_was_asked_for_and_does_not_give_is_one_line(
@@ -558,8 +549,8 @@ def test_what_the_launcher_was_asked_for_and_does_not_give_is_one_line(
     command_line = (*LAUNCH[:2], *launch) if launch else ()
     done = command(*command_line, SCRIPT, *pretrain_flags, "--run.dry=true", **variables)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert [message in line for line in errors] == ([True] if message else [])
-    assert (done.returncode == 0) == (message is None)
+    assert [message in line for line in errors] == [True]
+    assert done.returncode != 0
     if not launch:
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1

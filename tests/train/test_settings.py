@@ -34,11 +34,6 @@ def test_every_config_opens_with_command_cost_and_expectation(path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
-@pytest.mark.parametrize("path", PRETRAIN, ids=name)
-def test_every_pretraining_config_parses(path):
-    assert parse_settings(PretrainSettings, ["--config", str(path)]).optim.batch_size > 0
-
-
 def test_a_config_without_padding_has_what_its_kernel_needs():
     found = [parse_settings(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
     unpadded = [model for model in found if model.attention == "unpadded"]
@@ -48,17 +43,12 @@ def test_a_config_without_padding_has_what_its_kernel_needs():
         assert model.config["attention_probs_dropout_prob"] == 0.0
 
 
-@pytest.mark.parametrize("path", MODELS, ids=name)
-def test_every_model_config_joins_a_pretraining_config(path):
-    assert_joined(PRETRAIN[0], path)
-
-
-@pytest.mark.parametrize("path", PRETRAIN[1:], ids=name)
-def test_every_pretraining_config_is_joined_by_a_model_config(path):
-    assert_joined(path, MODELS[0])
-
-
-def assert_joined(run: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "model"),
+    [(PRETRAIN[0], model) for model in MODELS] + [(run, MODELS[0]) for run in PRETRAIN[1:]],
+    ids=name,
+)
+def test_every_pretraining_config_parses_and_is_joined_by_every_model_config(run, model):
     settings = parse_settings(PretrainSettings, ["--config", str(run), "--config", str(model)])
     assert settings.model.config == yaml.safe_load(model.read_text())["model"]["config"]
     assert settings.optim == parse_settings(PretrainSettings, ["--config", str(run)]).optim

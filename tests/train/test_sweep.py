@@ -1,8 +1,10 @@
 """Sweeps: the commands of a grid, runs that are skipped, continued, failed or interrupted."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -99,21 +101,25 @@ def test_workers_run_at_the_same_time_and_share_the_threads(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_terminates_its_runs_and_starts_no_other(tmp_path, number):
-    code = (
-        "import sys; from pathlib import Path; from train.sweep import run_commands\n"
-        "from train.settings import InputError\n"
-        "waiting = [sys.executable, '-c', 'print(1, flush=True); import time; time.sleep(600)']\n"
-        f"commands = dict.fromkeys(('a', 'b'), waiting); folder = Path({str(tmp_path)!r})\n"
-        "try: run_commands(commands, folder, 1)\n"
-        "except InputError as error: sys.exit(str(error))"
-    )
-    sweep = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    waiting = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
     log, end = tmp_path / "a.log", time.monotonic() + 120
-    while not (log.exists() and log.read_text()) and time.monotonic() < end:
-        time.sleep(0.05)
-    sweep.send_signal(number)
-    _, error = sweep.communicate(timeout=60)
-    assert error.startswith("sweep must run to its end, got an interrupt")
+
+    def interrupt():
+        while not (log.exists() and log.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored, as under `nohup`
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(InputError, match="sweep must run to its end, got an interrupt"):
+            run_commands(dict.fromkeys(("a", "b"), waiting), tmp_path, 1)
+    finally:
+        thread.join()
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
     assert not (tmp_path / "b.log").exists()
 
 

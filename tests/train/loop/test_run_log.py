@@ -32,7 +32,7 @@ def add(log, loss, predicted, length):
     log.add(torch.tensor(loss), torch.tensor(1), batch)
 
 
-def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
+def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_path):
     accelerator = Accelerator(cpu=True)
     with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
@@ -40,8 +40,11 @@ def test_what_was_counted_since_the_last_report_survives_a_restart(tmp_path):
     with RunLog(accelerator, tmp_path, state, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         log.report_training(2, 0.5, torch.tensor(3.0))
-    row = json.loads((tmp_path / "log.jsonl").read_text())
+        log.report_validation(2, {"validation_loss": 1.0})
+    row, validation = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert (row["loss"], row["accuracy"], row["tokens"]) == (4.0, 0.2, 116)
+    assert validation.pop("seconds") >= row["seconds"] >= 50
+    assert validation == {"step": 2, "tokens": 116, "validation_loss": 1.0}
 
 
 def test_a_checkpoint_has_the_loss_measured_at_its_own_step_or_none(tmp_path):
@@ -71,24 +74,6 @@ def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
     assert trained["tokens_per_second"] == pytest.approx(16 / trained["seconds_per_step"] / 10, 0.1)
     assert evaluated["tokens"] == trained["tokens"] == 116
     assert trained["seconds"] >= 51.2  # of 50 before, 0.2 and 1.0; written to a hundredth
-
-
-def test_a_report_is_the_mean_over_predicted_tokens_not_over_batches(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as log:
-        for loss, predicted, length in BATCHES:
-            add(log, loss, predicted, length)
-        log.report_training(2, 0.5, torch.tensor(3.0))
-        log.report_validation(2, {"validation_loss": 1.0})
-    first, second = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert (first["loss"], first["accuracy"], first["tokens"]) == (4.0, 0.2, 116)
-    assert first["seconds"] >= 50
-    assert second == {
-        "step": 2,
-        "tokens": 116,
-        "seconds": second["seconds"],
-        "validation_loss": 1.0,
-    }
 
 
 def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):

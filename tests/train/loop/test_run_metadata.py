@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 
 from train import environment
-from train.environment import collect_environment
 from train.loop.run_metadata import changed_settings, check_settings_unchanged, write_metadata
 from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings
 
@@ -25,7 +24,10 @@ def started(tmp_path, **optim):
 def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch):
     folder, settings, accelerator = started(tmp_path)
     write_metadata(folder, settings, accelerator, 0, 7, {})
-    assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (environment["torch"], environment["parameters"]) == (torch.__version__, 7)
+    assert environment["commit"] != "unknown"
+    assert environment["machine"]
     before = (folder / "settings.yaml").read_text()
     _, other, _ = started(tmp_path, learning_rate=0.5)
     assert changed_settings(folder, other, "no") == {"optim.learning_rate": (1e-3, 0.5)}
@@ -90,13 +92,6 @@ def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
     (folder / "settings.yaml").write_text(torn)
     with pytest.raises(InputError, match="settings.yaml must hold the settings of the run, got"):
         changed_settings(folder, settings, "no")
-
-
-def test_the_environment_says_what_a_number_needs_beside_it():
-    found = collect_environment(Accelerator(cpu=True))
-    assert found["torch"] == torch.__version__
-    assert found["commit"] != "unknown"
-    assert found["machine"]
 
 
 def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
