@@ -1,4 +1,4 @@
-"""Folders that are written atomically, and checks of the disk before and while writing."""
+"""Folders and files that are written atomically, and checks of the disk."""
 
 import errno
 import glob
@@ -52,6 +52,13 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
             replaced.rename(target)
         for folder in (temporary, replaced):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_text_atomically(file: Path, text: str) -> None:
+    """Write a text file through a temporary one, so that it is always the old or the new one."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
 
 
 def model_name(path: str) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
@@ -30,7 +31,7 @@ from train.data.stages import StagedDataset, split_stages, stage_seed
 from train.data.token_store import TokenStore
 from train.loop.checkpoint import full_tensor
 from train.loop.data_loader import make_loader
-from train.loop.evaluate import evaluate, first_indices
+from train.loop.evaluate import evaluate
 from train.loop.flops import peak_flops
 from train.loop.launch import is_compiled, start_accelerator
 from train.loop.memory import dry_run, fit_micro_batches
@@ -138,7 +139,7 @@ def train(
     saver = CheckpointSaver(folder, objective, optimizer.optimizer, data, run.keep)
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     batch = max(1, tokens // held_out.length)
-    indices = first_indices(held_out, run.validation_sequences)
+    indices = np.arange(len(held_out))[: run.validation_sequences]
     validate = partial(
         evaluate, model, held_out, dataset.vocab, accelerator, batch, indices, preemption.heartbeat
     )

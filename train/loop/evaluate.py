@@ -117,11 +117,6 @@ def evaluate(
     }
 
 
-def first_indices(sequences: SequenceIndex, limit: int | None) -> NDArray[np.int64]:
-    """Return the indices of the first sequences, at most `limit`."""
-    return np.arange(len(sequences) if limit is None else min(limit, len(sequences)))
-
-
 def load_language_model(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -158,7 +153,7 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     objective = accelerator.prepare_model(objective, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
-    indices = first_indices(sequences, settings.sequences)
+    indices = np.arange(len(sequences))[: settings.sequences]
     scores = evaluate(objective, sequences, vocab, accelerator, settings.batch, indices)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))

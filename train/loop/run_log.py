@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from train.atomic_dir import write_text_atomically
 from train.command_line import progress_interval
 from train.environment import peak_memory
 from train.loop.flops import step_flops
@@ -285,9 +286,7 @@ def truncate_log(log: Path, step: int) -> None:
     if log.exists():
         lines = log.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _row_step(line) <= step]
-        temporary = log.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(log)
+        write_text_atomically(log, "".join(kept))
 
 
 def _row_step(line: str) -> float:

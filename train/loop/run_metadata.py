@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
+from train.atomic_dir import write_text_atomically
 from train.environment import collect_environment
 from train.settings import PretrainSettings, require
 
@@ -139,7 +140,7 @@ def write_metadata(
     is_new, comments = not settings_file.exists(), ""
     if is_new or not environment_file.exists():
         environment = collect_environment(accelerator) | {"parameters": parameters}
-        _replace_text(environment_file, json.dumps(environment, indent=2) + "\n")
+        write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     if not is_new and not changed:
         return
     if not is_new:
@@ -153,12 +154,6 @@ def write_metadata(
         if "mixed_precision" in changed:
             environment = _read_mapping(environment_file, "the environment")
             environment["precision"] = accelerator.mixed_precision
-            _replace_text(environment_file, json.dumps(environment, indent=2) + "\n")
+            write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
-    _replace_text(settings_file, text)
-
-
-def _replace_text(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    write_text_atomically(settings_file, text)

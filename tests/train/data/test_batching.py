@@ -81,14 +81,6 @@ def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
         assert (counts == 1).all()
 
 
-def test_an_epoch_is_reordered_and_a_seed_decides(sequences):
-    place = np.arange(500)
-    first, _ = training_order(sequences, place, 0)
-    assert (first == training_order(sequences, place, 0)[0]).all()
-    assert (first != training_order(sequences, place, 1)[0]).mean() > 0.9
-    assert (first != training_order(sequences, place + len(sequences), 0)[0]).mean() > 0.9
-
-
 def test_a_packed_step_holds_the_sequences_and_masks_of_the_padded_one(sequences):
     for padded, packed in zip(
         steps_of(sequences, 32, 8)[4], steps_of(sequences, 32, 8, packed=True)[4]
