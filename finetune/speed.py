@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -22,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from finetune import glue
 from finetune.data import Examples
+from finetune.report.markdown_table import markdown_table
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 from train.atomic_dir import check_writable
@@ -31,6 +33,8 @@ from train.settings import require
 
 Epoch = Callable[[], float]
 """Trains and scores one epoch, returns its seconds."""
+
+COLUMNS = ("task, rows", "loop", "seconds per epoch", "speed-up of ours in bf16 (range of rounds)")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,6 @@ class BenchSettings:
     """Longest input in tokens."""
     rounds: int = 3
     """Epochs of every loop."""
-    cache: str = "runs/tokens"
-    """Folder for tokenized text."""
     output: str = "results/glue-bench-cpu.json"
     """JSON file to write; the table (.md) is written beside it."""
 
@@ -98,18 +100,14 @@ def example_epoch(
         model = AutoModelForSequenceClassification.from_config(config)
         accelerator = reset_accelerator(precision)
         started = time.perf_counter()
-        no_decay = {
-            n for n, p in model.named_parameters() if "bias" in n or "LayerNorm.weight" in n
-        }
-        named = list(model.named_parameters())
-        groups = [
-            {
-                "params": [p for n, p in named if n not in no_decay],
-                "weight_decay": run.weight_decay,
-            },
-            {"params": [p for n, p in named if n in no_decay], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=run.learning_rate)
+        groups: dict[float, list[Any]] = {run.weight_decay: [], 0.0: []}
+        for name, parameter in model.named_parameters():
+            excluded = "bias" in name or "LayerNorm.weight" in name
+            groups[0.0 if excluded else run.weight_decay].append(parameter)
+        optimizer = torch.optim.AdamW(
+            [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
+            lr=run.learning_rate,
+        )
         schedule = get_scheduler("linear", optimizer, 0, steps)
         batches: dict[str, DataLoader] = {
             split: DataLoader(
@@ -156,7 +154,6 @@ def make_epochs(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], i
         task=task,
         random_weights=True,
         glue_dir=settings.glue_dir,
-        cache=settings.cache,
         batch_size=settings.batch_size,
         length=settings.length,
         epochs=1,
@@ -178,13 +175,9 @@ def make_epochs(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], i
 
 def main(settings: BenchSettings) -> None:
     """Measure every task, print the table, write it and the numbers."""
-    table = [
-        "| task, rows | loop | seconds per epoch | speed-up of ours in bf16 (range of rounds) |",
-        "|---|---|---:|---:|",
-    ]
-    numbers: dict[str, dict[str, list[float]]] = {}
+    rows, numbers = [], {}
     for task in settings.tasks:
-        epochs, rows = make_epochs(settings, task)
+        epochs, count = make_epochs(settings, task)
         seconds: dict[str, list[float]] = {name: [] for name in epochs}
         for _ in range(settings.rounds):
             for name, epoch in epochs.items():
@@ -193,10 +186,9 @@ def main(settings: BenchSettings) -> None:
         ours = next(iter(seconds.values()))
         for name, values in seconds.items():
             ratios = sorted(a / b for a, b in zip(values, ours))
-            table.append(
-                f"| {task}, {rows:,} | {name} | {statistics.median(values):.1f} "
-                f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
-            )
+            speedup = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            row = (f"{task}, {count:,}", name, f"{statistics.median(values):.1f}", speedup)
+            rows.append(dict(zip(COLUMNS, row)))
     about = {"settings": vars(settings)} | collect_environment(reset_accelerator("no"))
     named = ("machine", "threads", "torch", "transformers", "commit")
     head = (
@@ -205,11 +197,12 @@ def main(settings: BenchSettings) -> None:
         f"{', '.join(f'{key} {about[key]}' for key in named)}; medians of {settings.rounds} rounds "
         "in one process. Other sizes, machines and lengths of text give other ratios.\n\n"
     )
-    print("\n".join(table))
+    table = markdown_table(pd.DataFrame(rows))
+    print(table)
     output = Path(settings.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(about | {"seconds": numbers}, indent=1) + "\n")
-    output.with_suffix(".md").write_text(head + "\n".join(table) + "\n")
+    output.with_suffix(".md").write_text(head + table + "\n")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,6 @@ class ScalingSettings:
 
     lengths: list[int] = field(default_factory=lambda: [2**n for n in range(9, 17)])
     """Sequence lengths in tokens."""
-    kinds: list[str] = field(default_factory=lambda: list(KINDS))
-    """softmax, and feature maps of linear attention."""
     causal: bool = False
     """Measure decoders."""
     rounds: int = 5
@@ -53,9 +51,6 @@ class ScalingSettings:
     def __post_init__(self) -> None:
         for length in self.lengths:
             require(length >= 1, "lengths", "must be at least 1", length, "use 512")
-        unknown = [kind for kind in self.kinds if kind not in KINDS]
-        rule = f"must be of {', '.join(KINDS)}"
-        require(not unknown, "kinds", rule, unknown, "leave it out for all")
         require(self.rounds >= 1, "rounds", "must be at least 1", self.rounds, "use 5")
         check_figure_path(self.output)
 
@@ -144,7 +139,7 @@ def main(settings: ScalingSettings) -> list[dict[str, Any]]:
     output, threads = Path(settings.output), torch.get_num_threads()
     rows = []
     for length in settings.lengths:
-        for kind in settings.kinds:
+        for kind in KINDS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 arguments = kind, length, settings.causal, settings.rounds, threads
                 row = pool.submit(measure, *arguments).result()
@@ -152,7 +147,7 @@ def main(settings: ScalingSettings) -> list[dict[str, Any]]:
             cost = f"{row['seconds']:.4f} s, {row['megabytes']:.0f} MB"
             print(f"{kind}, {length}: {cost}", flush=True)
     slopes = {}
-    for kind in settings.kinds:
+    for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind]
         slopes[kind] = {cost: fit_slope(own, cost) for cost in COSTS}
         fitted = [f"{x:.2f} in {cost}" for cost, x in slopes[kind].items() if x is not None]

@@ -152,21 +152,9 @@ def training_on_gpu(benchmark: Benchmark) -> None:
         benchmark.compare("training", workload, targets if (size, tokens) == ("base", 512) else {})
 
 
+CPU_PARTS = (check, training, padding, base, forward, rope, data, kept)
 PARTS: dict[str, dict[str, Callable[[Benchmark], None]]] = {
-    "cpu": {
-        "check": check,
-        "training": training,
-        "padding": padding,
-        "base": base,
-        "forward": forward,
-        "rope": rope,
-        "data": data,
-        "kept": kept,
-    },
-    "cuda": {
-        "check": check,
-        "training": training_on_gpu,
-        "rope": rope,
-        "data": data,
-    },
+    "cpu": {part.__name__: part for part in CPU_PARTS},
+    "cuda": {"check": check, "training": training_on_gpu, "rope": rope, "data": data},
 }
+"""Device -> name -> part, in the order in which they run."""

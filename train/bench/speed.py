@@ -18,7 +18,7 @@ from train.bench.parts import PARTS
 from train.bench.tables import markdown_page, plot
 from train.bench.timing import Benchmark, BenchSettings
 from train.environment import collect_environment
-from train.settings import InputError, require
+from train.settings import require
 
 
 def main(settings: BenchSettings) -> None:
@@ -47,7 +47,7 @@ def select_parts(settings: BenchSettings) -> dict[str, Callable[[Benchmark], Non
     """Return the chosen parts of the device in the order in which they must run.
 
     Raises:
-        InputError: The device, a part or the output cannot be used.
+        InputError: The device or a part cannot be used.
     """
     available = settings.device == "cpu" or (
         settings.device == "cuda" and torch.cuda.is_available()
@@ -58,13 +58,6 @@ def select_parts(settings: BenchSettings) -> dict[str, Callable[[Benchmark], Non
     unknown = [part for part in settings.parts if part not in parts]
     rule = f"must be of {', '.join(parts)}"
     require(not unknown, "parts", rule, ", ".join(unknown), "leave it out for all")
-    output = Path(settings.output)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.touch()
-    except OSError as error:
-        found = f"{settings.output} ({error.strerror})"
-        raise InputError(f"output must be a writable file, got {found}; name another") from error
     return {name: x for name, x in parts.items() if not settings.parts or name in settings.parts}
 
 
@@ -79,6 +72,7 @@ def write(benchmark: Benchmark, seconds: dict[str, float], captions: dict[str, s
         "seconds": seconds,
     }
     output = Path(settings.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(row) for row in benchmark.rows]
     output.write_text(json.dumps(environment | {"rows": rows}, indent=1) + "\n")
     output.with_suffix(".md").write_text(markdown_page(environment, benchmark.rows, captions))

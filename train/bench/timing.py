@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from train.atomic_dir import check_writable
 from train.bench.baselines import (
     MASK_RATE,
     OURS,
@@ -52,6 +53,7 @@ class BenchSettings:
         require(self.rounds > 1, "rounds", "must be at least 2", self.rounds, "use 3")
         named = Path(self.output).suffix == ".json"
         require(named, "output", "must end in .json", self.output, "rename it")
+        check_writable(Path(self.output).parent, "output")
 
 
 class Benchmark:
