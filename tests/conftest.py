@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 import yaml
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 import roformer
 from launched_runs import process_starter
@@ -68,6 +70,13 @@ def tokenizer(tokenizer_folder: Path) -> transformers.PreTrainedTokenizerBase:
 @pytest.fixture
 def config() -> roformer.RoFormerConfig:
     return roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+
+
+@pytest.fixture
+def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile flex_attention with aot_eager: the same masks, without minutes of C++ compilation."""
+    compiled = torch.compile(flex_attention, backend="aot_eager")
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: compiled)
 
 
 @pytest.fixture

@@ -328,8 +328,17 @@ def test_unpadded_attention_returns_hidden_states_in_rows(config):
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
-@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
-def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, config):
+@pytest.mark.parametrize(
+    ("decoder", "backend"),
+    [
+        (False, "aot_eager"),
+        (True, "aot_eager"),
+        pytest.param(True, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, backend, config, request):
+    if backend == "aot_eager":
+        request.getfixturevalue("flex_without_inductor")
     config.is_decoder, config.use_cache = decoder, False
     ids, mask = padded("right")
     positions = torch.cat((torch.arange(4), torch.arange(20)))
@@ -345,6 +354,7 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, config
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("flex_without_inductor")
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     ids, mask = padded("right")
@@ -382,8 +392,6 @@ def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes,
 
 @pytest.mark.parametrize("kernel", ["eager", "unpadded"])
 def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
-    from tiny import enlarge, rope_config
-
     model = enlarge(RoFormerModel._from_config(rope_config("dynamic"), attn_implementation=kernel))
     ids = torch.randint(5, 60, (3, 4))
     found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]

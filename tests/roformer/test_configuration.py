@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle  # a configuration must survive it; nothing here reads one from a file
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -227,24 +225,3 @@ def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):
     path.write_text(json.dumps(fields))
     assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "last"
     assert RoFormerConfig.from_json_file(path).summary_type == "last"
-
-
-def test_stock_auto_classes_refuse_the_second_type_until_roformer_is_imported(tmp_path):
-    RoFormerForMaskedLM(
-        RoFormerConfig(**SIZES, num_hidden_layers=1, intermediate_size=8, norm_type="rms_norm")
-    ).save_pretrained(tmp_path)
-    code = f"""
-import transformers
-load = lambda: transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})
-try:
-    load()
-except ValueError as error:
-    assert "roformer_plus" in str(error)
-else:
-    raise AssertionError("loaded by stock")
-import roformer
-assert type(load()) is roformer.RoFormerForMaskedLM
-assert load().config.norm_type == "rms_norm"
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

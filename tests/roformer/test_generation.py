@@ -110,7 +110,9 @@ def test_generation_with_a_cache_gives_the_tokens_without(how, rope):
     [({}, True), ({"num_beams": 2}, False), ({"cache_implementation": "static"}, True)],
     ids=str,
 )
-def test_a_compiled_decoder_generates_the_same_tokens(options, padded, causal):
+def test_a_compiled_decoder_generates_the_same_tokens(options, padded, config):
+    config.num_hidden_layers = 1
+    causal = enlarge(RoFormerForCausalLM(config))
     causal.generation_config.pad_token_id = 0
     ids = torch.randint(1, 60, (2, 6))
     mask = torch.ones_like(ids)

@@ -291,19 +291,16 @@ def test_autocast_computes_the_loss_in_float32(config):
     torch.testing.assert_close(loss, model(**example()).loss, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("head", [RoFormerModel, RoFormerForMaskedLM])
 @pytest.mark.parametrize("given", ["mask", "positions"])
-def test_compilation_finds_no_graph_break(head, given, config):
-    model = enlarge(head(config))
+def test_compilation_finds_no_graph_break(given, config):
+    model = enlarge(RoFormerForMaskedLM(config))
     batch = example()
     inputs = {"input_ids": batch["input_ids"]}
     if given == "mask":
         inputs["attention_mask"] = batch["attention_mask"]
     else:  # packed: documents are found without looking at a value
         inputs["position_ids"] = torch.cat((torch.arange(9), torch.arange(15)))[None].expand(3, -1)
-    explained = torch._dynamo.explain(model)(**inputs)
-    assert explained.graph_break_count == 0, explained.break_reasons
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # `fullgraph` below raises at the first graph break
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     kept = batch["attention_mask"].bool() if given == "mask" else slice(None)
     torch.testing.assert_close(

@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from roformer import (
     RoFormerModel,
 )
 from roformer.heads import RoFormerClassificationHead
-from tiny import ROPES, STOCK_IS_CAUSAL, enlarge, rope_config
+from tiny import ROPES, STOCK_IS_CAUSAL, command, enlarge, rope_config
 
 PAIRS = [
     (getattr(roformer, name), getattr(transformers, name))
@@ -509,16 +507,28 @@ def test_fractional_positions_are_refused_by_name(config):
         RoFormerModel(config)(torch.zeros(1, 2, dtype=torch.long), position_ids=torch.rand(2))
 
 
-def test_importing_leaves_transformers_auto_classes_alone_until_asked(config, tmp_path):
-    RoFormerForMaskedLM(config).save_pretrained(tmp_path)
-    code = f"""
-import roformer, transformers
-load = lambda: type(transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r}))
-assert load() is transformers.RoFormerForMaskedLM
+def test_importing_changes_auto_classes_for_the_second_type_only(config, tmp_path):
+    RoFormerForMaskedLM(config).save_pretrained(tmp_path / "stock")
+    config.norm_type = "rms_norm"
+    RoFormerForMaskedLM(config).save_pretrained(tmp_path / "plus")
+    code = """
+import sys, transformers
+auto = transformers.AutoModelForMaskedLM
+load = lambda name: auto.from_pretrained(f"{sys.argv[1]}/{name}")
+try:
+    load("plus")
+except ValueError as error:
+    assert "roformer_plus" in str(error)
+else:
+    raise AssertionError("loaded by stock")
+import roformer
+assert type(load("plus")) is roformer.RoFormerForMaskedLM
+assert load("plus").config.norm_type == "rms_norm"
+assert type(load("stock")) is transformers.RoFormerForMaskedLM
 roformer.use_for_auto_classes()
-assert load() is roformer.RoFormerForMaskedLM
+assert type(load("stock")) is roformer.RoFormerForMaskedLM
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = command("-c", code, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
