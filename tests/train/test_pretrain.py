@@ -21,6 +21,8 @@ from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 import roformer
+from launched_runs import LAUNCH, NO_DROPOUT, SCRIPT, TORCHRUN
+from launched_runs import run_in_process as run
 from tiny import ROOT, TINY_MODEL, command, log_rows
 from train import pretrain
 from train.command_line import parse_settings
@@ -33,19 +35,6 @@ from train.loop.evaluate import main as validate
 from train.loop.model_init import build_config, build_model
 from train.pretrain import main
 from train.settings import InputError, ModelSettings, PretrainSettings
-
-LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-SCRIPT = "train/pretrain.py"
-NO_DROPOUT = json.dumps(
-    TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-)
-
-
-def run(flags: list[str], *more: str) -> PretrainSettings:
-    settings = parse_settings(PretrainSettings, [*flags, *more])
-    main(settings)
-    return settings
 
 
 def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):

@@ -162,9 +162,8 @@ def exit_code(pid: int, seconds: float) -> int:
 
 
 def test_a_process_whose_launcher_was_killed_saves_and_leaves(pretrain_flags, tmp_path, start):
-    flags = [*pretrain_flags, "--optim.steps=100000", "--run.save_every=100000"]
     run = tmp_path / "runs" / "tiny"
-    launcher = start(*LAUNCH, SCRIPT, *flags)
+    launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
     train_until(launcher, run, 0, 3)
     (process,) = child_pids(launcher.pid)
     launcher.kill()
