@@ -210,20 +210,14 @@ def test_what_a_reader_must_know_stands_before_any_score(warning):
 def test_the_card_says_all_of_the_line():
     run = a_line("mnli", tokenizer="some/tokenizer")
     text = model_card.finetuned_card(run, "bert").text
-    for value in ("3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M"):
-        assert value in text
     for printed in (
-        COMMAND,
-        "some/tokenizer",
-        "seed 3",
-        "0 entailment, 1 neutral, 2 contradiction",
-    ):
+        "3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M", COMMAND,
+        "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction",
+        "| validation_matched | 1,000 | 28.6 |", "| validation_mismatched | 1,000 | 37.7 |",
+        "development set", "Apache-2.0",
+    ):  # fmt: skip
         assert printed in text
-    assert "| validation_matched | 1,000 | 28.6 |" in text
-    assert "| validation_mismatched | 1,000 | 37.7 |" in text
     assert text.count(", majority baseline | 1,000 | 12.3 |") == 2
-    assert "development set" in text
-    assert "Apache-2.0" in text
 
 
 def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):

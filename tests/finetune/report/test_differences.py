@@ -87,24 +87,28 @@ def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, size
     assert "2 RoFormer and 2 BERT; name two models" in found.no_pairs
 
 
-def test_pretraining_seeds_make_pairs_and_a_difference_over_them():
+def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
+    """Fine-tuning seeds do not count as pretraining runs; the tasks are corrected by Holm."""
     lines = []
-    for seed, gain in ((0, 0.02), (1, 0.06)):
-        for tuned in range(3):
-            # fine-tuning seeds differ by nothing but themselves: they are not more pretraining runs
-            noise = 0.001 * tuned
-            bert = {"model_type": "bert", "seed": tuned}
-            lines.append(line(f"runs/bert-{seed}/model", "rte", 0.5, **bert))
-            rope = f"runs/roformer-{seed}/model"
-            lines.append(line(rope, "rte", 0.5 + gain + noise, seed=tuned))
-    pairs = {pair.title: pair.tasks["rte"] for pair in report(lines).pairs}
+    for seed, gain in ((0, 0.02), (1, 0.06), (2, 0.05)):
+        bert, rope = (f"runs/{name}-{seed}/model" for name in ("bert", "roformer"))
+        for task, more in (("rte", 0.0), ("cola", 0.03)):
+            lines += seeds(bert, task, (0.5, 0.5, 0.5), model_type="bert")
+            score = 0.5 + gain + more
+            lines += seeds(rope, task, (score, score, score + 0.03))
+    pairs = {pair.title: pair.tasks for pair in report(lines).pairs}
     title = f"RoFormer {MINUS} BERT"
-    assert list(pairs) == [f"{title}, pretraining seed 0", f"{title}, pretraining seed 1",
-                           f"{title}, over 2 pretraining seeds"]  # fmt: skip
-    assert pairs[f"{title}, pretraining seed 1"].mean == pytest.approx(6.1)
-    over_seeds = pairs[f"{title}, over 2 pretraining seeds"]
-    assert over_seeds.differences == {0: pytest.approx(2.1), 1: pytest.approx(6.1)}
-    assert over_seeds.p == pytest.approx(stats.ttest_1samp((2.1, 6.1), 0).pvalue)
+    assert list(pairs) == [
+        *(f"{title}, pretraining seed {seed}" for seed in range(3)),
+        f"{title}, over 3 pretraining seeds",
+    ]
+    assert pairs[f"{title}, pretraining seed 1"]["rte"].mean == pytest.approx(7.0)
+    over_seeds = pairs[f"{title}, over 3 pretraining seeds"]
+    assert over_seeds["rte"].differences == pytest.approx({0: 3.0, 1: 7.0, 2: 6.0})
+    assert over_seeds["rte"].p == pytest.approx(stats.ttest_1samp((3.0, 7.0, 6.0), 0).pvalue)
+    smaller, larger = sorted(over_seeds.values(), key=lambda found: found.p)
+    assert smaller.p_holm == pytest.approx(2 * smaller.p)
+    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
 
 def test_a_pretraining_seed_without_random_weights_is_a_doubt():
@@ -153,13 +157,12 @@ def test_a_pair_counts_when_both_models_are_above_their_random_weights():
 def test_random_weights_stand_for_every_pretraining_seed():
     lines = []
     for seed in (0, 1):
-        for name, kind in (("bert", "bert"), ("roformer", "roformer")):
-            model = f"runs/{name}-{seed}/model"
+        for name in ("bert", "roformer"):
+            model, of = f"runs/{name}-{seed}/model", {"model_type": name}
             for task in ("sst2", "cola", "stsb"):
-                lines += seeds(model, task, (0.6, 0.64), model_type=kind)
+                lines += seeds(model, task, (0.6, 0.64), **of)
                 if seed == 0:
-                    random = {"random_weights": True, "model_type": kind}
-                    lines += seeds(model, task, (0.5, 0.54), **random)
+                    lines += seeds(model, task, (0.5, 0.54), random_weights=True, **of)
     found = report(lines)
     assert [round(x.tasks["cola"].mean) for x in found.controls] == [10] * 4
     title = f"RoFormer {MINUS} BERT"
@@ -243,29 +246,11 @@ def test_the_larger_spread_of_the_two_must_be_exceeded():
     assert "CoLA, Matthews: +17.0 over random weights, spread 21.2" in found
 
 
-def test_over_pretraining_seeds_means_are_compared_and_tasks_corrected():
-    lines = []
-    for seed in range(3):
-        for task, gain in (("rte", 0.02), ("cola", 0.05)):
-            for tuned, noise in enumerate((0.0, 0.0, 0.03)):
-                bert, rope = (f"runs/{name}-{seed}/model" for name in ("bert", "roformer"))
-                lines.append(line(bert, task, 0.5, model_type="bert", seed=tuned))
-                lines.append(line(rope, task, 0.5 + gain + seed / 100 + noise, seed=tuned))
-    over_seeds = report(lines).pairs[-1].tasks
-    assert over_seeds["rte"].differences[0] == pytest.approx(3.0)  # the median is 2.0
-    smaller, larger = sorted(over_seeds.values(), key=lambda found: found.p)
-    assert smaller.p_holm == pytest.approx(2 * smaller.p)
-    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
-
-
 def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
     lines = []
     for seed in range(3):
-        for model, score in (
-            (f"runs/bert-{seed}/model", 0.5),
-            (f"runs/roformer-{seed}/model", 0.6),
-        ):
-            of = {"model_type": model.split("/")[1].split("-")[0]}
+        for name, score in (("bert", 0.5), ("roformer", 0.6)):
+            model, of = f"runs/{name}-{seed}/model", {"model_type": name}
             lines += seeds(model, "rte", (score, score + 0.01), **of)
             lines += seeds(model, "cola", (score, score), **of) * (seed != 2)
             lines += seeds(model, "rte", (score, score), epochs=5, **of) * (seed == 0)

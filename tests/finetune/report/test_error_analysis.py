@@ -19,9 +19,10 @@ from finetune.report.error_analysis import (
     ErrorAnalysisSettings,
     main,
 )
-from finetune.results import RUN_KEY, prediction_file, run_name, write_predictions
+from finetune.results import prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
+from tiny_results import line as results_line
 from train.command_line import parse_settings, run_command
 from train.settings import InputError
 
@@ -35,18 +36,11 @@ FINE = {
 }
 
 
-def a_line(task: str, **changes) -> dict:
-    line = dict.fromkeys(RUN_KEY) | {"model": "runs/small/model", "random_weights": False}
-    line |= {"task": task, "seed": 0, "learning_rate": 2e-5, "status": "done", "collapsed": False}
-    line |= {"command": "accelerate launch finetune/glue.py --task x", "settings": {}}
-    scores = dict.fromkeys(TASKS[task].metrics, 0.4321)
-    return line | {"metrics": dict.fromkeys(TASKS[task].validation_splits, scores)} | changes
-
-
 def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
     """A line, its data and its predictions; returns what each split holds."""
     known, data = TASKS[task], {}
-    line = a_line(task, glue_dir=str(folder / "glue"), **changes)
+    changes = {"learning_rate": 2e-5, "glue_dir": str(folder / "glue"), **changes}
+    line = results_line("runs/small/model", task, 0.4321) | changes
     with (folder / "results.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
     splits = {split: (task, split) for split in known.validation_splits}
@@ -333,7 +327,7 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
     text = main(settings)
     assert output.read_text() == text
     assert capsys.readouterr().out.strip() == text.strip()
-    assert "accelerate launch finetune/glue.py --task x" in text
+    assert "accelerate launch finetune/glue.py --model" in text
     command = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
     assert parse_settings(ErrorAnalysisSettings, shlex.split(command)) == settings
     with pytest.raises(SystemExit) as left:
