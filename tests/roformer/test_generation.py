@@ -125,7 +125,9 @@ def test_a_compiled_decoder_generates_the_same_tokens(options, padded, config):
     torch._dynamo.reset()
 
 
-def test_a_compiled_decoder_keeps_its_cache_and_documents_apart(causal):
+def test_a_compiled_decoder_keeps_its_cache_and_documents_apart(config):
+    config.num_hidden_layers = 1
+    causal = enlarge(RoFormerForCausalLM(config))
     ids, packed = torch.randint(1, 60, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
     compiled = torch.compile(causal, backend="eager")
     made = compiled(ids, position_ids=torch.arange(6)[None], use_cache=True)
