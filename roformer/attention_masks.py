@@ -1,9 +1,9 @@
-"""What attention kernels are told of padding, causality and documents, in the form each wants.
+"""Attention masks: padding, causality and documents in the form each attention kernel expects.
 
 Legend: B batch, L tokens, S keys, H heads.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,129 +18,269 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from .kernels import UNPADDED
+from .configuration_roformer import RoFormerConfig
+from .kernels import UNPADDED, select_attention
+from .padding import (
+    PackedBatch,
+    SplitLayout,
+    UnpaddedLayout,
+    unpadded_layout,
+    varlen_kwargs,
+)
 
 logger = logging.get_logger(__name__)
 
 
-def is_flash(kernel: str) -> bool:
-    """Whether the kernel knows borders and no masks; kernels of the hub have such names too."""
-    return "flash" in kernel
+@dataclass(frozen=True)
+class AttentionInputs:
+    """How the layers of a forward pass attend.
+
+    Attributes:
+        implementation: Name of the attention kernel.
+        attention_mask: Mask in the form of that kernel, or None.
+        layout: Rows that the tokens are rearranged into for all layers, or None.
+        kernel_kwargs: Further keyword arguments of the kernel.
+    """
+
+    implementation: str
+    attention_mask: Any
+    layout: UnpaddedLayout | SplitLayout | None = None
+    kernel_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def is_ready_made(mask: Any) -> bool:
-    """Whether it is a mask of four dimensions, which is taken as it is."""
+def select_implementation(
+    config: PreTrainedConfig,
+    rope_config: RoFormerConfig,
+    output_attentions: bool,
+    masks: tuple[Any, ...],
+) -> str:
+    """Return the attention kernel of this call: the configured one, or one that can compute it.
+
+    Args:
+        config: Configuration with the chosen `attn_implementation`.
+        rope_config: Configuration that the model was built from.
+        output_attentions: Whether attention probabilities are returned.
+        masks: Masks of the call.
+
+    Raises:
+        ValueError: `output_attentions` with linear attention.
+    """
+    chosen = select_attention(config._attn_implementation or "eager")
+    if output_attentions and rope_config.linear_attention is not None:
+        raise ValueError(
+            "output_attentions must be False with linear_attention, got True: there are no "
+            "probabilities; leave it out"
+        )
+    if output_attentions and chosen != "eager":
+        logger.warning_once(
+            f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
+            "output_attentions=True are computed by the eager kernel"
+        )
+        return "eager"
+    if rope_config.has_position_bias and chosen not in ("eager", "sdpa"):
+        logger.warning_once(
+            f"attn_implementation={chosen!r} takes no bias on the scores, which position_encoding "
+            f"{rope_config.position_encoding} needs; calls are computed by sdpa"
+        )
+        return "sdpa"
+    if chosen == "flex_attention" and any(is_4d_mask(mask) for mask in masks):
+        # transformers applies the first head's mask to all heads, and on a CPU the process dies
+        logger.warning_once(
+            f"attn_implementation={chosen!r} takes a BlockMask or [B, S]; calls with other "
+            "four-dimensional masks are computed by sdpa"
+        )
+        return "sdpa"
+    return chosen
+
+
+def is_flash_attention(implementation: str) -> bool:
+    """Return whether a kernel takes document lengths and no masks (kernels of the hub too)."""
+    return "flash" in implementation
+
+
+def is_4d_mask(mask: Any) -> bool:
+    """Return whether a mask has four dimensions and is used as it is."""
     return isinstance(mask, Tensor) and mask.ndim == 4
 
 
-def kernel_for_masks(kernel: str, documents: Tensor | None) -> str:
-    """The kernel of a call that keeps documents apart by a mask, which flash kernels would drop."""
-    if documents is None or not is_flash(kernel):
-        return kernel
-    logger.warning_once(
-        f"attn_implementation={kernel!r} keeps documents apart in whole rows only; calls with a "
-        "cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
-    )
-    return "sdpa"
-
-
-def self_mask(
-    config: PreTrainedConfig,
-    kernel: str,
-    words: Tensor,
-    attention_mask: Any,
-    documents: Tensor | None,
-    causal: bool,
-    past_key_values: Cache | None,
-) -> Any:
-    """The mask of a self-attention.
+def maskless_inputs(
+    implementation: str,
+    batch: PackedBatch,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    may_unpad: bool,
+) -> AttentionInputs | None:
+    """Inputs of kernels that take document lengths in place of a mask.
 
     Args:
-        config: Of the model.
-        kernel: Of this call.
-        words: [B, L, E].
-        attention_mask: As `RoFormerModel.forward`.
-        documents: [B, L] numbers, or None where every row is one.
-        causal: Whether tokens see earlier ones only.
-        past_key_values: A decoder's cache.
+        implementation: Attention kernel.
+        batch: Padding and documents.
+        cu_seqlens: Cumulative lengths, if the documents already are one row without padding.
+        max_seqlen: Length of the longest document, if known.
+        may_unpad: Whether padding may be removed for all layers.
+
+    Returns:
+        None if the kernel or the call needs a mask.
+    """
+    if not (implementation == UNPADDED or is_flash_attention(implementation)):
+        return None
+    if cu_seqlens is not None:
+        kwargs = varlen_kwargs(cu_seqlens.to(batch.position_ids.device), max_seqlen)
+        return AttentionInputs(implementation, None, None, kwargs)
+    if batch.padding_mask is None or not may_unpad:
+        return None
+    layout = unpadded_layout(batch.padding_mask, batch.document_ids)
+    if layout is None:
+        return None
+    kwargs = varlen_kwargs(layout.cu_seqlens, layout.max_seqlen)
+    return AttentionInputs(implementation, None, layout, kwargs)
+
+
+def masked_inputs(
+    config: PreTrainedConfig,
+    implementation: str,
+    hidden_states: Tensor,
+    attention_mask: Any,
+    document_ids: Tensor | None,
+    is_causal: bool,
+    past_key_values: Cache | None,
+    position_bias: Tensor | None,
+    has_position_bias: bool,
+) -> AttentionInputs:
+    """Inputs of kernels that take a mask.
+
+    Args:
+        config: Configuration of the model.
+        implementation: Attention kernel.
+        hidden_states: [B, L, E]; shape, dtype and device are read.
+        attention_mask: As in `RoFormerModel.forward`.
+        document_ids: [B, L], or None if every row is one document.
+        is_causal: Whether tokens attend to earlier ones only.
+        past_key_values: Cache of a decoder.
+        position_bias: Added to the scores of all layers, or None.
+        has_position_bias: Whether the layers add a bias, so that the mask must be additive.
+    """
+    if document_ids is not None and is_flash_attention(implementation):
+        logger.warning_once(
+            f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
+            "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
+            "by sdpa"
+        )
+        implementation = "sdpa"
+    form = "eager" if has_position_bias else implementation  # the eager mask is additive
+    mask = self_attention_mask(
+        config, form, hidden_states, attention_mask, document_ids, is_causal, past_key_values
+    )
+    if position_bias is not None:
+        bias = position_bias.to(hidden_states.device, hidden_states.dtype)
+        mask = add_bias_to_mask(mask, bias)
+    return AttentionInputs(implementation, mask)
+
+
+def self_attention_mask(
+    config: PreTrainedConfig,
+    implementation: str,
+    hidden_states: Tensor,
+    attention_mask: Any,
+    document_ids: Tensor | None,
+    is_causal: bool,
+    past_key_values: Cache | None,
+) -> Any:
+    """Create the mask of a self-attention.
+
+    Args:
+        config: Configuration of the model.
+        implementation: Attention kernel that the mask is for.
+        hidden_states: [B, L, E].
+        attention_mask: As in `RoFormerModel.forward`.
+        document_ids: [B, L], or None if every row is one document.
+        is_causal: Whether tokens attend to earlier ones only.
+        past_key_values: Cache of a decoder.
 
     Raises:
-        ValueError: The kernel takes no such mask, or none that keeps documents apart.
+        ValueError: The kernel does not take such a mask, or none that keeps documents apart.
     """
-    if is_ready_made(attention_mask):
-        return _ready_made(kernel, words, attention_mask)
-    if isinstance(attention_mask, BlockMask) and kernel != "flex_attention":
+    if is_4d_mask(attention_mask):
+        return _convert_4d_mask(implementation, hidden_states, attention_mask)
+    if isinstance(attention_mask, BlockMask) and implementation != "flex_attention":
         raise ValueError(
-            f"attention_mask must be a tensor with attn_implementation={kernel!r}, got a BlockMask,"
-            " which is flex_attention's"
+            f"attention_mask must be a tensor with attn_implementation={implementation!r}, got a "
+            "BlockMask, which is flex_attention's"
         )
-    options: dict[str, Any] = {}
-    if documents is not None:
-        options["and_mask_function"] = packed_sequence_mask_function(documents)
-    make: Callable[..., Any] = create_bidirectional_mask
-    if causal:
-        make, options["past_key_values"] = create_causal_mask, past_key_values
-    mask = make(with_kernel(config, kernel), words, attention_mask=attention_mask, **options)
-    if documents is not None and (mask is None or getattr(mask, "ndim", 4) == 2):
+    kwargs: dict[str, Any] = {"attention_mask": attention_mask}
+    if document_ids is not None:
+        kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
+    config = with_implementation(config, implementation)
+    if is_causal:
+        mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
+    else:
+        mask = create_bidirectional_mask(config, hidden_states, **kwargs)
+    if document_ids is not None and (mask is None or getattr(mask, "ndim", 4) == 2):
         raise ValueError(
-            f"attn_implementation must take a mask for packed rows, got {kernel!r}, which has none "
-            "that keeps documents apart; use sdpa"
+            f"attn_implementation must take a mask for packed rows, got {implementation!r}, which "
+            "has none that keeps documents apart; use sdpa"
         )
     return mask
 
 
-def cross_mask(
+def cross_attention_mask(
     config: PreTrainedConfig,
-    kernel: str,
-    words: Tensor,
-    source: Tensor | None,
-    attention_mask: Tensor | None,
+    implementation: str,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Tensor | None,
 ) -> Any:
-    """The mask of a cross-attention; `attention_mask` is the encoder's, [B, S] or ready-made."""
-    if source is None or attention_mask is None:
+    """Create the mask of a cross-attention from the encoder's mask, [B, S] or four-dimensional."""
+    if encoder_hidden_states is None or encoder_attention_mask is None:
         return None
-    if is_ready_made(attention_mask):
-        return _ready_made(kernel, words, attention_mask)
+    if is_4d_mask(encoder_attention_mask):
+        return _convert_4d_mask(implementation, hidden_states, encoder_attention_mask)
     return create_bidirectional_mask(
-        with_kernel(config, kernel),
-        words,
-        attention_mask=attention_mask,
-        encoder_hidden_states=source,
+        with_implementation(config, implementation),
+        hidden_states,
+        attention_mask=encoder_attention_mask,
+        encoder_hidden_states=encoder_hidden_states,
     )
 
 
-def with_kernel(config: PreTrainedConfig, kernel: str) -> PreTrainedConfig:
-    """The configuration with the kernel of this call, in whose form masks are made."""
-    if kernel == config._attn_implementation:
+def with_implementation(config: PreTrainedConfig, implementation: str) -> PreTrainedConfig:
+    """Return the configuration with another attention kernel, from which masks take their form."""
+    if implementation == config._attn_implementation:
         return config
-    other = object.__new__(type(config))  # not copy.copy, which torch 2.11's compiler cannot follow
+    other = object.__new__(type(config))  # the compiler of torch 2.11 does not trace copy.copy
     other.__dict__.update(config.__dict__)
-    other._attn_implementation = kernel
+    other._attn_implementation = implementation
     return other
 
 
-def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """What is added to scores: a mask, if there is one, and what positions say."""
+def add_bias_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """Return the sum of an additive mask, if there is one, and a bias on the scores."""
     if mask is None:
         return bias
-    told = mask + bias.to(mask.dtype)
-    # two large values of float16 are -inf together, and a row of nothing else would be nan
-    return told.clamp(min=torch.finfo(told.dtype).min) if told.dtype == torch.float16 else told
+    total = mask + bias.to(mask.dtype)
+    if total.dtype != torch.float16:
+        return total
+    # two large float16 values add up to -inf, and a row of -inf only would be NaN
+    return total.clamp(min=torch.finfo(total.dtype).min)
 
 
-def _ready_made(kernel: str, words: Tensor, mask: Tensor) -> Tensor:
-    """A [B or 1, 1 or H, L or 1, S] mask as a kernel takes it: sdpa bools, the others sums."""
-    if is_flash(kernel):
+def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -> Tensor:
+    """Bring a [B or 1, 1 or H, L or 1, S] mask into the form of a kernel.
+
+    Boolean masks stay boolean for sdpa and become additive for the other kernels.
+    """
+    if is_flash_attention(implementation):
         raise ValueError(
-            f"attention_mask must be [B, S] with attn_implementation={kernel!r}, got shape "
+            f"attention_mask must be [B, S] with attn_implementation={implementation!r}, got shape "
             f"{tuple(mask.shape)}; use sdpa for masks of four dimensions"
         )
+    dtype = hidden_states.dtype
+    lowest = torch.finfo(dtype).min
     if mask.is_floating_point():
-        # the least of float32 would become -inf, and a row of nothing else nan
-        mask = mask.to(words.dtype).clamp(min=torch.finfo(words.dtype).min)
+        # the lowest float32 would become -inf, and a row of -inf only NaN
+        mask = mask.to(dtype).clamp(min=lowest)
     else:
         mask = mask.bool()
-        if kernel not in ("sdpa", UNPADDED):
-            least = torch.finfo(words.dtype).min
-            mask = torch.zeros_like(mask, dtype=words.dtype).masked_fill(~mask, least)
-    return mask.expand(words.shape[0], -1, words.shape[1], -1)
+        if implementation not in ("sdpa", UNPADDED):
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.expand(hidden_states.shape[0], -1, hidden_states.shape[1], -1)

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .input_checks import require_shape
+from .input_checks import check_shape
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -67,7 +67,7 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
 class RoFormerForMaskedLM(RoFormerLanguageModel):
     """RoFormer with the masked-language-modelling head."""
 
-    loss_of = "ForMaskedLM"
+    loss_name = "ForMaskedLM"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -146,7 +146,7 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
     configuration says True.
     """
 
-    loss_of = "ForCausalLM"
+    loss_name = "ForCausalLM"
 
     def __init__(self, config: RoFormerConfig) -> None:
         if not config.is_decoder:
@@ -226,7 +226,7 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
 def _require_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
     """Refuse labels that are not one for each token, [B, L]."""
     if labels is not None:
-        require_shape("labels", labels, tuple(hidden_states.shape[:2]))
+        check_shape("labels", labels, tuple(hidden_states.shape[:2]))
 
 
 def _loss(
@@ -258,7 +258,7 @@ class RoFormerClassificationHead(nn.Module):
 class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
     """RoFormer with a head over the first token, for classification (GLUE) or regression."""
 
-    loss_of = "ForSequenceClassification"
+    loss_name = "ForSequenceClassification"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -362,9 +362,9 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             ValueError: `input_ids` has another number of dimensions.
         """
         if input_ids is not None:
-            require_shape("input_ids", input_ids, (None, None, None))
+            check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:
-            require_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
+            check_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
         flat = [
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
@@ -385,7 +385,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 class RoFormerForTokenClassification(RoFormerPreTrainedModel):
     """RoFormer with a label for every token, for tagging and named entities."""
 
-    loss_of = "ForTokenClassification"
+    loss_name = "ForTokenClassification"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -435,7 +435,7 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
 class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
     """RoFormer with a start and an end of the answer in the text, as for SQuAD."""
 
-    loss_of = "ForQuestionAnswering"
+    loss_name = "ForQuestionAnswering"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -475,7 +475,7 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         for name, places in (("start", start_positions), ("end", end_positions)):
             if places is not None:
                 rows = outputs.last_hidden_state.shape[:1]
-                require_shape(f"{name}_positions", places, tuple(rows), (*rows, 1))
+                check_shape(f"{name}_positions", places, tuple(rows), (*rows, 1))
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

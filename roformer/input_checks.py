@@ -1,8 +1,9 @@
-"""What a call may be given: shapes, dtypes and ids, refused in one line that names the argument.
+"""Checks of the arguments of a forward pass: shapes, dtypes and ids; errors name the argument.
 
-Values are looked at on a CPU only, because to look is to wait for another device, and nothing is
-looked at while a model is compiled, exported or transformed. Legend: B batch, L tokens, S keys, E
-width.
+Values are checked on a CPU only, because reading them would wait for another device, and nothing is
+checked while a model is compiled, exported or transformed.
+
+Legend: B batch, L tokens, S keys, E hidden size, H heads.
 """
 
 from typing import Any
@@ -19,27 +20,52 @@ Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)
 
 
-def check_tokens(
+def check_inputs(
     config: RoFormerConfig,
-    size: int,
+    num_embeddings: int,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Any,
+    cu_seqlens: Tensor | None,
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Tensor | None,
+    cache: Cache | None,
+) -> None:
+    """Check the arguments of `RoFormerModel.forward` against each other and the configuration.
+
+    Args:
+        config: Configuration of the model.
+        num_embeddings: Rows of the word embeddings, which may have been resized.
+        input_ids: As in `RoFormerModel.forward`, like all that follow.
+        inputs_embeds: Embeddings in place of ids.
+        token_type_ids: Segments.
+        position_ids: Positions.
+        attention_mask: Padding, or a four-dimensional mask.
+        cu_seqlens: `cu_seq_lens_q`.
+        encoder_hidden_states: For cross-attention.
+        encoder_attention_mask: Its padding.
+        cache: Cache of earlier tokens.
+
+    Raises:
+        ValueError: One line that names the argument.
+    """
+    _check_tokens(config, num_embeddings, input_ids, inputs_embeds, token_type_ids, position_ids)
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    assert inputs is not None, "one of the two has been given"
+    _check_masks(config, inputs, cache, attention_mask, cu_seqlens)
+    _check_encoder(config, inputs, encoder_hidden_states, encoder_attention_mask)
+
+
+def _check_tokens(
+    config: RoFormerConfig,
+    num_embeddings: int,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:
-    """Refuse tokens that contradict each other or the configuration.
-
-    Args:
-        config: Of the model.
-        size: Rows of the word embeddings, which may have been resized since.
-        input_ids: As `RoFormerModel.forward`, like the rest.
-        inputs_embeds: Likewise.
-        token_type_ids: Likewise.
-        position_ids: Likewise.
-
-    Raises:
-        ValueError: As the module says.
-    """
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
@@ -48,97 +74,87 @@ def check_tokens(
     given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     given |= {"token_type_ids": token_type_ids, "position_ids": position_ids}
     for name, value in given.items():
-        _require_tensor(name, value)
+        _check_tensor(name, value)
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
-        require_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
+        check_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
         rows = tuple(inputs_embeds.shape[:2])
     if input_ids is not None:
-        require_shape("input_ids", input_ids, (None, None))
-        _require_ids("input_ids", input_ids, size)
+        check_shape("input_ids", input_ids, (None, None))
+        _check_ids("input_ids", input_ids, num_embeddings)
         rows = tuple(input_ids.shape)
     if 0 in rows:
         name = "inputs_embeds" if input_ids is None else "input_ids"
         raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
     if token_type_ids is not None:
-        require_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
-        _require_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
+        check_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
+        _check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
     if position_ids is not None:
-        require_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
+        check_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
 
 
-def check_positions(config: RoFormerConfig, positions: Tensor) -> None:
-    """Refuse positions beyond a table of learned ones.
+def check_learned_positions(position_ids: Tensor, num_positions: int) -> None:
+    """Check positions against the rows of a table of learned ones.
 
     Args:
-        config: Of the model.
-        positions: [1 or B, L].
+        position_ids: [1 or B, L].
+        num_positions: Rows of the table.
 
     Raises:
-        ValueError: As the module says.
+        ValueError: A position has no row.
     """
-    if is_traced() or not config.has_position_limit:
+    if is_traced() or not is_plain(position_ids) or not position_ids.numel():
         return
-    if is_plain(positions) and positions.numel():
-        first, last = int(positions.min()), int(positions.max())
-        rows = config.max_position_embeddings
-        if first < 0 or last >= rows:
-            raise ValueError(
-                f"position_ids must be in the {rows} rows of the table of learned positions, "
-                f"got {first if first < 0 else last}; shorten the text, or use a "
-                "position_encoding without a table"
-            )
+    first, last = int(position_ids.min()), int(position_ids.max())
+    if first < 0 or last >= num_positions:
+        raise ValueError(
+            f"position_ids must be in the {num_positions} rows of the table of learned positions, "
+            f"got {first if first < 0 else last}; shorten the text, or use a "
+            "position_encoding without a table"
+        )
 
 
-def check_masks(
+def _check_masks(
     config: RoFormerConfig,
-    words: Tensor,
+    inputs: Tensor,
     cache: Cache | None,
     attention_mask: Any,
-    borders: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
-    """Refuse masks and borders of documents that do not fit the tokens.
-
-    Args:
-        config: Of the model.
-        words: [B, L] or [B, L, E].
-        cache: Keys and values of earlier tokens.
-        attention_mask: As `RoFormerModel.forward`.
-        borders: Its `cu_seq_lens_q`.
-
-    Raises:
-        ValueError: As the module says.
-    """
     if is_traced():
         return
-    B, L = words.shape[:2]  # noqa: N806
-    start = 0 if cache is None else int(cache.get_seq_length())
+    B, L = inputs.shape[:2]  # noqa: N806
+    past_length = 0 if cache is None else int(cache.get_seq_length())
     if not isinstance(attention_mask, BlockMask):
-        # a cache of fixed size has more keys than tokens, and `generate` makes masks for them all
-        fixed = cache is not None and cache.is_compileable
-        _check_mask("attention_mask", attention_mask, config, (B, L, L + start), fixed)
-    if borders is not None:
-        _check_borders(borders, (B, L), start, attention_mask)
+        # a static cache has more keys than tokens, and `generate` makes masks for all of them
+        is_static = cache is not None and cache.is_compileable
+        _check_mask("attention_mask", attention_mask, config, (B, L, L + past_length), is_static)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, (B, L), past_length, attention_mask)
 
 
 def _check_mask(
-    name: str, mask: Any, config: RoFormerConfig, sizes: tuple[int, int, int], fixed: bool = False
+    name: str,
+    mask: Any,
+    config: RoFormerConfig,
+    sizes: tuple[int, int, int],
+    is_static: bool = False,
 ) -> None:
-    _require_tensor(name, mask)
+    _check_tensor(name, mask)
     if mask is None:
         return
     (B, L, S), H = sizes, config.num_attention_heads  # noqa: N806
     shape = tuple(mask.shape)
-    ready = len(shape) == 4 and shape[0] in (B, 1) and shape[1] in (1, H) and shape[2] in (L, 1)
-    if shape != (B, S) and not (ready and (fixed or shape[3] == S)):
+    is_4d = len(shape) == 4 and shape[0] in (B, 1) and shape[1] in (1, H) and shape[2] in (L, 1)
+    if shape != (B, S) and not (is_4d and (is_static or shape[3] == S)):
         raise ValueError(
             f"{name} must have the shape [{B}, {S}] or [{B} or 1, 1 or {H}, {L} or 1, {S}], got "
             f"{list(shape)}"
         )
-    summed = len(shape) == 4 and mask.is_floating_point()  # added to scores, as it is
-    if mask.dtype == torch.bool or summed or not is_plain(mask):
+    is_additive = len(shape) == 4 and mask.is_floating_point()
+    if mask.dtype == torch.bool or is_additive or not is_plain(mask):
         return
     other = mask[(mask != 0) & (mask != 1)]
     if len(other):
@@ -148,51 +164,45 @@ def _check_mask(
         )
 
 
-def _check_borders(
-    borders: Tensor, shape: tuple[int, int], start: int, attention_mask: Any
+def _check_cu_seqlens(
+    cu_seqlens: Tensor, shape: tuple[int, int], past_length: int, attention_mask: Any
 ) -> None:
-    if start or getattr(attention_mask, "ndim", 2) == 4:
-        found = f"a cache of {start} tokens" if start else "a ready-made mask"
-        raise ValueError(f"cu_seq_lens_q must be None beside a cache or such a mask, got {found}")
-    require_shape("cu_seq_lens_q", borders, (None,))
-    if borders.dtype not in INTEGERS:
-        raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {borders.dtype}")
-    if not is_plain(borders):
+    if past_length or getattr(attention_mask, "ndim", 2) == 4:
+        found = f"a cache of {past_length} tokens" if past_length else "such a mask"
+        raise ValueError(
+            f"cu_seq_lens_q must be None beside a cache or a four-dimensional mask, got {found}"
+        )
+    check_shape("cu_seq_lens_q", cu_seqlens, (None,))
+    if cu_seqlens.dtype not in INTEGERS:
+        raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {cu_seqlens.dtype}")
+    if not is_plain(cu_seqlens):
         return
-    ends, tokens = borders.tolist(), shape[0] * shape[1]
+    ends, tokens = cu_seqlens.tolist(), shape[0] * shape[1]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
         shown = str(ends) if len(ends) < 9 else f"[{ends[0]}, {ends[1]}, ..., {ends[-1]}]"
         raise ValueError(
             f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, got {shown}; give the end of "
             "every document"
         )
-    crossed = sorted(set(range(0, tokens, max(1, shape[1]))) - set(ends))
-    if crossed:
+    unended = sorted(set(range(0, tokens, max(1, shape[1]))) - set(ends))
+    if unended:
         raise ValueError(
-            f"cu_seq_lens_q must end a document where a row ends, got none at {crossed[0]}; a "
+            f"cu_seq_lens_q must end a document where a row ends, got none at {unended[0]}; a "
             "document cannot go on in the next row"
         )
 
 
-def check_source(
-    config: RoFormerConfig, words: Tensor, states: Tensor | None, attention_mask: Tensor | None
+def _check_encoder(
+    config: RoFormerConfig,
+    inputs: Tensor,
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Tensor | None,
 ) -> None:
-    """Refuse what a cross-attention cannot read.
-
-    Args:
-        config: Of the decoder.
-        words: [B, L] ids, or [B, L, E'] embeddings.
-        states: `encoder_hidden_states`.
-        attention_mask: `encoder_attention_mask`.
-
-    Raises:
-        ValueError: As the module says.
-    """
-    if states is None:
-        if attention_mask is not None:
+    if encoder_hidden_states is None:
+        if encoder_attention_mask is not None:
             raise ValueError(
                 "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
-                "give arguments after the third by name, for stock's order is another"
+                "pass arguments after the third by name, since transformers has another order"
             )
         return
     if not config.add_cross_attention:
@@ -202,16 +212,22 @@ def check_source(
         )
     if is_traced():
         return
-    B, L = words.shape[:2]  # noqa: N806
-    require_shape("encoder_hidden_states", states, (B, None, config.hidden_size))
-    _check_mask("encoder_attention_mask", attention_mask, config, (B, L, states.shape[1]))
+    B, L = inputs.shape[:2]  # noqa: N806
+    check_shape("encoder_hidden_states", encoder_hidden_states, (B, None, config.hidden_size))
+    sizes = (B, L, encoder_hidden_states.shape[1])
+    _check_mask("encoder_attention_mask", encoder_attention_mask, config, sizes)
 
 
-def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
-    """Refuse a tensor that has none of the shapes; None stands for any size.
+def check_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
+    """Check that a tensor has one of the shapes.
+
+    Args:
+        name: Name of the argument.
+        tensor: Its value.
+        *allowed: Shapes; None stands for any size.
 
     Raises:
-        ValueError: It names the argument, the shapes and the one found.
+        ValueError: Names the argument, the shapes and the one found.
     """
     if is_traced():
         return
@@ -223,13 +239,13 @@ def require_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
     raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
 
 
-def _require_tensor(name: str, value: Any) -> None:
+def _check_tensor(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Tensor):
         kind = type(value).__name__
         raise ValueError(f"{name} must be a tensor, got a {kind}; wrap it in torch.tensor")
 
 
-def _require_ids(name: str, ids: Tensor, size: int) -> None:
+def _check_ids(name: str, ids: Tensor, size: int) -> None:
     if ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
     if not is_plain(ids) or not ids.numel():

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache
 
+from .attention_masks import AttentionInputs
 from .configuration_roformer import RoFormerConfig
 from .kernels import Linear
+from .padding import PackedBatch, split_documents
 from .rotary import apply_rotary, at_least_float32
 
 CHUNK_LENGTH = 64
@@ -335,7 +337,8 @@ class RoFormerLinearSelfAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.heads = (config.num_attention_heads, config.attention_head_size)
+        self.num_attention_heads = config.num_attention_heads
+        self.attention_head_size = config.attention_head_size
         self.has_rotary = config.position_encoding == "rope"
         self.interleave = config.rope_interleave
         self.is_causal = config.is_decoder
@@ -350,15 +353,15 @@ class RoFormerLinearSelfAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        source: None = None,
+        encoder_hidden_states: None = None,
         past_key_values: LinearAttentionCache | None = None,
         implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """[B, L, E] to [B, L, E] and None."""
-        heads = (*hidden_states.shape[:-1], *self.heads)
+        shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.attention_head_size)
         layers = (self.query, self.key, self.value)
-        query, key, value = (layer(hidden_states).view(heads) for layer in layers)
+        query, key, value = (layer(hidden_states).view(shape) for layer in layers)
         cache = past_key_values
         context, state = linear_attention(
             query,
@@ -373,4 +376,42 @@ class RoFormerLinearSelfAttention(nn.Module):
         )
         if cache is not None:
             cache.states[self.layer_idx] = state
+            if self.layer_idx == self.config.num_hidden_layers - 1:
+                cache.num_tokens += hidden_states.shape[1]
         return context.flatten(-2), None
+
+
+def linear_attention_inputs(
+    batch: PackedBatch, implementation: str, output_hidden_states: bool
+) -> AttentionInputs:
+    """Inputs of the layers: the padding mask, and packed documents in rows of their own.
+
+    Raises:
+        ValueError: Only a four-dimensional mask is known, or hidden states of packed rows are
+            requested.
+    """
+    if batch.padding_mask is None:
+        raise ValueError(
+            "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
+            "static caches make them; leave cache_implementation out"
+        )
+    if batch.document_ids is None:
+        return AttentionInputs(implementation, batch.padding_mask)
+    if output_hidden_states:
+        raise ValueError(
+            "output_hidden_states must be False for packed rows with linear_attention, got "
+            "True: inside, documents stand in rows of their own; give each a row"
+        )
+    layout = split_documents(batch.document_ids)
+    return AttentionInputs(implementation, layout.pack(batch.padding_mask), layout)
+
+
+def count_training_call(encoder: nn.Module) -> None:
+    """Let random feature maps redraw their features on schedule.
+
+    Called once for each forward pass, not by the layers, which run twice with gradient
+    checkpointing.
+    """
+    for module in encoder.modules():
+        if isinstance(module, RandomFeatureMap):
+            module.count_call()

@@ -1,7 +1,9 @@
-"""Which tokens of a batch belong together: documents packed into rows, padding, and how to drop it.
+"""Padding and packed documents: which tokens belong together, and layouts without padding.
 
-transformers' bidirectional masks ignore `position_ids`, so packed rows would silently attend across
-documents; here every attention kernel is told. Legend: B rows, L tokens a row, T tokens in all.
+transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
+each other. Here the document of each token is known to every attention kernel.
+
+Legend: B batch, L tokens of a row, T tokens of all documents without padding.
 """
 
 from dataclasses import dataclass
@@ -9,191 +11,205 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .kernels.dispatch import has_hidden_values
 
 
-def from_borders(borders: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The document of each token, from cumulative lengths.
-
-    Args:
-        borders: `cu_seq_lens_q`, [documents + 1]: 0, end of the first, ..., B * L, over all rows.
-        shape: B, L.
-
-    Returns:
-        [B, L] int64, numbers that grow by one from document to document.
-    """
-    tokens = torch.arange(shape[0] * shape[1], device=borders.device)
-    owners = torch.bucketize(tokens, borders[1:].to(tokens.dtype), right=True)
-    # counted anew, because empty documents leave gaps
-    return torch.nn.functional.pad(owners.diff() != 0, (1, 0)).cumsum(dim=0).view(shape)
-
-
-def from_positions(positions: Tensor, real: Tensor) -> Tensor | None:
-    """The document of each token, from positions that start anew.
-
-    A row is packed when its positions count up by one, apart from returns to 0; its first document
-    may have begun in an earlier row. Any other row, with gaps or in another order, is one document
-    with unusual positions, and so is one that counts from below 0 through 0.
-
-    Args:
-        positions: [B, L].
-        real: [B, L], False for padding, whose positions mean nothing.
-
-    Returns:
-        [B, L] int64, counting from 0 in each row; None when no row is packed, which without values
-        is not to be known.
-    """
-    first = real & (real.cumsum(dim=-1) == 1)  # with padding on the left, not the first of the row
-    follows = positions == positions.roll(1, dims=-1) + 1
-    returns = (positions == 0) & ~(follows & real.roll(1, dims=-1))
-    starts = (returns | first) & real
-    counted = follows | starts | ~real
-    numbers = starts.long().cumsum(dim=-1)
-    numbers = (numbers - 1).clamp(min=0) * counted.all(dim=-1, keepdim=True)
-    if not has_hidden_values(positions) and not numbers.any():
-        return None
-    return numbers
-
-
-def positions_within(documents: Tensor) -> Tensor:
-    """The position of each token in its document, [B, L], from the numbers of `from_borders`."""
-    flat = documents.flatten()
-    tokens = torch.arange(flat.shape[0], device=flat.device)
-    starts = torch.nn.functional.pad(flat.diff() != 0, (1, 0), value=True)
-    return (tokens - torch.where(starts, tokens, 0).cummax(dim=0).values).view(documents.shape)
-
-
 @dataclass(frozen=True)
-class Batch:
-    """Where the tokens of a call stand and what belongs together.
+class PackedBatch:
+    """Positions, padding mask and document ids of a batch.
 
     Attributes:
-        positions: [1 or B, L] integers.
-        real: [B, L] bool, False for padding; None when only a ready-made mask knows.
-        documents: [B, L] numbers; None when every row is one document.
+        position_ids: [1 or B, L] integers.
+        padding_mask: [B, L] bool, False for padding; None if only a four-dimensional mask is known.
+        document_ids: [B, L] int64, equal for tokens of the same document of a row; None if every
+            row is one document.
     """
 
-    positions: Tensor
-    real: Tensor | None
-    documents: Tensor | None
+    position_ids: Tensor
+    padding_mask: Tensor | None
+    document_ids: Tensor | None
 
-    def lengths(self) -> Tensor:
-        """For each token the length of its row or document, from the first position to the last.
+    def row_lengths(self) -> Tensor:
+        """Return for each token the length of its row or document, [B, L] int64.
 
-        Padding does not count, so a row is as long as it would be alone; [B, L] int64.
+        The length is counted from the first to the last position, without padding, so that it is
+        the same in a batch as alone.
         """
-        positions = self.positions.long()
-        real = torch.ones_like(positions, dtype=torch.bool) if self.real is None else self.real
-        positions = positions.expand(real.shape)
+        position_ids, mask = self.position_ids.long(), self.padding_mask
+        if mask is None:
+            mask = torch.ones_like(position_ids, dtype=torch.bool)
+        position_ids = position_ids.expand(mask.shape)
         limits = torch.iinfo(torch.int64)
-        first, last = (positions.masked_fill(~real, v) for v in (limits.max, limits.min))
-        if self.documents is None:
+        first, last = (position_ids.masked_fill(~mask, x) for x in (limits.max, limits.min))
+        if self.document_ids is None:
             length = last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1
-            return length.expand(positions.shape)
-        numbers = self.documents - self.documents[:, :1]
-        ends = last.scatter_reduce(1, numbers, last, "amax", include_self=False)
-        begins = first.scatter_reduce(1, numbers, first, "amin", include_self=False)
-        return (ends - begins + 1).gather(1, numbers)
+            return length.expand(position_ids.shape)
+        ids = self.document_ids - self.document_ids[:, :1]
+        last = last.scatter_reduce(1, ids, last, "amax", include_self=False)
+        first = first.scatter_reduce(1, ids, first, "amin", include_self=False)
+        return (last - first + 1).gather(1, ids)
 
 
-def arrange(
-    words: Tensor,
-    start: int | Tensor,
-    attention_mask: Tensor | None,
+def describe_batch(
+    inputs: Tensor,
+    past_length: int | Tensor,
+    attention_mask: Any,
     position_ids: Tensor | None,
-    borders: Tensor | None,
-    follows: bool = False,
-) -> Batch:
-    """Read positions, padding and documents off the arguments of a call.
+    cu_seqlens: Tensor | None,
+    has_cache: bool = False,
+) -> PackedBatch:
+    """Read positions, padding and documents from the arguments of a forward pass.
 
     Args:
-        words: [B, L] or [B, L, E]; only its shape and device are read.
-        start: Tokens in the cache, which positions count from when none are given.
-        attention_mask: [B, S] or anything else, which says nothing here.
+        inputs: [B, L] ids or [B, L, E] embeddings; only shape and device are read.
+        past_length: Number of cached tokens, from which default positions count.
+        attention_mask: [B, S]; masks of other forms do not say what is padding.
         position_ids: [L] or [1 or B, L], or None.
-        borders: [documents + 1] cumulative lengths over the flattened rows, or None. Without them
-            packed documents are looked for in `position_ids`, in a row that follows no tokens.
-        follows: Whether there is a cache, which may be empty: then nothing is looked for while
-            compiling, when every row would have to be taken for a packed one.
+        cu_seqlens: [documents + 1] cumulative lengths of the documents in the flattened rows. If
+            None, packed documents are detected in `position_ids` unless tokens are cached.
+        has_cache: Whether a cache was given, which may be empty. A compiled model then does not
+            look for packed documents, because it would have to treat every row as packed.
     """
-    B, L = words.shape[:2]  # noqa: N806
-    real: Tensor | None = None
+    (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
+    padding_mask: Tensor | None = None
     if attention_mask is None:
-        real = torch.ones(B, L, dtype=torch.bool, device=words.device)
+        padding_mask = torch.ones(B, L, dtype=torch.bool, device=device)
     elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        real = attention_mask[:, -L:].to(words.device).bool()
-    if borders is not None:
-        owners = from_borders(borders.to(words.device), (B, L))
+        padding_mask = attention_mask[:, -L:].to(device).bool()
+    if position_ids is not None:
+        position_ids = position_ids.to(device).long().view(-1, L)
+    if cu_seqlens is not None:
+        document_ids = document_ids_from_cu_seqlens(cu_seqlens.to(device), (B, L))
         if position_ids is None:
-            return Batch(positions_within(owners), real, owners)
-        return Batch(position_ids.to(words.device).long().view(-1, L), real, owners)
+            position_ids = positions_in_documents(document_ids)
+        return PackedBatch(position_ids, padding_mask, document_ids)
     if position_ids is None:
-        return Batch((torch.arange(L, device=words.device) + start)[None], real, None)
-    positions = position_ids.to(words.device).long().view(-1, L)
-    numbers: Tensor | None = None
-    known = not (follows and torch.compiler.is_compiling())
-    if real is not None and known and L > 1 and int(start) == 0:
-        numbers = from_positions(positions.expand(B, L), real)
-    return Batch(positions, real, numbers)
+        position_ids = (torch.arange(L, device=device) + past_length)[None]
+        return PackedBatch(position_ids, padding_mask, None)
+    may_be_packed = L > 1 and not (has_cache and torch.compiler.is_compiling())
+    if padding_mask is None or not may_be_packed or int(past_length) > 0:
+        return PackedBatch(position_ids, padding_mask, None)
+    found = document_ids_from_position_ids(position_ids.expand(B, L), padding_mask)
+    return PackedBatch(position_ids, padding_mask, found)
+
+
+def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Number the documents by their cumulative lengths.
+
+    Args:
+        cu_seqlens: [documents + 1]: 0, end of the first document, ..., B * L, over all rows.
+        shape: (B, L).
+
+    Returns:
+        [B, L] int64, growing by one from document to document.
+    """
+    tokens = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    ids = torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True)
+    # numbered again, because empty documents leave gaps
+    return F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(shape)
+
+
+def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -> Tensor | None:
+    """Number the documents by positions that start again from 0.
+
+    A row is packed if its positions count up by one, apart from returns to 0; its first document
+    may have begun in an earlier row. Any other row, with gaps or in another order, is one document,
+    and so is a row that counts from below 0 through 0.
+
+    Args:
+        position_ids: [B, L].
+        padding_mask: [B, L], False for padding, whose positions are ignored.
+
+    Returns:
+        [B, L] int64, counting from 0 in each row; None if no row is packed (which cannot be known
+        while the values are hidden by a compiler).
+    """
+    # with padding on the left the first token is not the first of the row
+    is_first = padding_mask & (padding_mask.cumsum(dim=-1) == 1)
+    counts_up = position_ids == position_ids.roll(1, dims=-1) + 1
+    is_return = (position_ids == 0) & ~(counts_up & padding_mask.roll(1, dims=-1))
+    is_start = (is_return | is_first) & padding_mask
+    is_packed = (counts_up | is_start | ~padding_mask).all(dim=-1, keepdim=True)
+    document_ids = (is_start.long().cumsum(dim=-1) - 1).clamp(min=0) * is_packed
+    if not has_hidden_values(position_ids) and not document_ids.any():
+        return None
+    return document_ids
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """Return the position of each token in its document, [B, L], counting from 0.
+
+    Args:
+        document_ids: [B, L], different for all documents of the batch.
+    """
+    flat = document_ids.flatten()
+    tokens = torch.arange(flat.shape[0], device=flat.device)
+    is_start = F.pad(flat.diff() != 0, (1, 0), value=True)
+    starts = torch.where(is_start, tokens, 0).cummax(dim=0).values
+    return (tokens - starts).view(document_ids.shape)
 
 
 @dataclass(frozen=True)
-class Unpadded:
-    """Real tokens of a batch in one row, as kernels for variable lengths want them.
+class UnpaddedLayout:
+    """All tokens of a batch in one row without padding, as variable-length kernels expect them.
 
     Attributes:
-        places: [T] int64, where each token stands in the flattened [B * L].
-        borders: [documents + 1] int32, cumulative lengths.
-        longest: Tokens of the longest document.
-        shape: B, L.
+        indices: [T] int64, index of each token in the flattened [B * L].
+        cu_seqlens: [documents + 1] int32, cumulative lengths.
+        max_seqlen: Length of the longest document.
+        shape: (B, L).
     """
 
-    places: Tensor
-    borders: Tensor
-    longest: int
+    indices: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
     shape: tuple[int, int]
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, L, ...] to [1, T, ...]."""
-        return x.flatten(0, 1)[self.places].unsqueeze(0)
+        """Remove padding: [B, L, ...] to [1, T, ...]; `unpad_input` in flash-attn."""
+        return x.flatten(0, 1)[self.indices].unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[1, T, ...] to [B, L, ...], zeros where the padding was."""
+        """Put zeros at padding: [1, T, ...] to [B, L, ...]; `pad_input` in flash-attn."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
-        return rows.index_copy(0, self.places, x[0]).unflatten(0, self.shape)
+        return rows.index_copy(0, self.indices, x[0]).unflatten(0, self.shape)
 
 
-def unpad(real: Tensor, documents: Tensor | None) -> Unpadded | None:
-    """Find the real tokens and the borders of documents among them; waits for the device.
+def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> UnpaddedLayout | None:
+    """Find the tokens that are not padding, and the documents among them.
 
-    Returns:
-        None when there is no real token at all.
+    Waits for the device, because the number of tokens decides shapes.
 
     Args:
-        real: [B, L], False for padding.
-        documents: [B, L] numbers of documents, or None: every row is one.
+        padding_mask: [B, L], False for padding.
+        document_ids: [B, L], or None if every row is one document.
+
+    Returns:
+        None if all tokens are padding.
     """
-    B, L = real.shape  # noqa: N806
-    places = real.flatten().nonzero().flatten()
-    owner = torch.arange(B, device=real.device).repeat_interleave(L) * L  # rows apart
-    if documents is not None:
-        owner = owner + documents.flatten() - documents[:, :1].repeat_interleave(L)
-    starts = torch.nn.functional.pad(owner[places].diff() != 0, (1, 1), value=True)
-    borders = starts.nonzero().flatten().to(torch.int32)
-    if not len(places):
+    B, L = padding_mask.shape  # noqa: N806
+    indices = padding_mask.flatten().nonzero().flatten()
+    # ids that differ between rows too
+    ids = torch.arange(B, device=padding_mask.device).repeat_interleave(L) * L
+    if document_ids is not None:
+        ids = ids + document_ids.flatten() - document_ids[:, :1].repeat_interleave(L)
+    is_start = F.pad(ids[indices].diff() != 0, (1, 1), value=True)
+    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
+    if not len(indices):
         return None
-    return Unpadded(places, borders, int(borders.diff().max()), (B, L))
+    return UnpaddedLayout(indices, cu_seqlens, int(cu_seqlens.diff().max()), (B, L))
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Every document in a row of its own, for what cannot keep documents of a row apart.
+class SplitLayout:
+    """Every document in a row of its own, for attention that cannot mask documents of one row.
 
     Attributes:
-        row: [B, L] int64, the row of each token.
-        column: [B, L] its place in that row.
-        shape: Rows, tokens of the longest.
+        row: [B, L] int64, the new row of each token.
+        column: [B, L] int64, its index in that row.
+        shape: Number of documents, length of the longest.
     """
 
     row: Tensor
@@ -201,38 +217,38 @@ class Apart:
     shape: tuple[int, int]
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, L, ...] to [rows, longest, ...], zeros where nothing is."""
-        empty = x.new_zeros(*self.shape, *x.shape[2:])
-        return empty.index_put((self.row, self.column), x)
+        """[B, L, ...] to [documents, longest, ...], with zeros after the end of a document."""
+        rows = x.new_zeros(*self.shape, *x.shape[2:])
+        return rows.index_put((self.row, self.column), x)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[rows, longest, ...] to [B, L, ...]."""
+        """[documents, longest, ...] to [B, L, ...]."""
         return x[self.row, self.column]
 
 
-def apart(documents: Tensor) -> Apart:
-    """Rows for the documents of `from_borders` or `from_positions`; waits for the device."""
-    B, L = documents.shape  # noqa: N806
-    rows = torch.arange(B, device=documents.device)[:, None] * L
-    owner = (documents - documents[:, :1] + rows).flatten()
-    row = torch.nn.functional.pad(owner.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
-    column = positions_within(row)
-    return Apart(row, column, (int(row.max()) + 1, int(column.max()) + 1))
+def split_documents(document_ids: Tensor) -> SplitLayout:
+    """Give each document of [B, L] ids a row of its own; waits for the device."""
+    B, L = document_ids.shape  # noqa: N806
+    first_ids = torch.arange(B, device=document_ids.device)[:, None] * L
+    ids = (document_ids - document_ids[:, :1] + first_ids).flatten()
+    row = F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
+    column = positions_in_documents(row)
+    return SplitLayout(row, column, (int(row.max()) + 1, int(column.max()) + 1))
 
 
-def kernel_options(borders: Tensor, longest: int | None) -> dict[str, Any]:
-    """Borders of documents under the names that transformers' kernels know.
+def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+    """Return document lengths as the keyword arguments of transformers' flash attention.
 
     Args:
-        borders: [documents + 1] cumulative lengths.
-        longest: Tokens of the longest document; None looks, and so waits for the device.
+        cu_seqlens: [documents + 1] cumulative lengths.
+        max_seqlen: Length of the longest document; None reads it, which waits for the device.
     """
-    if longest is None:
-        longest = int(borders.diff().max())
-    borders = borders.to(torch.int32)
+    if max_seqlen is None:
+        max_seqlen = int(cu_seqlens.diff().max())
+    cu_seqlens = cu_seqlens.to(torch.int32)
     return {
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max_seqlen,
+        "max_length_k": max_seqlen,
     }

@@ -98,14 +98,16 @@ def oracle(layer, words: torch.Tensor, scores_of) -> torch.Tensor:
     attention = layer.attention.self
     weights = {k: v.double() for k, v in attention.state_dict().items()}
     q, k, v = (
-        (words.double() @ weights[f"{x}.weight"].T + weights[f"{x}.bias"]).view(L, *attention.heads)
+        (words.double() @ weights[f"{x}.weight"].T + weights[f"{x}.bias"]).view(
+            L, attention.num_attention_heads, attention.attention_head_size
+        )
         for x in ("query", "key", "value")
     )
     out = torch.zeros_like(v)
-    for h in range(attention.heads[0]):
+    for h in range(attention.num_attention_heads):
         for m in range(L):
             scores = torch.stack([scores_of(q[m, h], k[n, h], h, m, n) for n in range(L)])
-            out[m, h] = torch.softmax(scores / attention.heads[1] ** 0.5, dim=0) @ v[:, h]
+            out[m, h] = torch.softmax(scores / attention.attention_head_size**0.5, dim=0) @ v[:, h]
     return out
 
 

@@ -1,0 +1,89 @@
+"""The cache of a decoder's forward pass: which kind, and where none can be used."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from .configuration_roformer import RoFormerConfig
+from .linear_attention import LinearAttentionCache
+
+
+def prepare_cache(
+    past_key_values: Any,
+    use_cache: bool,
+    config: PreTrainedConfig,
+    rope_config: RoFormerConfig,
+    is_decoder: bool,
+    has_encoder: bool,
+) -> Cache | None:
+    """Check the given cache, or create one for the next call if there is none.
+
+    Args:
+        past_key_values: Cache of earlier calls, or None.
+        use_cache: Whether a cache is returned.
+        config: Configuration that transformers' caches are made from.
+        rope_config: Configuration that the model was built from.
+        is_decoder: Encoders have no cache.
+        has_encoder: Whether the decoder also attends to an encoder.
+
+    Raises:
+        ValueError: The model is no decoder, or its encoding cannot use such a cache.
+    """
+    if past_key_values is not None:
+        _check_cache(past_key_values, rope_config, is_decoder)
+        return past_key_values
+    if not (use_cache and is_decoder):
+        return None
+    if rope_config.linear_attention is not None:
+        return LinearAttentionCache()
+    cache = DynamicCache(config=config)
+    return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder else cache
+
+
+def _check_cache(cache: Any, rope_config: RoFormerConfig, is_decoder: bool) -> None:
+    kind = type(cache).__name__
+    if not (isinstance(cache, Cache) and is_decoder):
+        found = kind if is_decoder else "a cache in an encoder"
+        raise ValueError(
+            f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
+            "is_decoder=True, or leave it out"
+        )
+    if rope_config.has_position_bias and cache.is_compileable:
+        raise ValueError(
+            "past_key_values must be a cache that grows, because position_encoding "
+            f"{rope_config.position_encoding} adds a bias to the scores, got a {kind}; leave "
+            "cache_implementation out"
+        )
+    if rope_config.has_dynamic_rope:
+        raise ValueError(
+            "past_key_values must be None where the rotation depends on the length, because "
+            "cached keys were rotated for a shorter row, got a cache; set use_cache=False"
+        )
+    if rope_config.linear_attention is not None and not isinstance(cache, LinearAttentionCache):
+        raise ValueError(
+            "past_key_values must be a LinearAttentionCache with linear_attention, got a "
+            f"{kind}; leave it out"
+        )
+
+
+def cache_of_packed_rows(
+    cache: Cache | None, was_given: bool, cu_seqlens: Tensor | None
+) -> Cache | None:
+    """Return no cache for rows of several documents: no token could follow all of them.
+
+    While compiling any row may be packed by its positions, which are not known: then the cache
+    stays.
+
+    Raises:
+        ValueError: A cache was given.
+    """
+    if was_given:
+        raise ValueError(
+            "position_ids must count through one document beside past_key_values, got several "
+            "that start from 0; leave the cache out"
+        )
+    is_known = cu_seqlens is not None or not torch.compiler.is_compiling()
+    return None if is_known or isinstance(cache, LinearAttentionCache) else cache
