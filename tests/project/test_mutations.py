@@ -12,13 +12,13 @@ from tiny import ROOT
 MUTATIONS = {
     "query turned backwards": (
         "modeling_roformer.py",
-        "q = self._rotate(q, position_embeddings)",
-        "q = self._rotate(q, (position_embeddings[0], -position_embeddings[1]))",
+        "query = self._rotate(query, position_embeddings)",
+        "query = self._rotate(query, (position_embeddings[0], -position_embeddings[1]))",
     ),
     "no causal mask": (
         "attention_masks.py",
-        "make, options[\"past_key_values\"] = create_causal_mask, past_key_values",
-        "options[\"past_key_values\"] = past_key_values",
+        "    if is_causal:\n        mask = create_causal_mask",
+        "    if False:\n        mask = create_causal_mask",
     ),
     "half-split pairs": (
         "rotary.py",
@@ -32,8 +32,8 @@ MUTATIONS = {
     ),
     "position_ids ignored": (
         "padding.py",
-        "    if position_ids is None:\n        return",
-        "    if True:\n        return",
+        "    if position_ids is None:\n        position_ids = (torch",
+        "    if True:\n        position_ids = (torch",
     ),
     "factor on sine and cosine ignored": (
         "rotary.py",
@@ -47,8 +47,8 @@ MUTATIONS = {
     ),
     "documents see each other": (
         "attention_masks.py",
-        "packed_sequence_mask_function(documents)",
-        "packed_sequence_mask_function(torch.zeros_like(documents))",
+        "packed_sequence_mask_function(document_ids)",
+        "packed_sequence_mask_function(torch.zeros_like(document_ids))",
     ),
     "rotation depends on the longest row": (
         "padding.py",
