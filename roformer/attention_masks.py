@@ -47,6 +47,19 @@ class AttentionInputs:
     layout: UnpaddedLayout | SplitLayout | None = None
     kernel_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def unpad(self, hidden_states: Tensor, cos_sin: Any) -> tuple[Tensor, Any]:
+        """Rearrange [B, L, E], and cos and sin if the layers rotate, into the layout's rows."""
+        if self.layout is None:
+            return hidden_states, cos_sin
+        if cos_sin is not None:
+            shape = (*hidden_states.shape[:2], -1)
+            cos_sin = tuple(self.layout.pack(x.expand(shape)) for x in cos_sin)
+        return self.layout.pack(hidden_states), cos_sin
+
+    def pad(self, hidden_states: Tensor) -> Tensor:
+        """Rearrange the layout's rows into [B, L, E] again, with zeros at padding."""
+        return hidden_states if self.layout is None else self.layout.unpack(hidden_states)
+
 
 def select_implementation(
     config: PreTrainedConfig,

@@ -16,7 +16,6 @@ def prepare_cache(
     use_cache: bool,
     config: PreTrainedConfig,
     rope_config: RoFormerConfig,
-    is_decoder: bool,
     has_encoder: bool,
 ) -> Cache | None:
     """Check the given cache, or create one for the next call if there is none.
@@ -26,12 +25,12 @@ def prepare_cache(
         use_cache: Whether a cache is returned.
         config: Configuration that transformers' caches are made from.
         rope_config: Configuration that the model was built from.
-        is_decoder: Encoders have no cache.
         has_encoder: Whether the decoder also attends to an encoder.
 
     Raises:
         ValueError: The model is no decoder, or its encoding cannot use such a cache.
     """
+    is_decoder = rope_config.is_decoder
     if past_key_values is not None:
         _check_cache(past_key_values, rope_config, is_decoder)
         return past_key_values

@@ -9,7 +9,7 @@ Legend: B batch, L tokens, S keys, E hidden size, H heads.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 
@@ -22,7 +22,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 def check_inputs(
     config: RoFormerConfig,
-    num_embeddings: int,
+    word_embeddings: nn.Module,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     token_type_ids: Tensor | None,
@@ -37,7 +37,7 @@ def check_inputs(
 
     Args:
         config: Configuration of the model.
-        num_embeddings: Rows of the word embeddings, which may have been resized.
+        word_embeddings: The table of word embeddings, which may have been resized.
         input_ids: As in `RoFormerModel.forward`, like all that follow.
         inputs_embeds: Embeddings in place of ids.
         token_type_ids: Segments.
@@ -51,6 +51,7 @@ def check_inputs(
     Raises:
         ValueError: One line that names the argument.
     """
+    num_embeddings = getattr(word_embeddings, "num_embeddings", config.vocab_size)
     _check_tokens(config, num_embeddings, input_ids, inputs_embeds, token_type_ids, position_ids)
     inputs = input_ids if inputs_embeds is None else inputs_embeds
     assert inputs is not None, "one of the two has been given"

@@ -618,27 +618,15 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 vocabulary are noticed on a CPU only, because other devices would have to be waited
                 for.
         """
-        config, has_encoder = self.rope_config, encoder_hidden_states is not None
+        has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
         cache = prepare_cache(
-            past_key_values, bool(use_cache), self.config, config, self.is_causal, has_encoder
+            past_key_values, bool(use_cache), self.config, self.rope_config, has_encoder
         )
-        check_inputs(
-            config,
-            getattr(self.get_input_embeddings(), "num_embeddings", config.vocab_size),
-            input_ids,
-            inputs_embeds,
-            token_type_ids,
-            position_ids,
-            attention_mask,
-            cu_seq_lens_q,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            cache,
-        )
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        assert inputs is not None, "check_inputs has seen one of the two"
-        has_past = past_key_values is not None
+        tokens = (input_ids, inputs_embeds, token_type_ids, position_ids)
+        masks = (attention_mask, cu_seq_lens_q, encoder_hidden_states, encoder_attention_mask)
+        check_inputs(self.rope_config, self.get_input_embeddings(), *tokens, *masks, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
+        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
             inputs, past_length, attention_mask, position_ids, cu_seq_lens_q, has_past
         )
@@ -652,37 +640,27 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
         # 2. positions, once for all layers
-        has_gaps = position_ids is not None or batch.document_ids is not None
         position_embeddings = self._position_embeddings(
-            batch, past_length, has_gaps, hidden_states.dtype
+            batch, past_length, position_ids is None, hidden_states.dtype
         )
-        # 3. mask in the form of the attention kernel
+        # 3. masks in the form of the attention kernel
+        bias = None if self.score_bias is None else self.score_bias(position_embeddings)
+        kernel = self._select_kernel(kwargs, attention_mask, encoder_attention_mask)
         attention = self._attention_inputs(
+            kernel,
             hidden_states,
             batch,
-            position_embeddings,
+            bias,
             attention_mask,
-            (cu_seq_lens_q, max_length_q),
+            (cu_seq_lens_q, max_length_q) if cache is None and not has_encoder else None,
             cache,
-            encoder_attention_mask,
-            has_encoder,
-            kwargs,
+            bool(kwargs.get("output_hidden_states", self.config.output_hidden_states)),
         )
         encoder_mask = cross_attention_mask(
-            self.config,
-            attention.implementation,
-            hidden_states,
-            encoder_hidden_states,
-            encoder_attention_mask,
+            self.config, attention.implementation, hidden_states, *masks[2:]
         )
         # 4. unpad
-        layout = attention.layout
-        if layout is not None:
-            if config.position_encoding == "rope":
-                shape = (*hidden_states.shape[:2], -1)
-                cos, sin = (layout.pack(x.expand(shape)) for x in cast(Any, position_embeddings))
-                position_embeddings = cos, sin
-            hidden_states = layout.pack(hidden_states)
+        hidden_states, position_embeddings = attention.unpad(hidden_states, position_embeddings)
         # 5. encoder
         hidden_states = self.encoder(
             hidden_states,
@@ -694,18 +672,16 @@ class RoFormerModel(RoFormerPreTrainedModel):
             implementation=attention.implementation,
             **(kwargs | attention.kernel_kwargs),
         )
-        # 6. pad again
-        if layout is not None:
-            hidden_states = layout.unpack(hidden_states)
+        # 6. pad
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=hidden_states, past_key_values=cache
+            last_hidden_state=attention.pad(hidden_states), past_key_values=cache
         )
 
     def _position_embeddings(
         self,
         batch: PackedBatch,
         past_length: int | Tensor,
-        has_gaps: bool,
+        has_default_positions: bool,
         dtype: torch.dtype,
     ) -> PositionEmbeddings:
         """Compute what the layers need of positions.
@@ -723,6 +699,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 )
         if config.has_position_bias:
             # only the table of Transformer-XL must reach as far as the largest distance
+            has_gaps = not has_default_positions or batch.document_ids is not None
             has_gaps = has_gaps and config.position_encoding == "transformer_xl"
             return relative_positions(position_ids, int(past_length), has_gaps)
         if config.position_encoding != "rope":
@@ -733,38 +710,48 @@ class RoFormerModel(RoFormerPreTrainedModel):
         inv_freq, scaling = compute_rope_parameters(config, row_lengths, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, scaling, dtype)
 
+    def _select_kernel(self, kwargs: dict[str, Any], *masks: Any) -> str:
+        output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        return select_implementation(self.config, self.rope_config, bool(output_attentions), masks)
+
     def _attention_inputs(
         self,
+        kernel: str,
         hidden_states: Tensor,
         batch: PackedBatch,
-        position_embeddings: PositionEmbeddings,
+        position_bias: Tensor | None,
         attention_mask: Any,
-        document_lengths: tuple[Tensor | None, int | None],
+        document_lengths: tuple[Tensor | None, int | None] | None,
         cache: Cache | None,
-        encoder_attention_mask: Any,
-        has_encoder: bool,
-        kwargs: dict[str, Any],
+        output_hidden_states: bool,
     ) -> AttentionInputs:
-        """Choose the attention kernel, and bring padding and documents into its form."""
-        config = self.rope_config
-        needs_rows = bool(kwargs.get("output_hidden_states", self.config.output_hidden_states))
-        output_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        masks = (attention_mask, encoder_attention_mask)
-        kernel = select_implementation(self.config, config, output_attentions, masks)
-        if config.linear_attention is not None:
+        """Bring padding, causality and documents into the form of a kernel.
+
+        Args:
+            kernel: Name of the attention kernel.
+            hidden_states: [B, L, E] after the embeddings.
+            batch: Padding and documents.
+            position_bias: Added to the scores of all layers, or None.
+            attention_mask: As in `forward`.
+            document_lengths: `cu_seq_lens_q` and `max_length_q`; None with a cache or an encoder,
+                which kernels without masks do not support.
+            cache: Cache of a decoder.
+            output_hidden_states: Whether the layers' outputs are returned, which needs the rows of
+                the batch.
+        """
+        if self.rope_config.linear_attention is not None:
             if self.training:
                 count_training_call(self.encoder)
-            return linear_attention_inputs(batch, kernel, needs_rows)
-        if cache is None and not has_encoder:
+            return linear_attention_inputs(batch, kernel, output_hidden_states)
+        if document_lengths is not None:
             cu_seqlens, max_seqlen = document_lengths
             if not _is_one_row(hidden_states, attention_mask):
                 cu_seqlens = None
             # unpadding makes shapes that depend on values, which compilers do not follow
-            may_unpad = not (needs_rows or torch.compiler.is_compiling())
+            may_unpad = not (output_hidden_states or torch.compiler.is_compiling())
             found = maskless_inputs(kernel, batch, cu_seqlens, max_seqlen, may_unpad)
             if found is not None:
                 return found
-        bias = None if self.score_bias is None else self.score_bias(position_embeddings)
         return masked_inputs(
             self.config,
             kernel,
@@ -773,8 +760,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             batch.document_ids,
             self.is_causal,
             cache,
-            bias,
-            config.has_position_bias,
+            position_bias,
+            self.rope_config.has_position_bias,
         )
 
 

@@ -89,13 +89,6 @@ def test_sines_are_computed_once_for_all_layers(layers):
     assert calls.largest["cos"] == 16 * 16 // 2  # positions x half a head
 
 
-def test_a_packed_row_computes_the_sine_of_a_position_once(batch):
-    _, packed, _, _ = batch
-    with Calls() as calls:
-        objective().model.roformer(**packed)
-    assert calls.largest["cos"] == 64 * 16 // 2  # the longest document, not all their tokens
-
-
 def test_dropout_draws_four_numbers_at_a_time(batch):
     padded, _, places, targets = batch
     model = objective("eager")
