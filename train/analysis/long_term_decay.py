@@ -190,7 +190,8 @@ def queries_and_keys(
     drawn = torch.randint(len(rows), (pairs,), generator=generator)
     row, position = rows[drawn], positions[drawn]
     other = (torch.rand(pairs, generator=generator) * lengths[row]).long()
-    heads = model.encoder.layer[0].attention.self.heads
+    attention = model.encoder.layer[0].attention.self
+    heads = (attention.num_attention_heads, attention.attention_head_size)
     queries = torch.cat([layer[row, position] for layer in outputs["query"]])
     keys = torch.cat([layer[row, other] for layer in outputs["key"]])
     query, key = (x.unflatten(-1, heads).flatten(0, 1)[:, :rotary_dim] for x in (queries, keys))
