@@ -31,7 +31,7 @@ class Recipe:
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
     output: str = "results.jsonl"
-    """Results file, to which each run appends a line; predictions go to a folder beside it."""
+    """Results file, to which each run appends a record; predictions go to a folder beside it."""
     cache: str = "runs/tokens"
     """Folder of cached tokens, shared by all runs."""
     test: bool = False
@@ -77,7 +77,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(Recipe):
-    """Fine-tune one model on one task with one seed and append a line to the results."""
+    """Fine-tune one model on one task with one seed and append a record to the results."""
 
     model: str
     """Folder or hub id of a model that has a sequence-classification class."""
@@ -88,7 +88,7 @@ class GlueSettings(Recipe):
     seed: int = 0
     """Seed of the new head, the order of examples and dropout."""
     random_weights: bool = False
-    """Control: the same architecture and tokenizer with random instead of pretrained weights."""
+    """Control: the same architecture and tokenizer, trained from random initialisation."""
     mnli: str | None = None
     """Folder of this model fine-tuned on MNLI, from which the run starts instead; RoBERTa and
     ModernBERT do so for RTE, MRPC and STS-B. Tables label it."""
@@ -112,21 +112,21 @@ class GlueSettings(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class GridSettings(Recipe):
-    """Fine-tune every model on every task with every rate and seed, except for finished runs."""
+    """Fine-tune models x tasks x learning rates x seeds, except for finished runs."""
 
     models: list[str]
     """Folders or hub ids, like `model` of a single run."""
     tasks: list[str]
     """Tasks by name."""
     seeds: list[int] = field(default_factory=lambda: [0])
-    """Seeds."""
+    """Seeds of fine-tuning, one run each."""
     learning_rates: list[float] | None = None
     """Peak learning rates; null means `learning_rate` alone."""
     random_control: bool = False
-    """Run each model a second time from random weights."""
+    """Run each model a second time from random initialisation (control)."""
     from_mnli: bool = False
-    """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same rate
-    and seed; `tasks` must contain mnli."""
+    """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same
+    learning rate and seed; `tasks` must contain mnli."""
     workers: int = 1
     """Processes that make runs in parallel, one GPU each where there are GPUs."""
 

@@ -72,7 +72,7 @@ class ModelSettings:
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the type's configuration class; the tokenizer gives the vocabulary size."""
     init: str | None = None
-    """Folder or hub id of weights to start from, null for random ones. BERT's fit a RoFormer."""
+    """Folder or hub id of weights to start from (BERT's fit a RoFormer); null means random."""
     attention: str = "sdpa"
     """Attention implementation: transformers' eager (fastest on CPU in bf16) or sdpa, or this
     project's unpadded."""
@@ -87,7 +87,7 @@ class HeldOutSettings:
 
     validation: str | list[str] = "embedded"
     """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
-    .zst); hub data sets; or `embedded`, the documentation installed on this machine."""
+    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     cache: str = "runs/tokens"
@@ -112,8 +112,9 @@ class CorpusSettings(HeldOutSettings):
     length: int = 128
     """Longest sequence in tokens, with [CLS] and [SEP]; longer documents are cut into several."""
     mask_rate: float = 0.15
-    """Share of tokens to predict: 80 % become [MASK], 10 % a random token, 10 % stay. Unused by a
-    decoder (model.config.is_decoder), which predicts every next token."""
+    """Share of tokens to predict (transformers' `mlm_probability`): 80 % become [MASK], 10 % a
+    random token, 10 % stay. Unused by a decoder (model.config.is_decoder), which predicts every
+    next token."""
     whole_word: bool = False
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
@@ -156,7 +157,8 @@ class OptimSettings:
     tokens: int | None = None
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
     hours: float | None = None
-    """Hours of training over all launches of the run; the schedule follows the elapsed time."""
+    """Hours of training over all launches of the run; the learning-rate schedule is over elapsed
+    time."""
 
     def __post_init__(self) -> None:
         names: tuple[str, ...] = (
@@ -189,7 +191,7 @@ class RunSettings:
     seed: int = 0
     """Seed of initial weights, order of the text, masks and dropout."""
     log_every: int = 20
-    """Optimizer steps between two lines of log.jsonl."""
+    """Optimizer steps between two records in log.jsonl."""
     validate_every: int = 200
     """Optimizer steps between two evaluations on the held-out text."""
     validation_sequences: int = 2048
@@ -206,10 +208,10 @@ class RunSettings:
     """Hours after which this launch saves a checkpoint and ends, for machines with a time limit;
     the same command continues the run."""
     peak_tflops: float | None = None
-    """Peak of the accelerator in 10^12 operations per second, for the utilisation (mfu) in the log;
+    """Peak of the accelerator in 10^12 operations per second, for MFU in the log;
     null measures it with a large matrix product."""
     allow_drift: bool = False
-    """Continue a run although settings or data differ from those that it started with;
+    """Go on although settings or data changed since the run started;
     settings.yaml then holds the new ones and a note on what changed."""
     dry: bool = False
     """Print what the run needs (parameters, steps, time, memory, disk) without starting it."""
@@ -253,7 +255,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Pretrain an encoder with masked language modelling, or a decoder with the next token."""
+    """Pretrain an encoder or decoder; without any --config, configs/pretrain/demo.yaml is read."""
 
     optim: OptimSettings = field(default_factory=OptimSettings)
     model: ModelSettings = field(default_factory=ModelSettings)

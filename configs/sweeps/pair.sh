@@ -3,8 +3,8 @@
 #      TASKS, LONG (tasks of ten epochs), SEEDS and LAUNCH are environment variables
 # Cost: small: 2.5 hours a model on one core, two at once, then about 10 hours of fine-tuning; tiny: 2 to 4 minutes
 # Expect: small: held-out loss 3.501 (RoFormer) and 3.747 (BERT) with seed 0, 3.546 and 3.761 with seed 1; base: not run
-# RoFormer and BERT of one size with the same text, order, masks and seeds; GLUE of both and of their random weights, which
-# do not depend on pretraining, so the models of the first seed serve. Started again, it continues.
+# RoFormer and BERT of one size with the same text, order, masks and seeds; GLUE of both and of their controls (the
+# same architectures from random initialisation), which do not depend on pretraining, so the models of the first seed serve. Started again, it continues.
 set -euo pipefail
 scale=$1 glue=$2 folder=runs/pair-$1 text=$(IFS=,; echo "${*:3}") held_out=${3:+$3/validation*} length=128
 [ "$scale" = base ] && length=512
@@ -15,7 +15,7 @@ list() { (IFS=,; echo "[$*]"); }
 runs=()
 for seed in "${seeds[@]}"; do runs+=("$folder/roformer-$seed" "$folder/bert-$seed"); done
 
-tune() { # TASKS OPTIONS...: the pretrained models, then random weights too
+tune() { # TASKS OPTIONS...: the pretrained models, then the controls too
   local grid=($launch -m finetune.grid --config "configs/glue/pair-$scale.yaml" --glue_dir "$glue" --workers 2
     --output "$folder/results.jsonl" --tasks "[${1// /,}]" "${@:2}")
   "${grid[@]}" --models "$(list "${runs[@]/%//model}")"

@@ -56,14 +56,15 @@ NOTES = (
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Tables and figures from a results file."""
+    """Tables and figures of a results file: python -m finetune.report RESULTS [--pair "[A, B]"]."""
 
     results: str
-    """File that finetune/glue.py or finetune/grid.py wrote."""
+    """File that finetune/glue.py or finetune/grid.py wrote; needs no flag as first argument."""
     output: str | None = None
     """Folder for the report; null means the folder of the results."""
     pair: list[str] | None = None
-    """Two models to compare, as [A, B] for A - B; null means the one RoFormer and the one BERT."""
+    """Two models to compare, as [A, B] for A - B, each a path or short name of the report; null
+    means the one RoFormer and the one BERT."""
 
     def __post_init__(self) -> None:
         two = self.pair is None or len(set(self.pair)) == 2
