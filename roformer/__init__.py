@@ -1,39 +1,42 @@
 """RoFormer: the transformer encoder with rotary position embedding, compatible with Hugging Face.
 
 Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
-arXiv:2104.09864. Queries and keys are turned by an angle proportional to their position, so that
-the positions m and n of two tokens enter their score through m - n alone (equations 13 to 16).
+arXiv:2104.09864. Queries and keys are rotated by an angle proportional to their position, so that
+scores depend on the positions m and n of two tokens through m - n alone (equations 13 to 16).
 
-Load, use, save::
+```python
+from roformer import RoFormerForMaskedLM
 
-    from roformer import RoFormerForMaskedLM
-    model = RoFormerForMaskedLM.from_pretrained("junnyu/roformer_chinese_base")
-    model(input_ids, attention_mask=mask).logits  # [B, L, V]
-    model.save_pretrained("folder")               # transformers reads it, without this package
+model = RoFormerForMaskedLM.from_pretrained("junnyu/roformer_chinese_base")
+model(input_ids, attention_mask=mask).logits  # [B, L, V]
+model.save_pretrained("folder")  # transformers loads it without this package
+```
 
-Heads: `RoFormerModel` (none), `RoFormerForMaskedLM`, `RoFormerForCausalLM` (with `generate`),
+Models: `RoFormerModel` (no head), `RoFormerForMaskedLM`, `RoFormerForCausalLM` (with `generate`),
 `RoFormerForSequenceClassification`, `RoFormerForTokenClassification`,
 `RoFormerForQuestionAnswering`, `RoFormerForMultipleChoice`. With `is_decoder` and
 `add_cross_attention` the model is the decoder of transformers' `EncoderDecoderModel`.
 
-What RoPE is compared with is one field away, on the same encoder and path: `position_encoding`
-(learned, sinusoidal, transformer_xl, t5, alibi, none) and `linear_attention` (elu, relu, favor).
+Other encodings are fields of the configuration: `position_encoding` (learned, sinusoidal,
+transformer_xl, t5, alibi, none) and `linear_attention` (elu, relu, favor).
 
-Two model types. Class names, parameter names and `config.json` are those of transformers' own
-RoFormer: a folder saved by one loads in the other, and the outputs agree within 1e-5. What stock
-cannot express (other rope settings or encodings, linear attention, no biases, RMSNorm, no token
-types) is saved as `roformer_plus`, which stock's Auto classes refuse and which they load after
-`import roformer`. For `roformer` itself they go on building transformers' classes until
-`use_for_auto_classes` is called.
+Model types: class names, parameter names and `config.json` are those of transformers' own RoFormer,
+so that a folder saved by one loads in the other. What transformers' class cannot express (other
+rope settings or encodings, linear attention, no biases, RMSNorm, no token types) is saved as
+`roformer_plus`, which transformers' Auto classes load after `import roformer`. For `roformer` they
+build transformers' classes until `use_for_auto_classes` is called.
 
-Positions come from `position_ids`: any start, order and gaps, no limit of length. `rope_parameters`
-in `RoFormerConfig` are transformers' own, for lengths beyond those of training::
+Positions come from `position_ids`, with any start, order and gaps and without a maximum.
+`rope_parameters` in `RoFormerConfig` are transformers' own, for texts longer than in training:
 
-    RoFormerModel.from_pretrained("folder", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+```python
+RoFormerModel.from_pretrained("folder", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+```
 
-Documents packed into one row stay apart when their positions start again from 0, or with
-`cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention, flash_attention_2
-(not run yet), and `unpadded`, which computes no padding and needs no other library.
+Documents packed into one row do not attend to each other if their positions start again from 0, or
+with `cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention,
+flash_attention_2 (not run yet), and `unpadded`, which packs tokens without padding and needs no
+other library.
 """
 
 from typing import Any
@@ -85,7 +88,7 @@ _HEADS: dict[Any, type[RoFormerPreTrainedModel]] = {
     AutoModelForTokenClassification: RoFormerForTokenClassification,
 }
 
-# only our own configuration class and model type: what stock calls `roformer` is left alone
+# only this package's configuration and model type; `roformer` stays transformers' own
 AutoConfig.register(PLUS_MODEL_TYPE, RoFormerPlusConfig, exist_ok=True)
 for _auto, _model in _HEADS.items():
     _auto.register(RoFormerConfig, _model, exist_ok=True)

@@ -1,7 +1,9 @@
-"""What stands on the encoder: language models, classification, tagging, answers, choices.
+"""Models with a head: masked and causal language models, classification, question answering.
 
-Names are those of transformers' RoFormer, those of the parameters too, so that checkpoints pass
-both ways. Legend: B batch, L tokens, E width, V vocabulary.
+Class and parameter names are those of transformers' RoFormer, so that checkpoints load in both
+directions.
+
+Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
 """
 
 import copy
@@ -30,12 +32,12 @@ from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTr
 
 logger = logging.get_logger(__name__)
 
-ENCODE: dict[str, Any] = {"return_dict": True, "use_cache": False}
-"""What heads ask of the encoder, whatever the configuration says for those who call it directly."""
+ENCODER_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False}
+"""Arguments that heads pass to the encoder, whatever the defaults of the configuration are."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
-    """What both language models share: an encoder or decoder, and scores over the vocabulary."""
+    """Base of both language models: an encoder or decoder, and a projection to the vocabulary."""
 
     _tied_weights_keys = {  # noqa: RUF012 transformers' type
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -52,14 +54,14 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The decoder over the vocabulary."""
+        """Return the projection to the vocabulary."""
         return self.cls.predictions.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the decoder over the vocabulary."""
+        """Replace the projection to the vocabulary."""
         head, bias = self.cls.predictions, new_embeddings.bias
         head.decoder = new_embeddings  # type: ignore[assignment]
-        if bias is not None:  # two names for one tensor are saved once, and loaded once if tied
+        if bias is not None:  # if tied, the two names are one tensor, which is saved once
             tied = self.config.tie_word_embeddings
             head.bias = bias if tied else nn.Parameter(torch.zeros_like(bias))
 
@@ -73,8 +75,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         super().__init__(config)
         if self.config.is_decoder:
             logger.warning(
-                "this masked language model sees earlier tokens only, because config.is_decoder is "
-                "True; for one that sees both sides load it with is_decoder=False"
+                "this masked language model attends to earlier tokens only, because "
+                "config.is_decoder is True; load it with is_decoder=False to attend to both sides"
             )
 
     @can_return_tuple
@@ -123,10 +125,10 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             inputs_embeds,
             encoder_hidden_states,
             encoder_attention_mask,
-            **(ENCODE | kwargs),
+            **(ENCODER_KWARGS | kwargs),
         )
         hidden_states = outputs.last_hidden_state
-        _require_labels(labels, hidden_states)
+        _check_labels(labels, hidden_states)
         if sparse_prediction and labels is not None:
             labelled = labels != -100
             hidden_states, labels = hidden_states[labelled], labels[labelled]
@@ -184,12 +186,12 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             inputs_embeds: [B, L, embedding_size].
             encoder_hidden_states: [B, S, E].
             encoder_attention_mask: [B, S].
-            past_key_values: Keys and values of earlier calls.
+            past_key_values: Cache of earlier calls.
             labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none, or those
                 of the tokens that `logits_to_keep` names. In packed rows give -100 to the first
                 token of each document, which none before it predicts.
-            use_cache: Return keys and values for the next call.
-            logits_to_keep: Scores of that many last tokens, or of the tokens indexed; 0 is all.
+            use_cache: Return the cache for the next call.
+            logits_to_keep: Number of last tokens to score, or indices of tokens; 0 means all.
             **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
 
         Returns:
@@ -209,9 +211,11 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        _require_labels(labels, hidden_states)
+        indices: Any = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            indices = slice(-logits_to_keep, None)
+        hidden_states = outputs.last_hidden_state[:, indices]
+        _check_labels(labels, hidden_states)
         logits = self.cls(hidden_states)
         return CausalLMOutputWithCrossAttentions(
             loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
@@ -223,8 +227,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         )
 
 
-def _require_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
-    """Refuse labels that are not one for each token, [B, L]."""
+def _check_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
+    """Check that labels are [B, L], one for each token."""
     if labels is not None:
         check_shape("labels", labels, tuple(hidden_states.shape[:2]))
 
@@ -232,15 +236,15 @@ def _require_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
 def _loss(
     model: RoFormerPreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
 ) -> Tensor | None:
-    """The loss that transformers has for this head, in float32."""
+    """Compute transformers' loss of this head, in float32."""
     if labels is None:
         return None
-    # a view of labels, every second row for instance, is no matter to us, but to the loss
+    # the loss calls view, which needs contiguous labels
     return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
 class RoFormerClassificationHead(nn.Module):
-    """Dense, activation, projection to the labels, with dropout before each projection."""
+    """Dense layer, `hidden_act` and projection to the labels, with dropout before both layers."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
@@ -249,14 +253,14 @@ class RoFormerClassificationHead(nn.Module):
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
         self.activation = ACT2FN[config.hidden_act]
 
-    def forward(self, summary: Tensor) -> Tensor:
+    def forward(self, pooled: Tensor) -> Tensor:
         """[B, E] to [B, labels]."""
-        x = self.activation(self.dense(self.dropout(summary)))
-        return self.out_proj(self.dropout(x))
+        hidden_states = self.activation(self.dense(self.dropout(pooled)))
+        return self.out_proj(self.dropout(hidden_states))
 
 
 class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
-    """RoFormer with a head over the first token, for classification (GLUE) or regression."""
+    """RoFormer with a head on the first token, for classification or regression (GLUE)."""
 
     loss_name = "ForSequenceClassification"
 
@@ -282,7 +286,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
 
         Args:
             input_ids: As `RoFormerModel.forward`, like all but `labels`.
-            attention_mask: [B, L]; with padding on the left the first real token is read.
+            attention_mask: [B, L]; the first token that is not padding is pooled.
             token_type_ids: [B, L].
             position_ids: [L] or [B, L].
             inputs_embeds: [B, L, embedding_size].
@@ -293,15 +297,19 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             `logits` [B, labels]; `loss` when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
-        logits = self.classifier(_summary(outputs.last_hidden_state, attention_mask, "first"))
-        loss, whole = None, kwargs.get("num_items_in_batch")
+        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
+        logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
+        loss, num_items = None, kwargs.get("num_items_in_batch")
         if labels is not None:
             loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=whole
+                labels=labels,
+                pooled_logits=logits,
+                config=self.config,
+                num_items_in_batch=num_items,
             )
-            if whole is not None and self.config.problem_type != "single_label_classification":
-                loss = loss * labels.numel() / whole  # transformers' is a mean over this part
+            if num_items is not None and self.config.problem_type != "single_label_classification":
+                # transformers takes the mean over this micro-batch
+                loss = loss * labels.numel() / num_items
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits,
@@ -310,20 +318,20 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         )
 
 
-def _summary(hidden_states: Tensor, attention_mask: Any, which: str) -> Tensor:
-    """The first or last unmasked token of each row, [B, E], by a [B, L] mask if there is one."""
+def _pool_token(hidden_states: Tensor, attention_mask: Any, which: str) -> Tensor:
+    """Return the first or last token of each row that is not padding, [B, E]."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return hidden_states[:, 0 if which == "first" else -1]
-    real = attention_mask.to(torch.int32)
-    # argmax gives the first of equal values
-    place = real.argmax(-1) if which == "first" else real.cumsum(-1).argmax(-1)
-    return hidden_states[torch.arange(place.shape[0], device=place.device), place]
+    mask = attention_mask.to(torch.int32)
+    # argmax returns the first of equal values
+    index = mask.argmax(-1) if which == "first" else mask.cumsum(-1).argmax(-1)
+    return hidden_states[torch.arange(index.shape[0], device=index.device), index]
 
 
 class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
-    """RoFormer with a score for each of several choices, read off one token of each.
+    """RoFormer that scores several choices, each by one token of its text.
 
-    `config.summary_type` says which: the first or the last unmasked one.
+    `config.summary_type` is "first" or "last": the token that is pooled, not counting padding.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:
@@ -347,12 +355,12 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         """Score the choices.
 
         Args:
-            input_ids: [B, choices, L], as are the mask, the types and the positions.
+            input_ids: [B, choices, L].
             attention_mask: [B, choices, L].
             token_type_ids: [B, choices, L].
             position_ids: [B, choices, L], or [L] for all.
             inputs_embeds: [B, choices, L, embedding_size].
-            labels: [B] number of the right choice.
+            labels: [B] index of the right choice.
             **kwargs: As `RoFormerModel.forward`.
 
         Returns:
@@ -369,13 +377,13 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
-        outputs = self.roformer(*flat, **(ENCODE | kwargs))
-        summary = _summary(outputs.last_hidden_state, flat[1], self.config.summary_type)
+        outputs = self.roformer(*flat, **(ENCODER_KWARGS | kwargs))
+        pooled = _pool_token(outputs.last_hidden_state, flat[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
-        logits = self.classifier(summary).view(-1, choices)
-        whole = kwargs.get("num_items_in_batch")
+        logits = self.classifier(pooled).view(-1, choices)
+        num_items = kwargs.get("num_items_in_batch")
         return MultipleChoiceModelOutput(
-            loss=None if labels is None else fixed_cross_entropy(logits, labels, whole),
+            loss=None if labels is None else fixed_cross_entropy(logits, labels, num_items),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -383,7 +391,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
 
 class RoFormerForTokenClassification(RoFormerPreTrainedModel):
-    """RoFormer with a label for every token, for tagging and named entities."""
+    """RoFormer with a label for every token, for tagging and named-entity recognition."""
 
     loss_name = "ForTokenClassification"
 
@@ -421,8 +429,8 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
-        _require_labels(labels, outputs.last_hidden_state)
+        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
+        _check_labels(labels, outputs.last_hidden_state)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         return TokenClassifierOutput(
             loss=_loss(self, logits, labels, config=self.config, **kwargs),
@@ -433,7 +441,7 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
 
 
 class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
-    """RoFormer with a start and an end of the answer in the text, as for SQuAD."""
+    """RoFormer that predicts start and end of an answer in the text (SQuAD)."""
 
     loss_name = "ForQuestionAnswering"
 
@@ -463,19 +471,20 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
             token_type_ids: [B, L].
             position_ids: [L] or [B, L].
             inputs_embeds: [B, L, embedding_size].
-            start_positions: [B] token where the answer starts; one beyond the text is left out.
-            end_positions: [B] token where it ends; likewise.
+            start_positions: [B] index of the first token of the answer; ignored beyond the text.
+            end_positions: [B] index of its last token; likewise.
             **kwargs: As `RoFormerModel.forward`.
 
         Returns:
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODE | kwargs))
-        for name, places in (("start", start_positions), ("end", end_positions)):
-            if places is not None:
-                rows = outputs.last_hidden_state.shape[:1]
-                check_shape(f"{name}_positions", places, tuple(rows), (*rows, 1))
+        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
+        batch_size = outputs.last_hidden_state.shape[0]
+        answers = {"start_positions": start_positions, "end_positions": end_positions}
+        for name, positions in answers.items():
+            if positions is not None:
+                check_shape(name, positions, (batch_size,), (batch_size, 1))
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
