@@ -1,14 +1,22 @@
 """The position encodings that RoPE is compared with, chosen by `RoFormerConfig.position_encoding`.
 
-=============== ============================== ============================================
-rope            rotates queries and keys       Su et al. 2021, arXiv:2104.09864; `rotary`
-learned         added to the embeddings        Devlin et al. 2018, arXiv:1810.04805
-sinusoidal      added to the embeddings        Vaswani et al. 2017, arXiv:1706.03762, 3.5
-transformer_xl  added to each layer's scores   Dai et al. 2019, arXiv:1901.02860, 3.3
-t5              added to all layers' scores    Raffel et al. 2019, arXiv:1910.10683, 2.1
-alibi           added to all layers' scores    Press et al. 2021, arXiv:2108.12409, 3
-none            no positions                   a bag of words; a decoder knows the causal order
-=============== ============================== ============================================
+=============== ============================ ===================== ====================
+encoding        effect                       computed in           source
+=============== ============================ ===================== ====================
+rope            rotates queries and keys     `rotary`              Su et al. 2021
+learned         added to the embeddings      RoFormerEmbeddings    Devlin et al. 2018
+sinusoidal      added to the embeddings      RoFormerEmbeddings    Vaswani et al. 2017
+transformer_xl  added to each layer's scores RoFormerSelfAttention Dai et al. 2019
+t5              added to all layers' scores  RoFormerModel         Raffel et al. 2019
+alibi           added to all layers' scores  RoFormerModel         Press et al. 2021
+none            no positions                 nowhere               a bag of words
+=============== ============================ ===================== ====================
+
+arXiv, in this order: 2104.09864, 1810.04805, 1706.03762 (3.5), 1901.02860 (3.3), 1910.10683 (2.1),
+2108.12409 (3). Without positions a decoder still knows the causal order.
+
+Scaling: the bias that all layers share (t5, alibi) is added after the product of query and key has
+been divided by sqrt(D). Transformer-XL's term is divided by sqrt(D) together with that product.
 
 To add an encoding that is a bias on the scores, add its name to
 `configuration_rules.POSITION_BIASES`, a class here and its line in `build_position_bias`. The
@@ -50,7 +58,8 @@ class RelativePositions(NamedTuple):
 
     Attributes:
         distances: Position of the query minus position of the key, [1 or B, L, S] integers.
-        max_distance: Upper bound of their absolute values.
+        max_distance: Upper bound of their absolute values; only computed exactly for
+            transformer_xl, whose table it sizes. For others positions with gaps may exceed it.
     """
 
     distances: Tensor

@@ -272,7 +272,10 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
 
 
 def max_predictions(tokens: int, mask_rate: float | None) -> int:
-    """Bound the predicted tokens of `tokens`: mean and 6 standard deviations, a multiple of 8."""
+    """Bound the predicted tokens of `tokens`, a multiple of 8.
+
+    The bound is mean plus 6 standard deviations for independently chosen tokens.
+    """
     if mask_rate is None:
         return tokens
     bound = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))

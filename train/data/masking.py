@@ -1,4 +1,4 @@
-"""Step 6 of the data path: masking, a pure function of (seed, times seen, sequence).
+"""Step 6 of the data path: masking, a pure function of (seed, epoch, sequence).
 
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data import stateless_rng
 from train.settings import require
+
+CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
+"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,15 @@ def mask_tokens(
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
-    key, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
-    unit = column
+    row_key, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
+    masked_unit = column  # column whose draw decides: the token itself, or the start of its word
     if vocab.is_continuation is not None:
         # all tokens of a word share the draw of its first column; a special token starts a word
-        unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
-    chosen = stateless_rng.uniform(0, *key, unit) < mask_rate
+        masked_unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
+    chosen = stateless_rng.uniform(CHOICE_STREAM, *row_key, masked_unit) < mask_rate
     chosen &= ~np.isin(ids, vocab.special_ids)
-    action = stateless_rng.uniform(1, *key, column)
-    random_ids = (stateless_rng.uniform(2, *key, column) * vocab.size).astype(np.int64)
+    action = stateless_rng.uniform(ACTION_STREAM, *row_key, column)
+    draws = stateless_rng.uniform(RANDOM_ID_STREAM, *row_key, column)
+    random_ids = (draws * vocab.size).astype(np.int64)
     corrupted = np.where(chosen & (action < 0.8), vocab.mask_id, ids)
     return np.where(chosen & (action >= 0.8) & (action < 0.9), random_ids, corrupted), chosen

@@ -89,7 +89,8 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     objective = accelerator.unwrap_model(model)
     rate = None if objective.causal else MASK_RATE
-    tokens = dataclasses.replace(vocab, is_continuation=None)
+    # held-out masks are single tokens whatever training uses
+    single_token_vocab = dataclasses.replace(vocab, is_continuation=None)
     was_training = model.training
     model.eval()
     for start in range(0, len(batches), accelerator.num_processes):
@@ -98,7 +99,8 @@ def evaluate(
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
         first = np.zeros_like(rows)
-        tensors = make_batch(sequences, rows, first, tokens, rate, MASK_SEED, objective.packed)
+        options = (single_token_vocab, rate, MASK_SEED, objective.packed)
+        tensors = make_batch(sequences, rows, first, *options)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         values = (
             loss.double(),
