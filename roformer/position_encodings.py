@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_roformer import RoFormerConfig
+from .configuration_rules import POSITION_BIASES
 from .rotary import compute_inv_freq
 
 T5_NUM_BUCKETS = 32
@@ -193,7 +194,13 @@ class TransformerXLBias(nn.Module):
 
 
 def build_position_bias(config: RoFormerConfig) -> nn.Module | None:
-    """Return the module of the bias that all layers share, or None."""
+    """Return the module of the bias that all layers share, or None if the encoding has none.
+
+    Raises:
+        KeyError: The encoding is one of `POSITION_BIASES`, but has no class here.
+    """
+    encoding = config.position_encoding
+    if encoding not in POSITION_BIASES or encoding == "transformer_xl":  # each layer has its own
+        return None
     classes: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
-    bias_class = classes.get(config.position_encoding)
-    return None if bias_class is None else bias_class(config)
+    return classes[encoding](config)
