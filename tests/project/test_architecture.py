@@ -39,7 +39,8 @@ EXCEPTIONS = {
 """Modules that may be imported although their layer may not: figures are the same everywhere."""
 LENGTHS = {"roformer/modeling_roformer.py": 900}
 BANNED_NAMES = {
-    "told", "again", "said", "alone", "mine", "whole", "borders", "Apart", "Unpadded", "arrange", "_Plan",
+    "told", "again", "said", "alone", "mine", "whole",
+    "borders", "Apart", "Unpadded", "arrange", "_Plan",
     "head_width", "rotated_width",
     "score_bias", "Features", "Sums", "FiniteSteps", "saw", "settle", "ReadLater",
     "Journal", "Interruptions", "patient", "agree", "contest", "peers", "levers", "initialise",
