@@ -47,14 +47,18 @@ class AttentionInputs:
     layout: UnpaddedLayout | SplitLayout | None = None
     kernel_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def unpad(self, hidden_states: Tensor, cos_sin: Any) -> tuple[Tensor, Any]:
-        """Rearrange [B, L, E], and cos and sin if the layers rotate, into the layout's rows."""
+    def unpad(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
+        """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
+
+        Encodings that add a bias to the scores never have a layout.
+        """
         if self.layout is None:
-            return hidden_states, cos_sin
-        if cos_sin is not None:
+            return hidden_states, position_embeddings
+        if position_embeddings is not None:
             shape = (*hidden_states.shape[:2], -1)
-            cos_sin = tuple(self.layout.pack(x.expand(shape)) for x in cos_sin)
-        return self.layout.pack(hidden_states), cos_sin
+            cos, sin = (self.layout.pack(x.expand(shape)) for x in position_embeddings)
+            position_embeddings = cos, sin
+        return self.layout.pack(hidden_states), position_embeddings
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Rearrange the layout's rows into [B, L, E] again, with zeros at padding."""
@@ -116,7 +120,7 @@ def is_4d_mask(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4
 
 
-def maskless_inputs(
+def varlen_inputs(
     implementation: str,
     batch: PackedBatch,
     cu_seqlens: Tensor | None,

@@ -93,7 +93,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         sparse_prediction: bool = False,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Score the vocabulary at every token, or at the labelled ones only.
+        """Compute logits over the vocabulary at every token, or at the labelled ones only.
 
         Args:
             input_ids: As `RoFormerModel.forward`, like all but the last three.
@@ -104,12 +104,12 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             encoder_hidden_states: [B, S, E].
             encoder_attention_mask: [B, S].
             labels: [B, L] original ids where a token was masked, -100 elsewhere.
-            sparse_prediction: Compute scores where `labels` is not -100 and nowhere else: the same
+            sparse_prediction: Compute logits where `labels` is not -100 and nowhere else: the same
                 loss for a sixth of the head's arithmetic at the usual 15 %.
             **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
 
         Returns:
-            `logits` [B, L, V], or with `sparse_prediction` [n, V] in reading order; `loss`, the
+            `logits` [B, L, V], or with `sparse_prediction` [n, V] in row-major order; `loss`, the
             mean over labelled tokens, when `labels` are given.
 
         Raises:
@@ -176,7 +176,7 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """Score the next token at every token.
+        """Compute logits of the next token at every token.
 
         Args:
             input_ids: As `RoFormerModel.forward`, like all but `labels` and `logits_to_keep`.

@@ -1,8 +1,8 @@
 """RoFormer: a BERT encoder whose self-attention rotates queries and keys by their position.
 
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), sections 3.2 and 3.3. Module and parameter
-names are those of transformers' own RoFormer, so that checkpoints load in both directions. Other
-than there, positions come from `position_ids`, cos and sin are computed once in a forward pass for
+names are those of transformers' own RoFormer, so that checkpoints load in both directions. Unlike
+there, positions come from `position_ids`, cos and sin are computed once in a forward pass for
 all layers, and every attention kernel works and keeps packed documents apart.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
@@ -28,14 +28,14 @@ from .attention_masks import (
     add_bias_to_mask,
     cross_attention_mask,
     masked_inputs,
-    maskless_inputs,
     select_implementation,
+    varlen_inputs,
 )
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_inputs, check_learned_positions
-from .kernels import Dropout, Linear
+from .kernels import Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
     RandomFeatureMap,
@@ -187,8 +187,8 @@ class RoFormerSelfAttention(nn.Module):
 
         Args:
             hidden_states: [B, L, E].
-            attention_mask: Mask in the form of the kernel.
-            position_embeddings: Positions in the form of the encoding.
+            attention_mask: None, or the mask in the form of the kernel (additive or boolean).
+            position_embeddings: cos and sin for RoPE; see `PositionEmbeddings`.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
             implementation: Name of the attention kernel.
@@ -205,7 +205,7 @@ class RoFormerSelfAttention(nn.Module):
             query = self._rotate(query, position_embeddings)
         inputs = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key, value = self._key_value(inputs, position_embeddings, past_key_values)
-        # transformers looks for this very call to know that kernels can be changed at run time
+        # transformers searches the source for get_interface to know that kernels can be changed
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         context, probabilities = attention(
             self,
@@ -376,7 +376,7 @@ class RoFormerEncoder(nn.Module):
         Args:
             hidden_states: [B, L, E].
             attention_mask: Mask in the form of the attention kernel.
-            position_embeddings: Positions in the form of the encoding, the same for all layers.
+            position_embeddings: See `PositionEmbeddings`; the same for all layers.
             encoder_hidden_states: [B, S, E], for cross-attention.
             encoder_attention_mask: Its mask, in the form of the kernel.
             **kwargs: `past_key_values`, `implementation` and further arguments of the kernel.
@@ -421,7 +421,7 @@ class RoFormerLMPredictionHead(nn.Module):
         self.transform = RoFormerPredictionHeadTransform(config)
         self.decoder = Linear(config.embedding_dim, config.vocab_size, bias=config.use_bias)
         if config.use_bias:
-            # the name under which transformers saves the bias of the decoder
+            # second name of decoder.bias in checkpoints, tied by `_tied_weights_keys` in heads.py
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -622,9 +622,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         cache = prepare_cache(
             past_key_values, bool(use_cache), self.config, self.rope_config, has_encoder
         )
-        tokens = (input_ids, inputs_embeds, token_type_ids, position_ids)
-        masks = (attention_mask, cu_seq_lens_q, encoder_hidden_states, encoder_attention_mask)
-        check_inputs(self.rope_config, self.get_input_embeddings(), *tokens, *masks, cache)
+        encoder = (encoder_hidden_states, encoder_attention_mask)
+        tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
+        embeddings = self.get_input_embeddings()
+        check_inputs(self.rope_config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
@@ -646,7 +647,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # 3. masks in the form of the attention kernel
         bias = None if self.score_bias is None else self.score_bias(position_embeddings)
         kernel = self._select_kernel(kwargs, attention_mask, encoder_attention_mask)
-        attention = self._attention_inputs(
+        attn_inputs = self._attention_inputs(
             kernel,
             hidden_states,
             batch,
@@ -657,24 +658,24 @@ class RoFormerModel(RoFormerPreTrainedModel):
             bool(kwargs.get("output_hidden_states", self.config.output_hidden_states)),
         )
         encoder_mask = cross_attention_mask(
-            self.config, attention.implementation, hidden_states, *masks[2:]
+            self.config, attn_inputs.implementation, hidden_states, *encoder
         )
-        # 4. unpad
-        hidden_states, position_embeddings = attention.unpad(hidden_states, position_embeddings)
+        # 4. remove padding, for kernels that take document lengths in place of a mask
+        hidden_states, position_embeddings = attn_inputs.unpad(hidden_states, position_embeddings)
         # 5. encoder
         hidden_states = self.encoder(
             hidden_states,
-            attention.attention_mask,
+            attn_inputs.attention_mask,
             position_embeddings,
             encoder_hidden_states,
             encoder_mask,
             past_key_values=cache,
-            implementation=attention.implementation,
-            **(kwargs | attention.kernel_kwargs),
+            implementation=attn_inputs.implementation,
+            **(kwargs | attn_inputs.kernel_kwargs),
         )
-        # 6. pad
+        # 6. put the padding back
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=attention.pad(hidden_states), past_key_values=cache
+            last_hidden_state=attn_inputs.pad(hidden_states), past_key_values=cache
         )
 
     def _position_embeddings(
@@ -749,7 +750,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 cu_seqlens = None
             # unpadding makes shapes that depend on values, which compilers do not follow
             may_unpad = not (output_hidden_states or torch.compiler.is_compiling())
-            found = maskless_inputs(kernel, batch, cu_seqlens, max_seqlen, may_unpad)
+            found = varlen_inputs(kernel, batch, cu_seqlens, max_seqlen, may_unpad)
             if found is not None:
                 return found
         return masked_inputs(

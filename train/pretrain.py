@@ -123,7 +123,7 @@ def train(
         None when the run is finished, otherwise the exit code of the stop reason.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
-    max_hours = math.inf if optim.hours is None else optim.hours
+    hours_budget = math.inf if optim.hours is None else optim.hours
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = adamw(
         objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
@@ -134,14 +134,22 @@ def train(
     state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data, total)
     hours, peak = state["seconds"] / 3600, peak_flops(run.peak_tflops, accelerator)
     fit_micro_batches(dataset, model, objective, accelerator)
-    if hours >= max_hours:
+    if hours >= hours_budget:
         return None
     saver = CheckpointSaver(folder, objective, optimizer.optimizer, data, run.keep)
+    # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
-    batch = max(1, tokens // held_out.length)
+    eval_rows = max(1, tokens // held_out.length)
     indices = np.arange(len(held_out))[: run.validation_sequences]
     validate = partial(
-        evaluate, model, held_out, dataset.vocab, accelerator, batch, indices, preemption.heartbeat
+        evaluate,
+        model,
+        held_out,
+        dataset.vocab,
+        accelerator,
+        eval_rows,
+        indices,
+        preemption.heartbeat,
     )
     with preemption, RunLog(accelerator, folder, state, total, objective.model.config, peak) as log:
         report_skipped = partial(log.report_skipped_step, dataset.sequences)
@@ -150,7 +158,7 @@ def train(
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat()
             seed = stateless_rng.random_bits(run.seed, step, accelerator.process_index)
-            torch.manual_seed(int(seed) >> 1)  # for dropout
+            torch.manual_seed(int(seed) >> 1)  # for dropout; manual_seed takes 63 bits
             step_rate = learning_rate(step, hours)
             set_learning_rate(optimizer, step_rate)
             predicted, info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
@@ -158,17 +166,17 @@ def train(
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
                     inputs = send_to_device(batch, accelerator.device, non_blocking=True)
-                    loss, correct = model(**inputs)
-                    # mean over all predicted tokens; the factor undoes the mean over processes
+                    loss, correct = model(**inputs)  # LanguageModel.forward: a sum
+                    # DDP averages over processes; `predicted` counts the tokens of all of them
                     accelerator.backward(loss * accelerator.num_processes / predicted)
                 log.add(loss, correct, batch)
                 guard.record_loss(loss)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
-            guard.step(step, norm)
+            guard.step(step, norm)  # optimizer.step() and zero_grad(), unless not finite
             done = step + 1
             seconds, *stop_requests = info.result()
             hours = seconds / 3600
-            finished, stopped = done == total or hours >= max_hours, any(stop_requests)
+            finished, stopped = done == total or hours >= hours_budget, any(stop_requests)
             if done % run.log_every == 0 or finished:
                 log.report_training(done, step_rate, norm)
             if done % run.validate_every == 0 or finished:

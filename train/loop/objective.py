@@ -74,7 +74,10 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute the summed cross-entropy and the number of correct predictions.
 
-        Sums, because the mean is over the predicted tokens of the whole step, which spans several
+        The same as `RoFormerForMaskedLM` with `sparse_prediction`, for BERT and decoders too, but
+        as a sum and with indices in place of a mask, which needs no synchronisation of a GPU.
+
+        A sum, because the mean is over the predicted tokens of the whole step, which spans several
         micro-batches and processes.
 
         Args:
