@@ -61,7 +61,7 @@ def build_config(
 
 
 def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
-    """Raise `max_position_embeddings` of a model without a position table to the longest training sequence.
+    """Raise `max_position_embeddings` of a model without a position table to the longest sequence.
 
     transformers' RoFormer and tokenizers treat it as a limit. Rope types that scale longer
     sequences relative to it keep the configured value.
