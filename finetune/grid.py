@@ -35,6 +35,7 @@ from finetune.results import (
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import GlueSettings, GridSettings, Recipe
+from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import TASKS
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, start_accelerator
@@ -68,6 +69,8 @@ def main(settings: GridSettings) -> None:
     if changed:
         print(f"changed since their results: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
+    if settings.random_control:
+        score_tasks(SimpleFeaturesSettings(settings.tasks, settings.glue_dir, settings.output))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     progress, failures = Progress(len(pending), settings.workers), 0
     for from_mnli in (False, True):  # runs that start from MNLI need its models

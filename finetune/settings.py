@@ -123,7 +123,8 @@ class GridSettings(Recipe):
     learning_rates: list[float] | None = None
     """Peak learning rates; null means `learning_rate` alone."""
     random_control: bool = False
-    """Run each model a second time from random initialisation (control)."""
+    """Also make the controls without pretraining: each model from random initialisation, and
+    simple features of the words (`finetune.simple_features`)."""
     from_mnli: bool = False
     """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same
     learning rate and seed; `tasks` must contain mnli."""

@@ -1,0 +1,157 @@
+"""Control without a network: what the words of a task alone give, by scikit-learn.
+
+    python -m finetune.simple_features --tasks '[cola, rte]' --glue_dir glue --output results.jsonl
+
+A single text is the tf-idf vector of its words. A pair of texts is two numbers: the cosine of their
+tf-idf vectors and the share of their words that both have (Jaccard). A class is predicted by
+logistic regression, a value by linear regression, fitted to the training split with scikit-learn's
+defaults; nothing is selected. The grid makes these controls with `--random_control true`.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import sklearn
+from numpy.typing import NDArray
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LinearRegression, LogisticRegression
+
+from finetune.data import hash_task_files, read_split_columns
+from finetune.metrics import headline, score_majority, score_splits
+from finetune.results import (
+    RUN_KEY,
+    append_result,
+    hash_differs,
+    prediction_file,
+    read_results,
+    run_key,
+    write_predictions,
+)
+from finetune.settings import normalize_paths
+from finetune.tasks import TASKS, Task
+from train.command_line import run_command
+from train.environment import git_commit
+from train.settings import require
+
+SIMPLE_FEATURES = "simple-features"
+"""`model` of these lines in a results file."""
+Columns = dict[str, Any]
+"""Text columns, N strings each, and `label`, [N]."""
+
+
+@dataclass(frozen=True)
+class SimpleFeaturesSettings:
+    """Score simple features on tasks and append a record for each to the results."""
+
+    tasks: list[str]
+    """Tasks by name."""
+    glue_dir: str | None = None
+    """Folder of the data, as for finetune/glue.py; null reads the hub."""
+    output: str = "results.jsonl"
+    """Results file of the runs that are compared."""
+
+    def __post_init__(self) -> None:
+        normalize_paths(self, "glue_dir")
+        for task in self.tasks:
+            known = task in TASKS and "train" in TASKS[task].splits
+            rule = "must be tasks of finetune/tasks.py with a training split"
+            require(known, "tasks", rule, task, "correct the name")
+
+
+def score_tasks(settings: SimpleFeaturesSettings) -> None:
+    """Score each task that has no record for the data as they are.
+
+    Raises:
+        InputError: The data are missing or do not match the task.
+    """
+    for name in settings.tasks:
+        key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
+        key |= {"glue_dir": settings.glue_dir, "random_weights": False}
+        data = hash_task_files(TASKS[name], settings.glue_dir)
+        if not is_finished(settings.output, key, data):
+            record = score_task(TASKS[name], settings, {**key, "weights": None, "data": data})
+            print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
+
+
+def is_finished(output: str, key: dict[str, Any], data: str | None) -> bool:
+    """Whether the results have a record of this key and these data."""
+    records = read_results(output) if Path(output).is_file() else []
+    found = (record for record in records if run_key(record) == run_key(key))
+    return any(not hash_differs(data, record, "data") for record in found)
+
+
+def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]) -> dict[str, Any]:
+    """Fit, score, write the predictions and append the record, which is returned."""
+    started = time.perf_counter()
+    splits = ("train", *task.validation_splits)
+    columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
+    labels = {split: columns[split]["label"] for split in splits}
+    validation = {split: labels[split] for split in task.validation_splits}
+    rows = {split: len(labels[split]) for split in splits}
+    majority = score_majority(task, labels["train"], validation)
+    logits = predict(task, columns)
+    folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
+    command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{task.name}]'", *folder]
+    record = {
+        **key,
+        "model_type": SIMPLE_FEATURES,
+        "label": task.result_label(rows),
+        "official": task.is_official(rows),
+        "rows": rows,
+        "headline_metric": task.headline,
+        "majority_metrics": majority,
+        "majority": headline(task, majority),
+        "versions": {"scikit-learn": sklearn.__version__, "commit": git_commit()},
+        "command": " ".join(command),
+        "status": "done",
+        **score_splits(task, logits, validation),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    for split, values in logits.items():
+        write_predictions(prediction_file(settings.output, record, split), labels[split], values)
+    append_result(settings.output, record)
+    return record
+
+
+def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.float32]]:
+    """Fit to `train` and predict the other splits.
+
+    Returns:
+        Split -> log probabilities [N, num_labels], or values [N, 1] for a regression.
+    """
+    train = columns["train"]
+    vectorizer = TfidfVectorizer().fit([text for name in task.columns for text in train[name]])
+    inputs = {split: features(vectorizer, task, texts) for split, texts in columns.items()}
+    rest = [split for split in columns if split != "train"]
+    if task.labels is None:
+        linear = LinearRegression().fit(inputs["train"], train["label"])
+        return {s: linear.predict(inputs[s]).astype(np.float32)[:, None] for s in rest}
+    model = LogisticRegression(max_iter=1000).fit(inputs["train"], train["label"])
+    logits = {s: np.full((inputs[s].shape[0], task.num_labels), -np.inf) for s in rest}
+    for split, values in logits.items():
+        values[:, model.classes_] = model.predict_log_proba(inputs[split])
+    return {split: values.astype(np.float32) for split, values in logits.items()}
+
+
+def features(vectorizer: TfidfVectorizer, task: Task, columns: Columns) -> Any:
+    """Compute the features of N rows: sparse [N, words] for one text, [N, 2] for a pair."""
+    vectors = [vectorizer.transform(columns[name]) for name in task.columns]
+    if len(vectors) == 1:
+        return vectors[0]
+    first, second = vectors  # rows have norm 1
+    cosine = _row_sums(first.multiply(second))
+    shared, either = first.sign().multiply(second.sign()), (first + second).sign()
+    overlap = _row_sums(shared) / np.maximum(1, _row_sums(either))
+    return np.stack([cosine, overlap], axis=1)
+
+
+def _row_sums(matrix: scipy.sparse.sparray) -> NDArray[np.float64]:
+    return np.asarray(matrix.sum(axis=1), dtype=np.float64).ravel()
+
+
+if __name__ == "__main__":
+    run_command(score_tasks, SimpleFeaturesSettings)
