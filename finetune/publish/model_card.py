@@ -1,31 +1,24 @@
-"""Model folders for publication: writing a fine-tuned model with its card, sending a folder.
+"""Model folders for publication: a fine-tuned model with its tokenizer and its model card.
 
-    python -m finetune.publish.model_card --folder tuned/rte --push_to_hub user/name
-    python -m finetune.publish.model_card --folder tuned/rte --push_to_hub user/name --dry_run false
-
-Sending is a command of its own that only lists files by default, because publication cannot be
-undone. A card contains what the line in results.jsonl contains. Data with rows missing keep their
-own label and get no metadata by which the hub would rank them.
+A card contains what the line in results.jsonl contains. Data with rows missing keep their own label
+and get no metadata by which the hub would rank them. `hf upload` sends a folder.
 """
 
 import json
-from dataclasses import dataclass
 from fnmatch import fnmatch
-from glob import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jinja2
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
 from finetune.tasks import HUB_DATA, TASKS
 from train.atomic_dir import check_writable, write_dir_atomically
-from train.command_line import run_command
-from train.settings import InputError, first_line, require
+from train.settings import InputError, require
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "<!-- written by finetune/publish/model_card.py -->"
@@ -36,7 +29,7 @@ MODEL_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "vocab.txt", "merges.txt", "*.model",
 )  # fmt: skip
-"""Names of the files of a saved model; nothing else is ever replaced or sent."""
+"""Names of the files of a saved model; a folder with any other file is never replaced."""
 
 METRICS = {
     "accuracy": ("accuracy", "accuracy"),
@@ -46,40 +39,6 @@ METRICS = {
     "spearman": ("spearmanr", "Spearman correlation"),
 }
 """Our metric -> its name on the hub and in print."""
-
-# a failed request, an absent connection: the class differs with the version of huggingface_hub
-_UNREACHABLE = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
-
-
-@dataclass(frozen=True)
-class PushSettings:
-    """Send a model folder to the hub, or list what would be sent."""
-
-    folder: str
-    """Folder written by `--save` of finetune/glue.py or by finetune.publish.pretrained."""
-    push_to_hub: str
-    """Repository: user/name."""
-    private: bool = True
-    """Make the repository private if it has to be created."""
-    dry_run: bool = True
-    """List what would be sent and send nothing, without network access."""
-
-
-def main(settings: PushSettings) -> None:
-    """List the files, and send them if asked to."""
-    files, skipped = list_files(settings.folder, settings.push_to_hub)
-    if not settings.dry_run:
-        print(f"sent to {push(settings.folder, settings.push_to_hub, settings.private)}")
-        return
-    visibility = "private" if settings.private else "public"
-    target = f"{constants.ENDPOINT}/{settings.push_to_hub} ({visibility})"
-    print(f"nothing was sent; --dry_run false sends to {target}")
-    for name, size in files.items():
-        print(f"{size:>14,} {name}")
-    print(f"{sum(files.values()):>14,} bytes in {len(files)} files")
-    for name, why in skipped.items():
-        print(f"not sent: {name} ({why})")
-    print("README.md is sent unchanged: read it first, its command names your paths")
 
 
 def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) -> None:
@@ -208,89 +167,18 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
     )
 
 
-def list_files(folder: str, repo_id: str) -> tuple[dict[str, int], dict[str, str]]:
-    """List what `push` sends, without network access.
-
-    Returns:
-        Name -> size in bytes; and name -> reason of what is not sent.
-
-    Raises:
-        InputError: The folder is not a saved model with its card, or `repo_id` is not user/name.
-    """
-    valid = _is_repo_id(repo_id) and repo_id.count("/") == 1
-    require(valid, "push_to_hub", "must be user/name", repr(repo_id), "see hf.co/new")
-    path = Path(folder)
-    require(path.is_dir(), "folder", "must be one that --save wrote", folder, "check the path")
-    files, skipped = {}, {}
-    for entry in sorted(path.iterdir()):
-        if entry.is_symlink():
-            skipped[entry.name] = "a link"
-        elif entry.is_file() and _is_model_file(entry.name):
-            files[entry.name] = entry.stat().st_size
-        else:
-            skipped[entry.name] = "not part of a saved model"
-    found = ", ".join(files) or "none of them"
-    for needed in ("README.md", "config.json", "*.safetensors"):
-        present = any(fnmatch(name, needed) for name in files)
-        require(present, "folder", f"must hold {needed}", found, "write it with --save")
-    return files, skipped
-
-
-def push(folder: str, repo_id: str, private: bool) -> str:
-    """Send the files of `list_files`.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        InputError: As `list_files`; or the hub cannot be reached or refuses, or the repository is
-            public and `private` was asked for.
-    """
-    files, _ = list_files(folder, repo_id)
-    login = "log in with `hf auth login`"
-    require(get_token() is not None, "push_to_hub", "needs a token", "none", login)
-    hub = HfApi()
-    try:
-        url = hub.create_repo(repo_id, private=private, exist_ok=True)
-        # an existing repository keeps its visibility
-        hidden = not private or bool(hub.repo_info(repo_id).private)
-        remedy = "change it there, or give --private false"
-        require(hidden, "private", f"must be the visibility of {repo_id}", "a public one", remedy)
-        hub.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            allow_patterns=[escape(name) for name in files],
-            commit_message="Add model",
-        )
-    except _UNREACHABLE as error:
-        raise InputError(
-            f"push_to_hub must name a repository you may write to, got {repo_id} "
-            f"({first_line(error)}); check the network and {login}"
-        ) from error
-    return str(url)
-
-
 def _title(result: dict[str, Any]) -> str:
     return run_name(result).rpartition("-")[0]
 
 
 def _is_on_hub(result: dict[str, Any]) -> bool:
     """Whether the weights come from a model of the hub."""
-    local = result["random_weights"] or Path(result["model"]).exists()
-    return not local and _is_repo_id(result["model"])
-
-
-def _is_repo_id(name: str) -> bool:
     try:
-        validate_repo_id(name)
+        validate_repo_id(result["model"])
     except HFValidationError:
         return False
-    return True
+    return not result["random_weights"] and not Path(result["model"]).exists()
 
 
 def _is_model_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
-
-
-if __name__ == "__main__":
-    run_command(main, PushSettings)

@@ -3,7 +3,7 @@
     python -m finetune.publish.pretrained --run runs/NAME --output FOLDER --text 'English Wikipedia'
 
 The card is made from the run's own files: settings, tokens, held-out loss, machine, commit.
-`finetune.publish.model_card` sends such a folder to the hub.
+`hf upload` sends such a folder to the hub.
 """
 
 import json

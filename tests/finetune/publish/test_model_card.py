@@ -1,4 +1,4 @@
-"""The saved model answers as its card says, the card says what the line says, a push sends both."""
+"""The saved model answers as its card says, and the card says what the line says."""
 
 import json
 import re
@@ -12,19 +12,11 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from transformers import BertConfig, BertForSequenceClassification
 
 import roformer
 from finetune.publish import model_card
-from finetune.publish.model_card import (
-    MODEL_FILES,
-    PushSettings,
-    check_save_folder,
-    list_files,
-    push,
-    save_model,
-)
+from finetune.publish.model_card import check_save_folder, save_model
 from finetune.tasks import TASKS
 from tiny import enlarge
 from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
@@ -287,118 +279,3 @@ def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
         assert (tmp_path / name / found).exists()
     with pytest.raises(InputError, match="save .*the file"):
         check_save_folder(str(tmp_path / "file"))
-
-
-STRANGERS = (
-    "pytorch_model.bin", "optimizer.pt", "optimizer.safetensors", "training_args.bin", "state.json",
-    "scheduler.pkl", "vocab.pkl", ".env", ".model.safetensors", "results.jsonl", "notes.txt",
-)  # fmt: skip
-
-
-def with_strangers(folder: Path) -> Path:
-    for name in STRANGERS:
-        (folder / name).write_text("secret")
-    (folder / "sub").mkdir()
-    (folder / "sub" / "config.json").write_text("{}")
-    (folder / "merges.txt").mkdir()
-    (folder.parent / "outside.json").write_text("secret")
-    (folder / "vocab.json").symlink_to(folder.parent / "outside.json")
-    (folder / "model-[1]-of-2.safetensors").write_bytes(b"1234")
-    return folder
-
-
-def test_the_plan_lists_the_model_and_nothing_else(tmp_path, no_network):
-    folder = saved(tmp_path)
-    names = {path.name for path in folder.iterdir()} | {"model-[1]-of-2.safetensors"}
-    files, skipped = list_files(str(with_strangers(folder)), "user/name")
-    assert files == {name: (folder / name).stat().st_size for name in names}
-    assert set(skipped) == {*STRANGERS, "sub", "merges.txt", "vocab.json"}
-    assert skipped["vocab.json"] == "a link"
-    assert not any(re.search(r"bin|\.pt|pkl|optim", name) for name in MODEL_FILES)
-
-
-def test_a_dry_run_is_the_default_and_touches_no_network(tmp_path, capsys, monkeypatch, no_network):
-    folder = saved(tmp_path)
-    monkeypatch.setattr(model_card, "HfApi", None)
-    monkeypatch.setattr(model_card, "get_token", None)
-    capsys.readouterr()
-    model_card.main(PushSettings(str(folder), "user/name"))
-    printed = capsys.readouterr().out
-    assert printed.startswith("nothing was sent")
-    assert "/user/name (private)" in printed
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    listed = dict(reversed(row.split()) for row in printed.splitlines()[1 : 1 + len(sizes)])
-    assert {name: int(size.replace(",", "")) for name, size in listed.items()} == sizes
-    assert f"{sum(sizes.values()):,} bytes in {len(sizes)} files" in printed
-
-
-class StandIn:
-    """What a push asks of the hub, with the library's own choice of files."""
-
-    def __init__(self, public: bool = False):
-        self.public, self.calls, self.sent = public, [], set()
-
-    def create_repo(self, repo_id, private, exist_ok):
-        self.calls.append((repo_id, private, exist_ok))
-        return f"https://hub/{repo_id}"
-
-    def repo_info(self, repo_id):
-        return SimpleNamespace(private=not self.public)
-
-    def upload_folder(self, repo_id, folder_path, allow_patterns, commit_message):
-        paths = (path for path in Path(folder_path).rglob("*") if path.is_file())
-        names = [path.relative_to(folder_path).as_posix() for path in paths]
-        self.sent = set(filter_repo_objects(names, allow_patterns=allow_patterns))
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    stand_in = StandIn()
-    monkeypatch.setattr(model_card, "HfApi", lambda: stand_in)
-    monkeypatch.setattr(model_card, "get_token", lambda: "a token")
-    return stand_in
-
-
-def test_a_push_sends_what_the_plan_lists(tmp_path, hub, capsys, no_network):
-    folder = with_strangers(saved(tmp_path))
-    model_card.main(PushSettings(str(folder), "user/name", private=False, dry_run=False))
-    assert hub.calls == [("user/name", False, True)]
-    assert hub.sent == set(list_files(str(folder), "user/name")[0])
-    assert "sent to https://hub/user/name" in capsys.readouterr().out
-
-
-def test_what_is_to_be_private_is_not_sent_to_a_public_place(tmp_path, hub):
-    hub.public = True
-    with pytest.raises(InputError, match="private"):
-        push(str(saved(tmp_path)), "user/name", True)
-    assert not hub.sent
-    push(str(tmp_path / "tuned"), "user/name", False)
-    assert hub.sent
-
-
-def test_no_token_and_no_network_are_one_line(tmp_path, monkeypatch, no_network):
-    folder = str(saved(tmp_path))
-    monkeypatch.setattr(model_card, "get_token", lambda: None)
-    with pytest.raises(InputError, match="push_to_hub .*token"):
-        push(folder, "user/name", True)
-    monkeypatch.setattr(model_card, "get_token", lambda: "hf_wrong")
-    with pytest.raises(InputError, match="push_to_hub .*user/name") as offline:
-        push(folder, "user/name", True)  # the tests run with HF_HUB_OFFLINE
-    assert "\n" not in str(offline.value)
-
-
-@pytest.mark.parametrize("name", ["model", "a/b/c", "user/na me", "user/..", "-u/name", ""])
-def test_a_target_that_is_no_repository_is_refused(tmp_path, name):
-    with pytest.raises(InputError, match="push_to_hub"):
-        list_files(str(tmp_path), name)
-
-
-@pytest.mark.parametrize("missing", ["README.md", "config.json", "model.safetensors"])
-def test_an_incomplete_folder_is_refused(tmp_path, missing):
-    folder = saved(tmp_path)
-    (folder / missing).rename(tmp_path / "elsewhere")
-    rule = re.escape(missing.replace("model.", "*."))
-    with pytest.raises(InputError, match=f"folder must hold {rule}"):
-        list_files(str(folder), "user/name")
-    with pytest.raises(InputError, match="folder .*absent"):
-        list_files(str(tmp_path / "absent"), "user/name")
