@@ -103,10 +103,6 @@ class SubmissionSettings:
     """The model, as it is named there; of its runs of a task the best on validation is used."""
     output: str = "submission.zip"
     """The zip."""
-    seed: int | None = None
-    """Use only runs with this seed."""
-    learning_rate: float | None = None
-    """Use only runs with this peak learning rate."""
     placeholders: bool = False
     """Fill files without predictions with the first class, because the server requires all files;
     its scores for those and its average are then meaningless."""
@@ -124,16 +120,16 @@ class SubmissionSettings:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The run that predicts a task.
+class Source:
+    """What predicts a task or a file of the zip.
 
     Attributes:
-        result: Its line in results.jsonl.
-        candidates: Number of runs it is the best of.
+        result: The run's line in results.jsonl; None if there is no usable run.
+        note: Why there is none, or the number of runs that it is the best of.
     """
 
-    result: Result
-    candidates: int
+    result: Result | None
+    note: str
 
 
 def main(settings: SubmissionSettings) -> None:
@@ -151,7 +147,7 @@ def main(settings: SubmissionSettings) -> None:
         print(f"{settings.check}: all {len(FILES)} files are as the server takes them")
         return
     sources = choose_runs(settings)
-    missing = {file: source for file, source in sources.items() if isinstance(source, str)}
+    missing = {file: source.note for file, source in sources.items() if source.result is None}
     if missing and not settings.placeholders:
         named = ", ".join(f"{file.name} ({why})" for file, why in missing.items())
         tasks = ", ".join(dict.fromkeys(file.task for file in missing))
@@ -166,7 +162,7 @@ def main(settings: SubmissionSettings) -> None:
     _print_sources(settings.output, sources)
 
 
-def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Choice | str]:
+def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Source]:
     """Choose the run that predicts each file, or give the reason that there is none.
 
     All files of a task are predicted by one run, never by one of random weights. Only runs of the
@@ -181,28 +177,21 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Choice | str]:
     models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
     rule = f"must be one of those in {settings.results}"
     require(bool(results), "model", rule, settings.model, f"there: {models}")
-    for name in ("seed", "learning_rate"):
-        wanted = getattr(settings, name)
-        results = [x for x in results if wanted in (None, x[name])]
     direct = [x for x in results if x["mnli"] is None and x.get("weights")]
     last = direct[-1]["weights"] if direct else None
     weights = hash_weights(str(settings.model)) or last
-    sources: dict[ServerFile, Choice | str] = {}
-    for file in FILES:
-        source = sources[file] = best_run(settings.results, results, file.task, weights)
-        if isinstance(source, Choice):
-            predicted = prediction_file(settings.results, source.result, file.split).is_file()
-            sources[file] = source if predicted else "not predicted by the run on MNLI"
+    sources = {file: best_run(settings.results, results, file.task, weights) for file in FILES}
+    for file, source in sources.items():
+        run = source.result
+        if run is not None and not prediction_file(settings.results, run, file.split).is_file():
+            sources[file] = Source(None, "not predicted by the run on MNLI")
     return sources
 
 
-def best_run(file: str, results: Sequence[Result], task: str, weights: str | None) -> Choice | str:
+def best_run(file: str, results: Sequence[Result], task: str, weights: str | None) -> Source:
     """The best run of a task on validation, of those that predicted its test splits.
 
     Runs that start from MNLI have the weights of a model of MNLI, another one for each seed.
-
-    Returns:
-        The choice, or the reason that there is none.
     """
     splits = [split for split in TASKS[task].splits if split.startswith("test")]
 
@@ -221,19 +210,19 @@ def best_run(file: str, results: Sequence[Result], task: str, weights: str | Non
     for why, is_usable in steps.items():
         results = [x for x in results if is_usable(x)]
         if not results:
-            return why
+            return Source(None, why)
     # a tie is broken by the name, whatever the order of the lines
     best = min(results, key=lambda x: (-x["headline"], run_name(x)))
-    return Choice(best, len(results))
+    return Source(best, f"best of {len(results)}" if len(results) > 1 else "the only run")
 
 
-def tsv(results: str, file: ServerFile, source: Choice | str) -> bytes:
+def tsv(results: str, file: ServerFile, source: Source) -> bytes:
     """One file of the zip; without predictions, the same answer in every row.
 
     Raises:
         InputError: The predictions are not those of the official split.
     """
-    if isinstance(source, str):
+    if source.result is None:
         answers = [file.labels[0] if file.labels else "0.000"] * file.rows
     else:
         path = prediction_file(results, source.result, file.split)
@@ -354,22 +343,22 @@ def _write(output: Path, packed: bytes) -> None:
         raise InputError(f"output must be writable, got {error}; choose another") from error
 
 
-def _print_sources(output: str, sources: Mapping[ServerFile, Choice | str]) -> None:
+def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:
     """Print for each file the run that predicted it and its score on validation."""
     print(f"{'file':<12} {'validation':<14} run")
     for file, source in sources.items():
-        if isinstance(source, str):
-            print(f"{file.name:<12} {'PLACEHOLDER':<14} {source}: one answer for all rows")
-            continue
         result = source.result
-        score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
-        facts = [run_name(result), f"rate {result['learning_rate']:g}", f"seed {result['seed']}"]
-        facts += ["from MNLI"] * (result["mnli"] is not None)
-        facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
-        facts.append(f"best of {source.candidates}" if source.candidates > 1 else "the only run")
+        if result is None:
+            score, facts = "PLACEHOLDER", [f"{source.note}: one answer for all rows"]
+        else:
+            score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
+            facts = [run_name(result), f"learning rate {result['learning_rate']:g}"]
+            facts += [f"seed {result['seed']}", *["from MNLI"] * (result["mnli"] is not None)]
+            facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
+            facts.append(source.note)
         print(f"{file.name:<12} {score:<14} {', '.join(facts)}")
     print(f"written and checked: {output}")
-    gaps = [file.name for file, source in sources.items() if isinstance(source, str)]
+    gaps = [file.name for file, source in sources.items() if source.result is None]
     if gaps:
         print(
             f"warning: {', '.join(gaps)} hold placeholders, not predictions: the server's scores "

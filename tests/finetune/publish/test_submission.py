@@ -180,24 +180,24 @@ def test_the_same_predictions_give_the_same_bytes(all_runs, tmp_path, small):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
 
 
-def test_a_negative_zero_is_written_without_its_sign(tmp_path, small):
+# --- which run
+
+
+def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, small, capsys):
+    for seed, headline in enumerate((0.5, 0.6)):
+        write_run(tmp_path, line("wnli", headline, seed=seed))
+    best = line("wnli", 0.7, seed=2, collapsed=True, mnli="runs/mnli")
+    write_run(tmp_path, best)
+    write_run(tmp_path, line("wnli", 0.9, seed=3), leave_out=("WNLI.tsv",))
     write_run(tmp_path, line("stsb"))
     file = prediction_file(str(tmp_path / "results.jsonl"), line("stsb"), "test")
     write_predictions(file, np.full(1379, -1), np.full((1379, 1), -0.0, np.float32))
     found = built(tmp_path, placeholders=True)
-    assert {value for _, value in found["STS-B.tsv"][1:]} == {"0.000"}
-
-
-# --- which run
-
-
-def test_the_best_run_on_validation_serves(tmp_path, small, capsys):
-    for seed, headline in enumerate((0.5, 0.7, 0.6)):
-        write_run(tmp_path, line("wnli", headline, seed=seed))
-    found = built(tmp_path, placeholders=True)
-    assert found["WNLI.tsv"] == answers(line("wnli", 0.7, seed=1), "WNLI.tsv")
+    assert found["WNLI.tsv"] == answers(best, "WNLI.tsv")
+    assert {value for _, value in found["STS-B.tsv"][1:]} == {"0.000"}  # never -0.000
     (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("WNLI.tsv"))
-    assert re.search(r"accuracy 70.0 +wnli-a-\w{10}, rate 2e-05, seed 1, best of 3$", row)
+    notes = "from MNLI, one answer for every validation row, best of 3"
+    assert re.search(rf"70.0 +wnli-a-\w{{10}}, learning rate 2e-05, seed 2, {notes}$", row)
 
 
 def test_a_zip_is_of_one_models_weights(tmp_path, small):
@@ -231,24 +231,6 @@ def test_what_is_no_result_of_the_model_never_serves(tmp_path, small, changes):
     assert found["WNLI.tsv"] == answers(line("wnli", 0.5), "WNLI.tsv")
 
 
-def test_flags_narrow_the_choice(tmp_path, small):
-    runs = [
-        line("wnli", 0.5 + rate / 10 + seed / 100, seed=seed, learning_rate=rate * 1e-5)
-        for rate in (2, 3)
-        for seed in (0, 1)
-    ]
-    for run in runs:
-        write_run(tmp_path, run)
-    for changes, run in (
-        ({}, runs[3]),
-        ({"seed": 0}, runs[2]),
-        ({"learning_rate": 2e-5}, runs[1]),
-        ({"learning_rate": 2e-5, "seed": 0}, runs[0]),
-    ):
-        found = built(tmp_path, placeholders=True, **changes)
-        assert found["WNLI.tsv"] == answers(run, "WNLI.tsv"), changes
-
-
 def test_one_run_predicts_both_halves_of_mnli_and_ax(tmp_path, small):
     best = line("mnli", 0.8, seed=1)
     for run in (line("mnli", 0.7), best, line("stsb"), line("wnli")):
@@ -270,38 +252,24 @@ def test_a_tie_is_broken_the_same_way_in_any_order(tmp_path, small):
     assert zips[0] == zips[1]
 
 
-def test_the_table_tells_what_a_reader_should_know_of_a_run(tmp_path, small, capsys):
-    run = line("wnli", collapsed=True, mnli="runs/mnli")
-    write_run(tmp_path, run)
-    write_run(tmp_path, line("wnli", 0.9, seed=1), leave_out=("WNLI.tsv",))
-    found = built(tmp_path, placeholders=True)
-    assert found["WNLI.tsv"] == answers(run, "WNLI.tsv")
-    out = capsys.readouterr().out
-    assert "seed 0, from MNLI, one answer for every validation row, the only run" in out
-
-
 # --- what is missing
 
 
 def test_missing_predictions_are_named_with_their_reason_and_their_tasks(tmp_path, small):
-    write_run(tmp_path, line("wnli", learning_rate=3e-5, seed=3))
-    write_run(tmp_path, line("mnli", learning_rate=3e-5, seed=3), leave_out=("AX.tsv",))
-    reasons = "STS-B.tsv (no run), AX.tsv (not predicted by the run on MNLI)"
-    every = ", ".join(f"{file.name} (no run)" for file in submission.FILES)
-    for rate, named, tasks in ((3e-5, reasons, "stsb, mnli"), (2e-5, every, "stsb, mnli, wnli")):
-        with pytest.raises(InputError) as error:
-            main(settings(tmp_path, seed=3, learning_rate=rate))
-        message = str(error.value)
-        assert message.isprintable()
-        assert f"none for {named};" in message
-        assert f"--tasks '[{tasks}]' --test true" in message
+    write_run(tmp_path, line("wnli"))
+    write_run(tmp_path, line("mnli"), leave_out=("AX.tsv",))
+    with pytest.raises(InputError) as error:
+        main(settings(tmp_path))
+    message = str(error.value)
+    assert message.isprintable()
+    assert "none for STS-B.tsv (no run), AX.tsv (not predicted by the run on MNLI);" in message
+    assert "--tasks '[stsb, mnli]' --test true" in message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"seed": 1}, "no run"),
         ({"status": "diverged"}, "no run that ended well"),
         ({"official": False}, "only runs on data with rows missing"),
         ({}, "only runs without --test true"),
@@ -315,10 +283,10 @@ def test_the_reason_is_the_first_that_leaves_no_run(tmp_path, small, changes, re
     )
     write_run(tmp_path, line("stsb"))
     with pytest.raises(InputError, match=re.escape(f"WNLI.tsv ({reason})")):
-        main(settings(tmp_path, seed=0))
+        main(settings(tmp_path))
 
 
-def test_placeholders_are_one_valid_answer_and_are_said_aloud(tmp_path, small, capsys):
+def test_placeholders_are_one_valid_answer_and_are_printed(tmp_path, small, capsys):
     write_run(tmp_path, line("wnli"))
     found = built(tmp_path, placeholders=True)
     assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
@@ -378,7 +346,7 @@ def test_a_full_disk_leaves_an_old_zip_alone_and_nothing_beside_it(tmp_path, sma
 def test_our_own_zip_is_held_to_the_same_rules(tmp_path, small, monkeypatch):
     write_run(tmp_path, line("wnli"))
     monkeypatch.setattr(submission, "HEADER", "id\tprediction")
-    made = submission.tsv(str(tmp_path), submission.FILES[0], "no run")
+    made = submission.tsv(str(tmp_path), submission.FILES[0], submission.Source(None, ""))
     monkeypatch.undo()
     monkeypatch.setattr(submission, "tsv", lambda *_: made)
     with pytest.raises(InputError, match="CoLA.tsv line 1 must be 'index"):
@@ -399,46 +367,27 @@ def test_a_zip_that_cannot_be_written_is_one_line(tmp_path, small, name):
 
 BROKEN = {
     "other header": ("RTE.tsv", 1, ["id\tlabel"], "be 'index"),
-    "no header": ("RTE.tsv", 1, ["0\tentailment"], "be 'index"),
     "byte order mark": ("RTE.tsv", 1, ["\ufeffindex\tprediction"], "be 'index"),
     "other line ends": ("RTE.tsv", 1, ["index\tprediction\r"], "be 'index"),
-    "comma": ("RTE.tsv", 1, ["index,prediction"], "be 'index"),
     "line end in a row": ("RTE.tsv", 9, ["7\tentailment\r"], "predict one of entailment, not_"),
     "row left out": ("RTE.tsv", 9, [], "begin with index 7 and a tab"),
-    "row doubled": ("RTE.tsv", 9, ["6\tentailment", "7\tentailment"], "begin with index 7"),
     "padded index": ("RTE.tsv", 9, ["07\tentailment"], "begin with index 7"),
-    "float index": ("RTE.tsv", 9, ["7.0\tentailment"], "begin with index 7"),
     "blanks for the tab": ("RTE.tsv", 9, ["7    entailment"], "begin with index 7 and a tab"),
-    "index alone": ("RTE.tsv", 9, ["7"], "begin with index 7 and a tab"),
-    "no prediction": ("RTE.tsv", 9, ["7\t"], "predict one of"),
     "third column": ("RTE.tsv", 9, ["7\tentailment\t0.9"], "predict one of"),
     "quotes": ("RTE.tsv", 9, ['7\t"entailment"'], "predict one of"),
     "id for a name": ("RTE.tsv", 9, ["7\t1"], "predict one of entailment, not_entailment"),
-    "class of another task": ("RTE.tsv", 9, ["7\tneutral"], "predict one of"),
-    "class of a smaller task": (
-        "MNLI-mm.tsv",
-        9,
-        ["7\tnot_entailment"],
-        "predict one of .*neutral",
-    ),
+    "class of another task": ("MNLI-mm.tsv", 9, ["7\tnot_entailment"], "predict one of .*neutral"),
     "name for an id": ("WNLI.tsv", 147, ["145\tentailment"], "predict one of 0, 1"),
-    "capital": ("QNLI.tsv", 9, ["7\tEntailment"], "predict one of"),
-    "class that is not there": ("CoLA.tsv", 9, ["7\t2"], "predict one of 0, 1"),
-    "missing class": ("SST-2.tsv", 9, ["7\t-1"], "predict one of 0, 1"),
     "float for an id": ("MRPC.tsv", 9, ["7\t1.0"], "predict one of 0, 1"),
     "too high": ("STS-B.tsv", 9, ["7\t5.001"], "predict a number from 0 to 5"),
-    "too low": ("STS-B.tsv", 9, ["7\t-0.001"], "predict a number from 0 to 5"),
     "not a number": ("STS-B.tsv", 9, ["7\tnan"], "predict a number"),
-    "infinite": ("STS-B.tsv", 9, ["7\tinf"], "predict a number"),
     "overflow": ("STS-B.tsv", 9, ["7\t1e999"], "predict a number"),
     "python's number": ("STS-B.tsv", 9, ["7\t0_1"], "predict a number"),
     "other digits": ("STS-B.tsv", 9, ["7\t\uff13"], "predict a number"),
     "blank before": ("STS-B.tsv", 9, ["7\t 3"], "predict a number"),
-    "decimal comma": ("STS-B.tsv", 9, ["7\t3,5"], "predict a number"),
     "no text": ("AX.tsv", 9, ["7\tneutral\udcff"], "be UTF-8"),
     "one row short": ("RTE.tsv", 3001, [], "follow: .*3000 rows, got an end after 2999"),
     "one row more": ("RTE.tsv", 3002, ["3000\tentailment"], "not be there: the test split"),
-    "empty line at the end": ("RTE.tsv", 3002, [""], "not be there"),
     "cut off": ("MRPC.tsv", 391, None, "follow: .*1725 rows, got an end after 389"),
     "nothing": ("WNLI.tsv", 1, None, "be 'index"),
 }
