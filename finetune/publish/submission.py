@@ -156,6 +156,10 @@ def main(settings: SubmissionSettings) -> None:
             f"{len(FILES)} files, got none for {named}; run finetune.grid with "
             f"--tasks '[{tasks}]' --test true, or give --placeholders true"
         )
+    reasons = ", ".join(dict.fromkeys(missing.values()))
+    rule = f"needs test predictions of {settings.model} for at least one file"
+    remedy = f"run finetune.grid with --test true and --output {settings.results}"
+    require(len(missing) < len(FILES), "placeholders", rule, f"none ({reasons})", remedy)
     packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
     check_zip(io.BytesIO(packed), settings.output)
     _write(Path(settings.output), packed)

@@ -296,6 +296,13 @@ def test_placeholders_are_one_valid_answer_and_are_printed(tmp_path, small, caps
     assert "warning: STS-B.tsv, MNLI-m.tsv, MNLI-mm.tsv, AX.tsv hold placeholders" in printed.err
 
 
+def test_a_zip_of_placeholders_alone_is_refused(tmp_path, small):
+    write_run(tmp_path, line("wnli"), leave_out=("WNLI.tsv",))
+    with pytest.raises(InputError, match=r"^placeholders needs .* got none \(no run, only runs"):
+        main(settings(tmp_path, placeholders=True))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_is_not_in_the_results_is_refused_with_those_that_are(tmp_path):
     write_run(tmp_path, line("wnli"))
     write_run(tmp_path, line("wnli", model="c", random_weights=True))
