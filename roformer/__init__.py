@@ -33,14 +33,15 @@ Positions come from `position_ids`, with any start, order and gaps and without a
 RoFormerModel.from_pretrained("folder", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
 ```
 
-Documents packed into one row do not attend to each other if their positions start again from 0, or
-with `cu_seq_lens_q`, under every `attn_implementation`: eager, sdpa, flex_attention,
-flash_attention_2 (not run yet), and `unpadded`, which packs tokens without padding and needs no
-other library.
+Documents packed into one row do not attend to each other with `cu_seq_lens_q`, or in the rows of
+transformers' `DataCollatorWithFlattening`, under every `attn_implementation`: eager, sdpa,
+flex_attention, flash_attention_2 (not run yet), and `unpadded`, which packs tokens without padding
+and needs no other library.
 """
 
 from typing import Any
 
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -101,3 +102,5 @@ def use_for_auto_classes() -> None:
     `AutoModel.from_pretrained` builds transformers' own RoFormer from the same folder.
     """
     AutoConfig.register("roformer", RoFormerConfig, exist_ok=True)
+    for auto, model in _HEADS.items():  # also for configurations of transformers' own class
+        auto.register(transformers.RoFormerConfig, model, exist_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -19,7 +19,8 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from .configuration_roformer import RoFormerConfig
-from .kernels import UNPADDED, select_attention
+from .kernels import AUTO, UNPADDED, kernels_enabled
+from .kernels.dispatch import has_hidden_values, is_plain, is_traced
 from .padding import (
     PackedBatch,
     SplitLayout,
@@ -82,19 +83,25 @@ def select_implementation(
     Raises:
         ValueError: `output_attentions` with linear attention.
     """
-    chosen = select_attention(config._attn_implementation or "eager")
+    requested = config._attn_implementation or "eager"
+    chosen = requested
+    if requested in (AUTO, UNPADDED):
+        is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
+        # one function serves both; whether padding is left out is decided in `varlen_inputs`
+        chosen = "sdpa" if is_plain_sdpa else UNPADDED
     if output_attentions and rope_config.linear_attention is not None:
         raise ValueError(
             "output_attentions must be False with linear_attention, got True: there are no "
             "probabilities; leave it out"
         )
     if output_attentions and chosen != "eager":
-        logger.warning_once(
-            f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
-            "output_attentions=True are computed by the eager kernel"
-        )
+        if requested != AUTO:
+            logger.warning_once(
+                f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
+                "output_attentions=True are computed by the eager kernel"
+            )
         return "eager"
-    if rope_config.has_position_bias and chosen not in ("eager", "sdpa"):
+    if rope_config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
         logger.warning_once(
             f"attn_implementation={chosen!r} takes no bias on the scores, which position_encoding "
             f"{rope_config.position_encoding} needs; calls are computed by sdpa"
@@ -108,6 +115,39 @@ def select_implementation(
         )
         return "sdpa"
     return chosen
+
+
+def may_unpad(
+    config: PreTrainedConfig,
+    batch: PackedBatch,
+    hidden_states: Tensor,
+    encoder: nn.Module,
+    output_hidden_states: bool,
+) -> bool:
+    """Return whether padding can be left out of the layers.
+
+    Not if hidden states are returned, which have the rows of the batch, and not where values, on
+    which the shapes would depend, cannot be read. "auto" leaves padding out on a CPU only, because
+    other devices would have to be waited for; only where every row has a token, so that heads read
+    no zeros; and not under hooks, which expect the rows of the batch.
+    """
+    if output_hidden_states or is_traced() or has_hidden_values(hidden_states):
+        return False
+    if config._attn_implementation != AUTO:
+        return True
+    if not is_plain(hidden_states) or batch.padding_mask is None:
+        return False
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in encoder.modules())
+    return not has_hooks and bool(batch.padding_mask.any(dim=-1).all())
+
+
+def warn_of_zeros(config: PreTrainedConfig) -> None:
+    """Warn once that outputs at padding are zeros, if that kernel was not chosen by name."""
+    if config._attn_implementation == AUTO:
+        logger.warning_once(
+            "last_hidden_state is 0 at padding, where nothing is computed: pool it with the "
+            "attention_mask. attn_implementation='sdpa' computes padding, 'unpadded' silences this"
+        )
 
 
 def is_flash_attention(implementation: str) -> bool:
@@ -125,7 +165,7 @@ def varlen_inputs(
     batch: PackedBatch,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
-    may_unpad: bool,
+    unpad: bool,
 ) -> AttentionInputs | None:
     """Inputs of kernels that take document lengths in place of a mask.
 
@@ -134,7 +174,7 @@ def varlen_inputs(
         batch: Padding and documents.
         cu_seqlens: Cumulative lengths, if the documents already are one row without padding.
         max_seqlen: Length of the longest document, if known.
-        may_unpad: Whether padding may be removed for all layers.
+        unpad: Whether padding is removed for all layers.
 
     Returns:
         None if the kernel or the call needs a mask.
@@ -144,7 +184,9 @@ def varlen_inputs(
     if cu_seqlens is not None:
         kwargs = varlen_kwargs(cu_seqlens.to(batch.position_ids.device), max_seqlen)
         return AttentionInputs(implementation, None, None, kwargs)
-    if batch.padding_mask is None or not may_unpad:
+    if batch.padding_mask is None or not unpad:
+        return None
+    if batch.document_ids is None and batch.padding_mask.all():
         return None
     layout = unpadded_layout(batch.padding_mask, batch.document_ids)
     if layout is None:
@@ -227,10 +269,13 @@ def self_attention_mask(
     kwargs: dict[str, Any] = {"attention_mask": attention_mask}
     if document_ids is not None:
         kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
+    # transformers asks the device whether a mask has padding at all; "auto" waits for a CPU only
+    may_wait = config._attn_implementation != AUTO or hidden_states.device.type == "cpu"
     config = with_implementation(config, implementation)
     if is_causal:
         mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
     else:
+        kwargs["allow_is_bidirectional_skip"] = may_wait or attention_mask is None
         mask = create_bidirectional_mask(config, hidden_states, **kwargs)
     if document_ids is not None and (mask is None or getattr(mask, "ndim", 4) == 2):
         raise ValueError(
@@ -277,7 +322,7 @@ def add_bias_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
     total = mask + bias.to(mask.dtype)
     if total.dtype != torch.float16:
         return total
-    # two large float16 values add up to -inf, and a row of -inf only would be NaN
+    # two large float16 values add up to -inf, and softmax of a row that is all -inf is NaN
     return total.clamp(min=torch.finfo(total.dtype).min)
 
 
@@ -294,7 +339,7 @@ def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -
     dtype = hidden_states.dtype
     lowest = torch.finfo(dtype).min
     if mask.is_floating_point():
-        # the lowest float32 would become -inf, and a row of -inf only NaN
+        # the lowest float32 would become -inf, and softmax of a row that is all -inf is NaN
         mask = mask.to(dtype).clamp(min=lowest)
     else:
         mask = mask.bool()

@@ -34,7 +34,7 @@ class RoFormerConfig(PreTrainedConfig):
 
     The defaults are those of transformers' `RoFormerConfig`, except `summary_type`: its default
     here is "first", whereas a `config.json` without it means "last", as in transformers. The fields
-    after `tie_word_embeddings` are unknown to transformers' RoFormer: a model with other than their
+    after `sparse_prediction` are unknown to transformers' RoFormer: a model with other than their
     defaults is saved as `roformer_plus`.
 
     Attributes:
@@ -66,6 +66,8 @@ class RoFormerConfig(PreTrainedConfig):
         is_decoder: Causal attention.
         add_cross_attention: Add cross-attention to the layers of a decoder.
         tie_word_embeddings: Share the word embeddings with the language-model decoder.
+        sparse_prediction: In training, `RoFormerForMaskedLM` computes logits at labelled tokens
+            only, as ModernBERT does; loss and gradients are the same. transformers ignores it.
         rope_parameters: Rotation settings as in transformers: `rope_type` (default, linear,
             dynamic, yarn, llama3 or longrope), `rope_theta`, `partial_rotary_factor` (the share of
             each head that is rotated) and the keys of the type. None means the paper's: default,
@@ -112,6 +114,7 @@ class RoFormerConfig(PreTrainedConfig):
     is_decoder: bool = False
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
+    sparse_prediction: bool = False
     rope_parameters: dict[str, Any] | None = None
     rope_interleave: bool = True
     use_bias: bool = True
@@ -128,7 +131,10 @@ class RoFormerConfig(PreTrainedConfig):
         self.rope_parameters = dict(self.rope_parameters or {})  # completed by transformers: a copy
         super().__post_init__(**kwargs)
         self._rope.pop("type", None)  # older name of rope_type; transformers has copied it
-        self.check()
+        check_rules(self, field_rules)
+        # like transformers', a configuration takes any hidden size; building a model checks all
+        if self.hidden_size % (2 * self.num_attention_heads) == 0:
+            self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_initialized and name in ("rope_theta", "partial_rotary_factor"):
@@ -226,6 +232,8 @@ class RoFormerConfig(PreTrainedConfig):
         fields = super().to_dict()
         for name in {"rope_parameters", *_PLUS_FIELDS} - self._unsupported_fields():
             fields.pop(name, None)
+        if not self.sparse_prediction:
+            fields.pop("sparse_prediction", None)
         is_compatible = self.is_transformers_compatible
         return fields | {"model_type": self.model_type if is_compatible else PLUS_MODEL_TYPE}
 
@@ -248,7 +256,7 @@ class RoFormerConfig(PreTrainedConfig):
         return fields, unused_kwargs
 
     def check(self) -> None:
-        """Check all rules; called at construction, and again when a model is built.
+        """Check all rules; called when a model is built, and at construction if the head size fits.
 
         Raises:
             ValueError: A field breaks its rule.

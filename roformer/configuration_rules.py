@@ -53,7 +53,7 @@ _INTEGERS = {  # and their minimum
 }  # fmt: skip
 _BOOLEANS = (
     "rotary_value", "use_cache", "is_decoder", "add_cross_attention", "tie_word_embeddings",
-    "rope_interleave", "use_bias",
+    "rope_interleave", "use_bias", "sparse_prediction",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm_type": ("layer_norm", "rms_norm"),

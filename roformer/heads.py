@@ -28,11 +28,20 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .input_checks import check_shape
+from .losses import (
+    IGNORE_INDEX,
+    check_answers,
+    check_labels,
+    check_sequence_labels,
+    compute_loss,
+    is_cheaper_apart,
+    may_leave_out_padding,
+)
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
 
-ENCODER_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False}
+ENCODER_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
 """Arguments that heads pass to the encoder, whatever the defaults of the configuration are."""
 
 
@@ -90,13 +99,15 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        sparse_prediction: bool = False,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Compute logits over the vocabulary at every token, or at the labelled ones only.
+        """Compute logits over the vocabulary.
+
+        In training with `config.sparse_prediction` they are computed at labelled tokens only: the
+        same loss for a sixth of the head's arithmetic at the usual 15 %.
 
         Args:
-            input_ids: As `RoFormerModel.forward`, like all but the last three.
+            input_ids: As `RoFormerModel.forward`, like all but the last two.
             attention_mask: [B, L] or [B, 1, L, L].
             token_type_ids: [B, L].
             position_ids: [L] or [B, L].
@@ -104,19 +115,12 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             encoder_hidden_states: [B, S, E].
             encoder_attention_mask: [B, S].
             labels: [B, L] original ids where a token was masked, -100 elsewhere.
-            sparse_prediction: Compute logits where `labels` is not -100 and nowhere else: the same
-                loss for a sixth of the head's arithmetic at the usual 15 %.
             **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
 
         Returns:
-            `logits` [B, L, V], or with `sparse_prediction` [n, V] in row-major order; `loss`, the
-            mean over labelled tokens, when `labels` are given.
-
-        Raises:
-            ValueError: `sparse_prediction` without `labels`.
+            `logits` [B, L, V], or of n labelled tokens [n, V] in row-major order; `loss`, the mean
+            over labelled tokens, when `labels` are given.
         """
-        if sparse_prediction and labels is None:
-            raise ValueError("labels must be given with sparse_prediction, got None")
         outputs = self.roformer(
             input_ids,
             attention_mask,
@@ -125,16 +129,25 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             inputs_embeds,
             encoder_hidden_states,
             encoder_attention_mask,
-            **(ENCODER_KWARGS | kwargs),
+            **(
+                ENCODER_KWARGS
+                | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
+                | kwargs
+            ),
         )
         hidden_states = outputs.last_hidden_state
-        _check_labels(labels, hidden_states)
-        if sparse_prediction and labels is not None:
-            labelled = labels != -100
-            hidden_states, labels = hidden_states[labelled], labels[labelled]
-        logits = self.cls(hidden_states)
+        vocab_size = self.config.vocab_size
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
+        is_sparse = self.training and self.config.sparse_prediction
+        if labels is None or not (is_sparse or is_cheaper_apart(labels, hidden_states)):
+            logits = scored = self.cls(hidden_states)
+        else:
+            labelled = labels != IGNORE_INDEX
+            scored, labels = self.cls(hidden_states[labelled]), labels[labelled]
+            # the loss has a graph of its own, so that unlabelled tokens cost no backward pass
+            logits = scored if is_sparse else self.cls(hidden_states)
         return MaskedLMOutput(
-            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
+            loss=compute_loss(self, scored, labels, vocab_size=vocab_size, **kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -209,38 +222,23 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             return_dict=True,
-            **kwargs,
+            **({"unpad": may_leave_out_padding(self, labels, attention_mask, shift=1)} | kwargs),
         )
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
         hidden_states = outputs.last_hidden_state[:, indices]
-        _check_labels(labels, hidden_states)
+        vocab_size = self.config.vocab_size
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
         logits = self.cls(hidden_states)
         return CausalLMOutputWithCrossAttentions(
-            loss=_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
+            loss=compute_loss(self, logits, labels, vocab_size=vocab_size, **kwargs),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
         )
-
-
-def _check_labels(labels: Tensor | None, hidden_states: Tensor) -> None:
-    """Check that labels are [B, L], one for each token."""
-    if labels is not None:
-        check_shape("labels", labels, tuple(hidden_states.shape[:2]))
-
-
-def _loss(
-    model: RoFormerPreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
-) -> Tensor | None:
-    """Compute transformers' loss of this head, in float32."""
-    if labels is None:
-        return None
-    # the loss calls view, which needs contiguous labels
-    return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
 class RoFormerClassificationHead(nn.Module):
@@ -300,6 +298,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
+        labels = check_sequence_labels(labels, self.config, self.num_labels, logits.shape[0])
         if labels is not None:
             loss = self.loss_function(
                 labels=labels,
@@ -381,6 +380,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         pooled = _pool_token(outputs.last_hidden_state, flat[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
+        labels = check_labels(labels, (logits.shape[0],), num_classes=choices)
         num_items = kwargs.get("num_items_in_batch")
         return MultipleChoiceModelOutput(
             loss=None if labels is None else fixed_cross_entropy(logits, labels, num_items),
@@ -429,11 +429,13 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
-        _check_labels(labels, outputs.last_hidden_state)
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        own = ENCODER_KWARGS | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
+        outputs = self.roformer(*tokens, **(own | kwargs))
+        hidden_states = outputs.last_hidden_state
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
+        logits = self.classifier(self.dropout(hidden_states))
         return TokenClassifierOutput(
-            loss=_loss(self, logits, labels, config=self.config, **kwargs),
+            loss=compute_loss(self, logits, labels, config=self.config, **kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -479,12 +481,11 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
-        batch_size = outputs.last_hidden_state.shape[0]
-        answers = {"start_positions": start_positions, "end_positions": end_positions}
-        for name, positions in answers.items():
-            if positions is not None:
-                check_shape(name, positions, (batch_size,), (batch_size, 1))
+        # the softmax over a row includes its padding, as in transformers
+        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": False} | kwargs))
+        start_positions, end_positions = check_answers(
+            start_positions, end_positions, outputs.last_hidden_state.shape[0]
+        )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

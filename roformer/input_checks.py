@@ -6,6 +6,7 @@ checked while a model is compiled, exported or transformed.
 Legend: B batch, L tokens, S keys, E hidden size, H heads.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,8 +155,14 @@ def _check_mask(
             f"{name} must have the shape [{B}, {S}] or [{B} or 1, 1 or {H}, {L} or 1, {S}], got "
             f"{list(shape)}"
         )
-    is_additive = len(shape) == 4 and mask.is_floating_point()
-    if mask.dtype == torch.bool or is_additive or not is_plain(mask):
+    if mask.dtype == torch.bool or not is_plain(mask):
+        return
+    if len(shape) == 4 and mask.is_floating_point():
+        if mask.max() == 1 and ((mask == 0) | (mask == 1)).all():
+            raise ValueError(
+                f"{name} must be added to the scores if it is a float in four dimensions, got 0 "
+                "and 1 only; use mask.bool()"
+            )
         return
     other = mask[(mask != 0) & (mask != 1)]
     if len(other):
@@ -228,8 +235,9 @@ def check_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
         *allowed: Shapes; None stands for any size.
 
     Raises:
-        ValueError: Names the argument, the shapes and the one found.
+        ValueError: It is no tensor, or has another shape; names the argument and what was found.
     """
+    _check_tensor(name, tensor)
     if is_traced():
         return
     shape = tuple(tensor.shape)
@@ -242,8 +250,8 @@ def check_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
 
 def _check_tensor(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise ValueError(f"{name} must be a tensor, got a {kind}; wrap it in torch.tensor")
+        remedy = "call model(**batch)" if isinstance(value, Mapping) else "wrap it in torch.tensor"
+        raise ValueError(f"{name} must be a tensor, got a {type(value).__name__}; {remedy}")
 
 
 def _check_ids(name: str, ids: Tensor, size: int) -> None:

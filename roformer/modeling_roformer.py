@@ -9,7 +9,7 @@ Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabu
 """
 
 import copy
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -28,14 +29,16 @@ from .attention_masks import (
     add_bias_to_mask,
     cross_attention_mask,
     masked_inputs,
+    may_unpad,
     select_implementation,
     varlen_inputs,
+    warn_of_zeros,
 )
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_inputs, check_learned_positions
-from .kernels import Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
+from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
     RandomFeatureMap,
@@ -52,6 +55,10 @@ from .position_encodings import (
     sinusoidal_embeddings,
 )
 from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
+
+logger = logging.get_logger(__name__)
+
+HALVES = (torch.bfloat16, torch.float16)
 
 PositionEmbeddings = tuple[Tensor, Tensor] | RelativePositions | None
 """What the layers receive of positions: cos and sin for RoPE, distances for encodings that add a
@@ -138,7 +145,7 @@ def eager_attention_forward(
     scores = torch.matmul(query * scaling, key.transpose(-1, -2))
     if attention_mask is not None:
         scores = scores + attention_mask
-        if scores.dtype == torch.float16:  # a row of -inf only would be NaN
+        if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
     weights = fast_dropout(probabilities, dropout, training=True)
@@ -414,7 +421,7 @@ class RoFormerPredictionHeadTransform(nn.Module):
 
 
 class RoFormerLMPredictionHead(nn.Module):
-    """Projection to the vocabulary, by default tied to the word embeddings."""
+    """Projection to the vocabulary; its weight is tied to the word embeddings in heads.py."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
@@ -430,7 +437,7 @@ class RoFormerLMPredictionHead(nn.Module):
 
 
 class RoFormerOnlyMLMHead(nn.Module):
-    """Language-model head, under its name in checkpoints."""
+    """Wrapper that names the parameters `cls.predictions...`, as in transformers' BERT."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
@@ -445,8 +452,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation of all RoFormer models.
 
     `from_pretrained` and `save_pretrained` are transformers'. `attn_implementation` may be eager,
-    sdpa, flex_attention, flash_attention_2 or `unpadded` (packs tokens without padding; needs no
-    other library).
+    sdpa, flex_attention, flash_attention_2, `unpadded` (leaves padding out and needs no other
+    library) or `auto`, the default: the fastest exact kernel for each call.
     """
 
     config: RoFormerConfig
@@ -477,6 +484,28 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         if self.loss_name is not None:
             self.loss_type = self.loss_name
+
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """Return the name of the attention kernels; `auto` if none was requested."""
+        names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+        if requested_attention not in (None, *names):
+            raise ValueError(  # begins as transformers' own, which omits names of packages
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
+                f"it must be one of {', '.join(names)}"
+            )
+        return super().get_correct_attn_implementation(requested_attention or AUTO, is_init_check)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode; see `nn.Module.train`. Warns once of half-precision weights."""
+        if mode and any(p.requires_grad and p.dtype in HALVES for p in self.parameters()):
+            logger.warning_once(
+                "weights in half precision are trained: updates smaller than their spacing are "
+                "lost, unless the optimizer keeps a float32 copy; load the model with "
+                "dtype=torch.float32 and train it under autocast"
+            )
+        return super().train(mode)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -582,12 +611,15 @@ class RoFormerModel(RoFormerPreTrainedModel):
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
+        unpad: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Encode tokens.
 
-        Documents packed into one row do not attend to each other if `cu_seq_lens_q` is given or
-        `position_ids` start from 0 for each of them; their outputs are those of separate rows.
+        Documents packed into one row do not attend to each other if `cu_seq_lens_q` is given;
+        their outputs are those of separate rows. Without it, the documents of a batch of one row
+        are read from `position_ids` that count from 0 for each of them, as transformers'
+        `DataCollatorWithFlattening` makes them.
 
         Args:
             input_ids: [B, L] token ids, int32 or int64.
@@ -596,17 +628,19 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 which is used as it is, without causality or documents.
             token_type_ids: [B, L] or [1, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers with any start, order and gaps; None counts from 0,
-                or from the end of the cache. A row that counts up by one and returns to 0 is
-                packed; its first document may begin anywhere. Encodings that add a bias to the
-                scores ignore them if tokens are cached.
+                or from the end of the cache. Encodings that add a bias to the scores ignore them
+                if tokens are cached.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E] for the cross-attention of a decoder.
             encoder_attention_mask: [B, S], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
             cu_seq_lens_q: [documents + 1] int32, cumulative lengths of the documents in the
-                flattened rows.
+                flattened rows, each of which ends a document. [0, L] makes one document of a row,
+                whatever its `position_ids` are.
             max_length_q: Length of the longest document.
+            unpad: Whether the kernels `auto` and `unpadded` may leave padding out, where
+                `last_hidden_state` is then 0: True without a warning, None with one from `auto`.
             **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by the
                 eager kernel) and `return_dict`.
 
@@ -646,16 +680,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         # 3. masks in the form of the attention kernel
         bias = None if self.score_bias is None else self.score_bias(position_embeddings)
-        kernel = self._select_kernel(kwargs, attention_mask, encoder_attention_mask)
+        # kernels without masks support neither a cache nor an encoder
+        needs_mask = cache is not None or has_encoder
+        document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
+        masks = (attention_mask, encoder_attention_mask)
         attn_inputs = self._attention_inputs(
-            kernel,
-            hidden_states,
-            batch,
-            bias,
-            attention_mask,
-            (cu_seq_lens_q, max_length_q) if cache is None and not has_encoder else None,
-            cache,
-            bool(kwargs.get("output_hidden_states", self.config.output_hidden_states)),
+            hidden_states, batch, bias, masks, document_lengths, cache, unpad, kwargs
         )
         encoder_mask = cross_attention_mask(
             self.config, attn_inputs.implementation, hidden_states, *encoder
@@ -708,50 +738,59 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if not torch.compiler.is_compiling():
             config.check_rope()  # rope_parameters is a dict that may have been edited
         row_lengths = batch.row_lengths() if config.has_dynamic_rope else None
-        inv_freq, scaling = compute_rope_parameters(config, row_lengths, position_ids.device)
-        return rotary_embeddings(position_ids, inv_freq, scaling, dtype)
-
-    def _select_kernel(self, kwargs: dict[str, Any], *masks: Any) -> str:
-        output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
-        return select_implementation(self.config, self.rope_config, bool(output_attentions), masks)
+        inv_freq, attention_scaling = compute_rope_parameters(
+            config, row_lengths, position_ids.device
+        )
+        return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
 
     def _attention_inputs(
         self,
-        kernel: str,
         hidden_states: Tensor,
         batch: PackedBatch,
         position_bias: Tensor | None,
-        attention_mask: Any,
+        masks: tuple[Any, Any],
         document_lengths: tuple[Tensor | None, int | None] | None,
         cache: Cache | None,
-        output_hidden_states: bool,
+        unpad: bool | None,
+        kwargs: dict[str, Any],
     ) -> AttentionInputs:
-        """Bring padding, causality and documents into the form of a kernel.
+        """Choose the attention kernel, and bring padding, causality and documents into its form.
 
         Args:
-            kernel: Name of the attention kernel.
             hidden_states: [B, L, E] after the embeddings.
             batch: Padding and documents.
             position_bias: Added to the scores of all layers, or None.
-            attention_mask: As in `forward`.
-            document_lengths: `cu_seq_lens_q` and `max_length_q`; None with a cache or an encoder,
-                which kernels without masks do not support.
+            masks: `attention_mask` and `encoder_attention_mask` of `forward`.
+            document_lengths: `cu_seq_lens_q` and `max_length_q`; None if a mask is needed.
             cache: Cache of a decoder.
-            output_hidden_states: Whether the layers' outputs are returned, which needs the rows of
-                the batch.
+            unpad: As in `forward`.
+            kwargs: Those of `forward`; with `output_hidden_states` the layers' outputs need the
+                rows of the batch.
         """
+        outputs = {
+            name: bool(kwargs.get(name, getattr(self.config, name)))
+            for name in ("output_attentions", "output_hidden_states")
+        }
+        output_hidden_states = outputs["output_hidden_states"]
+        kernel = select_implementation(
+            self.config, self.rope_config, outputs["output_attentions"], masks
+        )
+        attention_mask = masks[0]
         if self.rope_config.linear_attention is not None:
             if self.training:
                 count_training_call(self.encoder)
             return linear_attention_inputs(batch, kernel, output_hidden_states)
-        if document_lengths is not None:
+        if document_lengths is not None and not self.rope_config.has_position_bias:
             cu_seqlens, max_seqlen = document_lengths
             if not _is_one_row(hidden_states, attention_mask):
                 cu_seqlens = None
-            # unpadding makes shapes that depend on values, which compilers do not follow
-            may_unpad = not (output_hidden_states or torch.compiler.is_compiling())
-            found = varlen_inputs(kernel, batch, cu_seqlens, max_seqlen, may_unpad)
+            may = unpad is not False and may_unpad(
+                self.config, batch, hidden_states, self.encoder, output_hidden_states
+            )
+            found = varlen_inputs(kernel, batch, cu_seqlens, max_seqlen, may)
             if found is not None:
+                if found.layout is not None and unpad is None:
+                    warn_of_zeros(self.config)
                 return found
         return masked_inputs(
             self.config,

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import logging
 
-from .kernels.dispatch import has_hidden_values
+from .kernels.dispatch import has_hidden_values, is_plain
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def describe_batch(
         attention_mask: [B, S]; masks of other forms do not say what is padding.
         position_ids: [L] or [1 or B, L], or None.
         cu_seqlens: [documents + 1] cumulative lengths of the documents in the flattened rows. If
-            None, packed documents are detected in `position_ids` unless tokens are cached.
+            None, the documents of a single row are read from `position_ids` unless tokens are
+            cached.
         has_cache: Whether a cache was given, which may be empty. A compiled model then does not
             look for packed documents, because it would have to treat every row as packed.
     """
@@ -91,7 +95,9 @@ def describe_batch(
     may_be_packed = L > 1 and not (has_cache and torch.compiler.is_compiling())
     if padding_mask is None or not may_be_packed or int(past_length) > 0:
         return PackedBatch(position_ids, padding_mask, None)
-    found = document_ids_from_position_ids(position_ids.expand(B, L), padding_mask)
+    found = document_ids_from_position_ids(position_ids, padding_mask) if B == 1 else None
+    if found is None:
+        _warn_of_partly_packed_rows(position_ids, padding_mask)
     return PackedBatch(position_ids, padding_mask, found)
 
 
@@ -112,30 +118,45 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> 
 
 
 def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -> Tensor | None:
-    """Number the documents by positions that start again from 0.
+    """Number the documents of one row whose positions count from 0 again and again.
 
-    A row is packed if its positions count up by one, apart from returns to 0; its first document
-    may have begun in an earlier row. Any other row, with gaps or in another order, is one document,
-    and so is a row that counts from below 0 through 0.
+    This is the form that transformers' `DataCollatorWithFlattening` makes. Any other row is one
+    document, and so is a row of zeros only, which switches positions off.
 
     Args:
-        position_ids: [B, L].
-        padding_mask: [B, L], False for padding, whose positions are ignored.
+        position_ids: [1, L].
+        padding_mask: [1, L], False for padding, whose positions are ignored.
 
     Returns:
-        [B, L] int64, counting from 0 in each row; None if no row is packed (which cannot be known
-        while the values are hidden by a compiler).
+        [1, L] int64, counting from 0; None if there is one document (which cannot be known while
+        the values are hidden by a compiler).
     """
     # with padding on the left the first token is not the first of the row
     is_first = padding_mask & (padding_mask.cumsum(dim=-1) == 1)
-    counts_up = position_ids == position_ids.roll(1, dims=-1) + 1
-    is_return = (position_ids == 0) & ~(counts_up & padding_mask.roll(1, dims=-1))
-    is_start = (is_return | is_first) & padding_mask
-    is_packed = (counts_up | is_start | ~padding_mask).all(dim=-1, keepdim=True)
+    counts_up = (position_ids == position_ids.roll(1, dims=-1) + 1) & ~is_first
+    is_start = (position_ids == 0) & padding_mask
+    is_packed = (counts_up | is_start | ~padding_mask).all()
+    is_packed = is_packed & (position_ids * padding_mask != 0).any()
     document_ids = (is_start.long().cumsum(dim=-1) - 1).clamp(min=0) * is_packed
     if not has_hidden_values(position_ids) and not document_ids.any():
         return None
     return document_ids
+
+
+def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> None:
+    """Warn once of positions that count up and fall back, in another form than the one above.
+
+    Values are read on a CPU only.
+    """
+    if not is_plain(position_ids):
+        return
+    steps, both = position_ids.diff(dim=-1), padding_mask[:, 1:] & padding_mask[:, :-1]
+    counts_up, falls = (steps == 1) & both, (steps < 0) & both
+    if counts_up.any() and falls.any() and (counts_up | falls | ~both).all():
+        logger.warning_once(
+            "position_ids fall back as if several documents were packed, but each row is computed "
+            "as one document; give cu_seq_lens_q, the cumulative lengths of the documents"
+        )
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

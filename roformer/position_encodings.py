@@ -18,9 +18,7 @@ arXiv, in this order: 2104.09864, 1810.04805, 1706.03762 (3.5), 1901.02860 (3.3)
 Scaling: the bias that all layers share (t5, alibi) is added after the product of query and key has
 been divided by sqrt(D). Transformer-XL's term is divided by sqrt(D) together with that product.
 
-To add an encoding that is a bias on the scores, add its name to
-`configuration_rules.POSITION_BIASES`, a class here and its line in `build_position_bias`. The
-tests are parametrised over these names.
+CONTRIBUTING.md says what to edit to add an encoding.
 
 Legend: B batch, L queries, S keys, K distances, E embedding size, H heads, D head size.
 """

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .kernels.dispatch import use_complex_products
+
 
 def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | None = None) -> Tensor:
     """Compute the frequencies theta_i = base^(-2(i - 1) / dim), i = 1 .. dim/2 (equation 15).
@@ -109,6 +111,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         rotated = apply_rotary(x[..., :rotary_dim], cos, sin, interleave)
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
+    if interleave and use_complex_products(x, cos, sin):
+        # (x0 + i x1) e^(i m theta), equation 13: a fifth of the time on a CPU, and a third of the
+        # kernels on a GPU; compilers fuse the other form
+        pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
     dim, pairs = (-1, (-1, 2)) if interleave else (-2, (2, -1))
     first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, pairs).unbind(dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)

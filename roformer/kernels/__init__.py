@@ -1,23 +1,30 @@
-"""Faster implementations of operations; without them every output is the same up to rounding.
+"""Faster implementations of operations; without them outputs are the same up to rounding.
 
-What belongs here: attention without padding, linear layers and dropout for a CPU, and the choice
-between kernels. What does not: anything that decides what is computed.
+What belongs here: attention, linear layers and dropout for a CPU, attention without padding, and
+the choice between kernels. What does not: anything that decides what is computed.
 
 `ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """
 
 from .attention import unpadded_attention
-from .dispatch import UNPADDED, kernels_enabled, select_attention, set_kernels_enabled
+from .dispatch import (
+    AUTO,
+    UNPADDED,
+    kernels_enabled,
+    select_cpu_attention,
+    set_kernels_enabled,
+)
 from .dropout import Dropout
 from .linear import Linear, replace_by_torch_modules
 
 __all__ = [
+    "AUTO",
     "UNPADDED",
     "Dropout",
     "Linear",
     "kernels_enabled",
     "replace_by_torch_modules",
-    "select_attention",
+    "select_cpu_attention",
     "set_kernels_enabled",
     "unpadded_attention",
 ]

@@ -1,30 +1,28 @@
-"""Attention without padding: all documents of a batch as one row of tokens.
+"""Attention by the fastest exact kernel for the device, dtype, length and dropout of a call.
 
-Registered in transformers' AttentionInterface as `attn_implementation="unpadded"`. No arithmetic is
-spent on padding, and no library beyond torch is needed.
+Registered in transformers' AttentionInterface as `attn_implementation="auto"`, the default of this
+package's models, and as "unpadded". No library beyond torch is needed.
 """
 
-import inspect
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .dispatch import UNPADDED, use_cpu_kernel
+from .dispatch import AUTO, UNPADDED, kernels_enabled, select_cpu_attention, use_cpu_kernel
 from .dropout import dropout as fast_dropout
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older torch: the loop below serves every device
-    varlen_attn = None  # type: ignore[assignment]
+_flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
+"""The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
 
-CHUNK_LENGTH = 512
-"""Queries of one head whose scores are computed at a time in inference on a CPU."""
+CHUNK_SIZE = 2**20
+"""Scores that `_chunked_attention` computes at a time, few enough to stay in the cache."""
 
 
 def unpadded_attention(
@@ -39,110 +37,133 @@ def unpadded_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each document of one row; without document lengths the same as sdpa.
+    """Attention by the fastest exact kernel, within each document of a row if lengths are given.
 
-    On CUDA (Ampere or later), in half precision, without dropout and with a head size that is a
-    multiple of 8 up to 256, this is torch's `varlen_attn`. Elsewhere it is one call for each run of
-    neighbouring documents of equal length.
+    With document lengths, on CUDA (Ampere or later), in half precision and with a head size that is
+    a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
+    run of neighbouring documents of equal length, which waits for the device. Calls on a CPU are
+    computed by the kernel that `select_cpu_attention` names, all others by sdpa.
 
     Args:
         module: Attention layer; `is_causal` is read.
-        query: [1, H, T, D].
-        key: [1, H, T, D].
-        value: [1, H, T, D].
-        attention_mask: Only used without `cu_seq_lens_q`.
-        scaling: Factor on the scores; 1 / sqrt(D) for `varlen_attn`.
+        query: [B, H, L, D], or [1, H, T, D] with document lengths.
+        key: [B, H, S, D], or [1, H, T, D].
+        value: [B, H, S, D], or [1, H, T, D].
+        attention_mask: In the form of sdpa; only used without `cu_seq_lens_q`.
+        scaling: Factor on the scores.
         dropout: Probability of dropping an attention weight.
         cu_seq_lens_q: [documents + 1] int32, cumulative lengths of the documents.
         max_length_q: Length of the longest document.
         **kwargs: Options of other kernels, unused.
 
     Returns:
-        [1, T, H, D], and None for the probabilities.
+        [B, L, H, D] or [1, T, H, D], and None for the probabilities.
     """
-    if cu_seq_lens_q is None:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     is_causal = bool(module.is_causal)
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, H, D]
-    if max_length_q is not None and _has_varlen_kernel(query, dropout):
+    if cu_seq_lens_q is None:
+        if is_causal and attention_mask is None:
+            sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]  # queries may be the last of the keys only
+            return sdpa(module, query, key, value, None, dropout, scaling, **kwargs)
+        return _attention(query, key, value, attention_mask, scaling, dropout), None
+    q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]
+    if max_length_q is not None and has_varlen_kernel(query.device, query.dtype, query.shape[-1]):
         cu_seqlens = cu_seq_lens_q.to(torch.int32)
-        lengths: Any = (cu_seqlens, cu_seqlens, max_length_q, max_length_q)
-        kernel: Any = varlen_attn
-        output = kernel(q, k, v, *lengths, **(_causal_option() if is_causal else {}))
+        lengths = (cu_seqlens, cu_seqlens, max_length_q, max_length_q)
+        # the last argument asks for the probabilities
+        output, *_ = _flash_attention(q, k, v, *lengths, dropout, is_causal, False, scale=scaling)
         return output.unsqueeze(0), None
-    outputs, start = [], 0
-    for length, run in groupby(cu_seq_lens_q.diff().tolist()):
-        shape = (len(list(run)), length)
-        end = start + shape[0] * length
-        rows = [x[start:end].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
-        output = _batched_attention(rows[0], rows[1], rows[2], scaling, dropout, is_causal)
+    shapes = [(len(list(run)), n) for n, run in groupby(cu_seq_lens_q.diff().tolist())]
+    sizes = [count * length for count, length in shapes]
+    outputs = []
+    # split, because the gradients of slices would be added up in tensors of the full size
+    for shape, *parts in zip(shapes, *(x.split(sizes) for x in (q, k, v)), strict=True):
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
+        output = _attention(query, key, value, None, scaling, dropout, is_causal)
         outputs.append(output.flatten(0, 1))
-        start = end
     return torch.cat(outputs).unsqueeze(0), None
 
 
-def _batched_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, is_causal: bool
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    is_causal: bool = False,
 ) -> Tensor:
-    """Unmasked or causal attention, [B, H, L, D] to [B, L, H, D].
-
-    On a CPU:
-
-    | dtype, dropout | without gradients | with gradients |
-    |---|---|---|
-    | causal, or not bfloat16 and no dropout | sdpa | sdpa |
-    | bfloat16, no dropout | in chunks of queries | scores of all pairs |
-    | dropout | scores of all pairs | scores of all pairs |
-    """
-    # sdpa on a CPU has no dropout kernel and makes little use of bfloat16 instructions
-    is_slow = query.dtype == torch.bfloat16 or dropout > 0
-    if is_causal or not is_slow or not use_cpu_kernel(query):
-        output = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, is_causal=is_causal
-        )
-        return output.transpose(1, 2)
-    # with dropout, ignore grad mode, so that gradient checkpointing redraws the same mask
-    if dropout or torch.is_grad_enabled():
-        return _full_attention(query, key, value, scaling, dropout)
-    return _chunked_attention(query, key, value, scaling)
+    """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
+    if not is_causal and use_cpu_kernel(query, key, value, mask):
+        scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
+        selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
+        if selected == "full":
+            return _full_attention(query, key, value, mask, scaling, dropout).transpose(1, 2)
+        if selected == "chunked":
+            return _chunked_attention(query, key, value, mask, scaling, dropout)
+    output = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout, scale=scaling, is_causal=is_causal
+    )
+    return output.transpose(1, 2)
 
 
 def _full_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
-    """Softmax(q k^T scaling) v with the scores of all pairs in memory."""
+    """Softmax(q k^T scaling) v with the scores of all pairs in memory, [..., L, D]."""
     scores = torch.matmul(query * scaling, key.transpose(-1, -2))
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
     weights = fast_dropout(F.softmax(scores, dim=-1), dropout, training=True)
-    return torch.matmul(weights, value).transpose(1, 2)
+    return torch.matmul(weights, value)
 
 
-def _chunked_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same for some queries of one head at a time, whose scores stay in the cache."""
-    output = torch.empty_like(query.transpose(1, 2))
-    for h in range(query.shape[1]):
-        head = slice(h, h + 1)
-        for start in range(0, query.shape[2], CHUNK_LENGTH):
-            rows = slice(start, start + CHUNK_LENGTH)
-            chunk = query[:, head, rows]
-            output[:, rows, head] = _full_attention(chunk, key[:, head], value[:, head], scaling)
-    return output
+def _chunked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """The same for some queries of one head at a time, [B, H, L, D] to [B, L, H, D].
+
+    Scores, and the random numbers of dropout, are computed again in the backward pass.
+    """
+    (B, H, L, _), S = query.shape, key.shape[2]  # noqa: N806
+    length = max(1, CHUNK_SIZE // (B * S))
+    masks = [None] * H if mask is None else mask.expand(B, H, L, S).unbind(1)
+    heads = []
+    for q, k, v, head_mask in zip(*(x.unbind(1) for x in (query, key, value)), masks, strict=True):
+        chunks = []
+        for start in range(0, L, length):
+            rows = slice(start, start + length)
+            chunk = (q[:, rows], k, v, None if head_mask is None else head_mask[:, rows])
+            if torch.is_grad_enabled():
+                output = checkpoint(_full_attention, *chunk, scaling, dropout, use_reentrant=False)
+            else:
+                output = _full_attention(*chunk, scaling, dropout)
+            chunks.append(output)
+        heads.append(torch.cat(chunks, dim=1))
+    return torch.stack(heads, dim=2)
 
 
-def _has_varlen_kernel(query: Tensor, dropout: float) -> bool:
-    is_half, head_dim = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    if varlen_attn is None or not query.is_cuda or not is_half or dropout:
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether one call computes documents of different lengths on the device."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if not kernels_enabled() or _flash_attention is None or device.type != "cuda" or not is_half:
         return False
     if head_dim % 8 or head_dim > 256:
         return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)  # Ampere
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
 
 
-def _causal_option() -> dict[str, Any]:
-    """The argument of `varlen_attn` for causal attention, which differs between versions."""
-    names = inspect.signature(varlen_attn).parameters
-    return {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
-
-
-AttentionInterface.register(UNPADDED, unpadded_attention)
-AttentionMaskInterface.register(UNPADDED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+for _name in (AUTO, UNPADDED):
+    AttentionInterface.register(_name, unpadded_attention)
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

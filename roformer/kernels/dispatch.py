@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+AUTO = "auto"
+"""Default of `attn_implementation`: padding is left out on a CPU, with a warning where the caller
+can see it."""
+
 UNPADDED = "unpadded"
-"""Value of `attn_implementation` for attention without padding."""
+"""Value of `attn_implementation` for attention without padding on every device."""
+
+MAPPED_BYTES = 2**25
+"""Size from which glibc takes memory from the system in every call, cleared page by page."""
 
 _enabled = os.environ.get("ROFORMER_KERNELS", "1") != "0"
 
@@ -21,7 +28,7 @@ def set_kernels_enabled(enabled: bool) -> None:
 
     Args:
         enabled: False computes everything by torch's own operations; `attn_implementation`
-            "unpadded" then means "sdpa".
+            "auto" and "unpadded" then mean "sdpa".
     """
     global _enabled
     _enabled = enabled
@@ -32,9 +39,25 @@ def kernels_enabled() -> bool:
     return _enabled
 
 
-def select_attention(implementation: str) -> str:
-    """Return the name of the attention kernel that computes calls of `implementation`."""
-    return "sdpa" if implementation == UNPADDED and not _enabled else implementation
+def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) -> str:
+    """Return the kernel for a call on a CPU, whether gradients are computed or not.
+
+    torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
+    there it computes and keeps all scores.
+
+    | dtype, dropout | scores of all heads below 32 MiB | from 32 MiB |
+    |---|---|---|
+    | bfloat16, or dropout in float32 | `full`: all scores at once | `chunked`: a part at once |
+    | otherwise | `sdpa` | `sdpa` |
+
+    Args:
+        dtype: Dtype of queries, keys and values.
+        dropout: Probability of dropping an attention weight.
+        scores_bytes: Size of the scores of all heads.
+    """
+    if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
+        return "sdpa"
+    return "full" if scores_bytes < MAPPED_BYTES else "chunked"
 
 
 def use_cpu_kernel(*tensors: Tensor | None) -> bool:
@@ -42,16 +65,25 @@ def use_cpu_kernel(*tensors: Tensor | None) -> bool:
     return _enabled and all(x is None or is_plain(x) for x in tensors)
 
 
-def is_plain(x: Tensor) -> bool:
+def use_complex_products(*tensors: Tensor) -> bool:
+    """Return whether kernels are on and all tensors are ordinary ones on a CPU or a GPU."""
+    return _enabled and all(is_plain(x, ("cpu", "cuda")) for x in tensors)
+
+
+def is_plain(x: Tensor, devices: tuple[str, ...] = ("cpu",)) -> bool:
     """Return whether x is an ordinary dense tensor on a CPU that nothing traces or transforms.
 
     Excluded are subclasses (sharded, jagged, fake), sparse tensors and dual tensors of forward-mode
     differentiation.
+
+    Args:
+        x: Any tensor.
+        devices: Device types that count, where values are not read.
     """
     if type(x) not in (Tensor, nn.Parameter) or is_traced():
         return False
-    is_dense_cpu = x.device.type == "cpu" and x.layout is torch.strided
-    return is_dense_cpu and forward_ad.unpack_dual(x).tangent is None
+    is_dense = x.device.type in devices and x.layout is torch.strided
+    return is_dense and forward_ad.unpack_dual(x).tangent is None
 
 
 def is_traced() -> bool:

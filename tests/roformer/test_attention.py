@@ -3,12 +3,16 @@
 import copy
 import itertools
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorWithFlattening,
+)
 from transformers.masking_utils import flash_attention_mask
 
 from roformer import (
@@ -129,14 +133,16 @@ def test_rows_that_a_ready_made_mask_closes_leave_the_others_finite(kernel, dtyp
 def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
     model = model_with(config, "borders")
     with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):
-        model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
+        model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3).bool())
 
 
 @pytest.mark.parametrize("rope", ["default", "dynamic", "longrope"])
 @pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
-@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "both", "padded"])
+@pytest.mark.parametrize(
+    "given", ["position_ids", "cu_seq_lens_q", "both", "padded row", "padded rows"]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_documents_come_out_as_they_would_alone(kernel, told, decoder, rope):
+def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, rope):
     config = rope_config(rope, **({"factor": 4.0} if rope == "dynamic" else {}))
     config.is_decoder, config.use_cache, config.max_position_embeddings = decoder, False, 10
     config.hidden_act = "tanh"  # bounded, so that errors do not grow with these large weights
@@ -147,12 +153,15 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, told, decoder, ro
     positions = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
     borders = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
     arguments = {"position_ids": positions, "cu_seq_lens_q": borders}
-    if told == "padded":  # two rows, the second with padding whose positions mean nothing
-        ids, positions = (torch.nn.functional.pad(x, (0, 5)).view(2, 28) for x in (ids, positions))
-        mask = torch.arange(56).view(2, 28) < 51
-        output = model(ids, attention_mask=mask, position_ids=positions)[0].view(1, 56, -1)[:, :51]
+    if given.startswith("padded"):  # the positions of padding mean nothing
+        ids, positions = (torch.nn.functional.pad(x, (0, 5)) for x in (ids, positions))
+        told = {"attention_mask": torch.arange(56)[None] < 51, "position_ids": positions}
+        if given == "padded rows":  # two, which only lengths can describe
+            told = {name: x.view(2, 28) for name, x in told.items()}
+            told["cu_seq_lens_q"] = torch.cat((borders, torch.tensor([56])))
+        output = model(ids.view(told["position_ids"].shape), **told)[0].view(1, 56, -1)[:, :51]
     else:
-        output = model(ids, **{k: v for k, v in arguments.items() if told in (k, "both")})[0]
+        output = model(ids, **{k: v for k, v in arguments.items() if given in (k, "both")})[0]
     alone = torch.cat([model(part)[0] for part in parts], dim=1)
     torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
 
@@ -224,27 +233,50 @@ def test_dropout_acts_in_training_and_only_there(name, kernel, config):
     assert not twice()
 
 
-def test_what_looks_like_no_packing_is_one_document(config):
+@pytest.mark.parametrize(
+    ("positions", "is_warned_of"),
+    [
+        ([[0] * 6], False),  # positions switched off
+        ([[3, 5, 4, 0, 1, 2]], False),
+        ([[0, 1, 2, 10, 11, 12]], False),
+        ([[0, 2, 4, 0, 2, 4]], False),
+        ([[-2, -1, 0, 1, 2, 3]], False),
+        ([[1, 2, 3, 1, 2, 3]], True),
+        ([[0, 1, 2, 3, 1, 2]], True),
+        ([[5, 6, 7, 0, 1, 2]], True),
+        ([[0, 1, 2, 0, 1, 2]] * 2, True),
+    ],
+)
+def test_other_positions_are_one_document_and_partly_packed_ones_are_warned_of(
+    positions, is_warned_of, config, warnings_once
+):
+    model, position_ids = model_with(config, "sdpa"), torch.tensor(positions)
+    ids = torch.randint(0, 60, position_ids.shape)
+    changed = ids.clone()
+    changed[0, 5] = (ids[0, 5] + 1) % 60
+    first, second = (model(x, position_ids=position_ids)[0][0, 0] for x in (ids, changed))
+    assert not torch.equal(first, second)
+    warnings = [r for r in warnings_once.records if "cu_seq_lens_q" in r.getMessage()]
+    assert len(warnings) == is_warned_of
+
+
+def test_lengths_make_one_document_of_positions_that_start_again(config):
+    model, ids = model_with(config, "sdpa"), torch.randint(0, 60, (1, 6))
+    position_ids, lengths = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
+    single = model(ids.expand(2, -1), position_ids=position_ids)[0][:1]  # never packed
+    assert not torch.allclose(model(ids, position_ids=position_ids)[0], single, atol=1e-3)
+    found = model(ids, position_ids=position_ids, cu_seq_lens_q=lengths)[0]
+    torch.testing.assert_close(found, single, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_transformers_flattening_collator_are_packed(config):
+    parts = [torch.randint(1, 60, (n,)).tolist() for n in (4, 1, 6)]
+    collate = DataCollatorWithFlattening(return_tensors="pt")
+    batch = collate([{"input_ids": part} for part in parts])
     model = model_with(config, "sdpa")
-    ids = torch.randint(0, 60, (1, 6))
-    for positions in ([3, 5, 4, 0, 1, 2], [0, 1, 2, 10, 11, 12], [0, 2, 4, 0, 2, 4]):
-        together = model(ids, position_ids=torch.tensor([positions]))[0]
-        changed = ids.clone()
-        changed[0, 5] = (ids[0, 5] + 1) % 60
-        assert not torch.equal(
-            together[0, 0], model(changed, position_ids=torch.tensor([positions]))[0][0, 0]
-        )
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_first_document_of_a_row_may_have_begun_in_an_earlier_one(kernel, config):
-    model = model_with(config, kernel)
-    ids = torch.randint(1, 60, (1, 10))
-    positions = torch.tensor([[5, 6, 7, 0, 1, 2, 0, 1, 2, 3]])
-    together = model(ids, position_ids=positions)[0][0]
-    for a, b in ((0, 3), (3, 6), (6, 10)):
-        alone = model(ids[:, a:b], position_ids=positions[:, a:b])[0][0]
-        torch.testing.assert_close(together[a:b], alone, atol=1e-5, rtol=1e-4)
+    output = model(batch["input_ids"], position_ids=batch["position_ids"])[0]
+    alone = torch.cat([model(torch.tensor([part]))[0] for part in parts], dim=1)
+    torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
 
 
 def test_flash_kernels_of_the_hub_know_the_borders_and_unknown_kernels_are_refused(config):
@@ -346,7 +378,7 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, backen
     with torch.no_grad():
         a, b = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (eager, flex))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
-        a, b = (m(ids, position_ids=positions)[0] for m in (eager, flex))
+        a, b = (m(ids[:1], position_ids=positions)[0] for m in (eager, flex))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
         heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
         heads[:, 1, 1:, 0] = False
@@ -372,7 +404,6 @@ def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     ("changes", "fits"),
     [
         ({}, True),
-        ({"dropout": 0.1}, False),
         ({"dtype": torch.float32}, False),
         ({"width": 20}, False),
         ({"width": 264}, False),
@@ -381,13 +412,33 @@ def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
 )
 def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes, fits, monkeypatch):
     """A GPU made of words: what the kernel takes is checked by itself on a real one."""
-    of = {"dropout": 0.0, "dtype": torch.bfloat16, "width": 64, "capability": (8, 0)} | changes
-    monkeypatch.setattr(attention, "varlen_attn", print)
+    of = {"dtype": torch.bfloat16, "width": 64, "capability": (8, 0)} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of["capability"])
-    heads = SimpleNamespace(
-        dtype=of["dtype"], shape=(1, 2, 9, of["width"]), is_cuda=True, device="cuda"
-    )
-    assert attention._has_varlen_kernel(heads, of["dropout"]) == fits
+    case = torch.device("cuda"), of["dtype"], of["width"]
+    assert attention.has_varlen_kernel(*case) == fits
+    monkeypatch.setattr(attention, "_flash_attention", None)  # a torch without the operator
+    assert not attention.has_varlen_kernel(*case)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_torchs_kernel_for_documents_is_called_with_their_lengths(decoder, config, monkeypatch):
+    """The operator exists on CUDA only; this one takes the same arguments."""
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
+        assert (max_q, max_k, dropout, return_debug_mask) == (9, 9, 0.0, False)
+        parts = [
+            F.scaled_dot_product_attention(*x, is_causal=is_causal, scale=scale).transpose(0, 1)
+            for x in zip(*(y.transpose(0, 1).split(cu_q.diff().tolist(), 1) for y in (q, k, v)))
+        ]
+        return torch.cat(parts), None, None, None, None
+
+    config.is_decoder, config.use_cache = decoder, False
+    model = model_with(config, "unpadded").eval()
+    ids, lengths = torch.randint(5, 60, (1, 21)), torch.tensor([0, 9, 13, 21], dtype=torch.int32)
+    expected = model(ids, cu_seq_lens_q=lengths)[0]
+    monkeypatch.setattr(attention, "_flash_attention", flash)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda *case: True)
+    torch.testing.assert_close(model(ids, cu_seq_lens_q=lengths)[0], expected)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "unpadded"])

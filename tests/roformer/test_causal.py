@@ -51,7 +51,7 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
         ids, places = found["input_ids"].flatten(), found["label_positions"]
         assert torch.equal(ids[places + 1], found["labels"])
         text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        assert len(places) == text.sum() == sequences.spans(rows)[1].sum()
+        assert len(places) == text.sum() == sequences.locate(rows)[1].sum()
         assert text[places + 1].all()
 
 
@@ -125,7 +125,7 @@ def test_the_loss_of_the_log_is_that_of_the_whole_text(pretrain_flags, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     sequences = SequenceIndex(tokenize_corpus(settings.corpus, "validation", tokenizer), 64)
     total, number = 0.0, 0
-    for start, size in zip(*sequences.spans(np.arange(len(sequences)))):
+    for start, size in zip(*sequences.locate(np.arange(len(sequences)))):
         text = torch.from_numpy(sequences.store.read(int(start), int(size)).astype(np.int64))
         ids = torch.cat((torch.tensor([tokenizer.cls_token_id]), text))[None]
         with torch.no_grad():

@@ -26,8 +26,6 @@ FOREIGN = [
 @pytest.mark.parametrize(
     ("key", "fields"),
     [
-        ("hidden_size", {"hidden_size": 33}),
-        ("hidden_size", {"hidden_size": 34}),
         ("hidden_size", {"hidden_size": "32"}),
         ("num_hidden_layers", {"num_hidden_layers": 0}),
         ("num_hidden_layers", {"num_hidden_layers": 2.0}),
@@ -62,6 +60,14 @@ FOREIGN = [
 def test_a_field_that_breaks_its_rule_is_named(key, fields):
     with pytest.raises(ValueError, match=f"^{key} must .*got {fields[key]!r}$"):
         RoFormerConfig(**(SIZES | fields))
+
+
+@pytest.mark.parametrize("size", [32, 36, 37])
+def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size):
+    """As transformers' class with its default of 12 heads."""
+    config = RoFormerConfig(hidden_size=size)
+    with pytest.raises(ValueError, match="^hidden_size must be a multiple of 2"):
+        RoFormerModel(config)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from roformer import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
     RoFormerForQuestionAnswering,
+    RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
     RoFormerModel,
 )
@@ -53,21 +55,91 @@ def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, confi
         model(**made)
 
 
+IDS = torch.arange(5, 15).view(2, 5)
+TOKENS, CLASSES = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+LABELS = {
+    RoFormerForMaskedLM: TOKENS,
+    RoFormerForCausalLM: TOKENS,
+    RoFormerForTokenClassification: TOKENS,
+    RoFormerForSequenceClassification: CLASSES,
+    RoFormerForMultipleChoice: CLASSES,
+}
+
+
+def loss_of(head, config, labels):
+    ids = IDS[:, None] if head is RoFormerForMultipleChoice else IDS
+    torch.manual_seed(0)
+    return head(config).eval()(ids, labels=labels).loss
+
+
 @pytest.mark.parametrize(
-    ("head", "labels"),
+    ("change", "message"),
     [
-        (RoFormerForMaskedLM, {"labels": (2, 4)}),
-        (RoFormerForCausalLM, {"labels": (2, 4)}),
-        (RoFormerForTokenClassification, {"labels": (2, 5, 1)}),
-        (RoFormerForQuestionAnswering, {"start_positions": (2, 5), "end_positions": (2,)}),
+        (lambda labels: labels.repeat(2, *[1] * (labels.ndim - 1)), "labels must have the shape"),
+        (lambda labels: labels + 60, "labels must be at least 0 and below .* got 60"),
+        (lambda labels: labels - 1, "labels must be at least 0 and below .* got -1"),
+        (lambda labels: labels.float(), "labels must be integers"),
+        (lambda labels: labels.tolist(), "labels must be a tensor, got a list"),
+    ],
+    ids=["batch size", "too large", "negative", "float", "list"],
+)
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_wrong_labels_are_refused_by_name(head, labels, change, message, config):
+    with pytest.raises(ValueError, match=message):
+        loss_of(head, config, change(labels))
+
+
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_labels_of_int32_are_those_of_int64(head, labels, config):
+    assert loss_of(head, config, labels.int()) == loss_of(head, config, labels)
+
+
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_a_batch_without_labels_is_warned_of(head, labels, config, warnings_once):
+    assert loss_of(head, config, labels - 100).isnan()
+    assert "all labels of a batch are -100" in warnings_once.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        ("regression", [[0, 1, 1], [1, 0, 0]]),
+        ("multi_label_classification", [[0, 1, 1], [1, 0, 0]]),
     ],
 )
-def test_labels_of_the_wrong_shape_are_refused_by_name(head, labels, config):
-    made = {name: torch.zeros(shape, dtype=torch.long) for name, shape in labels.items()}
-    with pytest.raises(ValueError, match=f"{next(iter(labels))} must have the shape"):
-        head(config)(torch.zeros(2, 5, dtype=torch.long), **made)
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        head(config)(**made)
+def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, labels, config):
+    config.num_labels, config.problem_type = 3, problem
+    labels = torch.tensor(labels)
+    found = loss_of(RoFormerForSequenceClassification, config, labels)
+    assert found == loss_of(RoFormerForSequenceClassification, config, labels.float())
+    with pytest.raises(ValueError, match="labels must have the shape"):
+        loss_of(RoFormerForSequenceClassification, config, labels[:1])
+    with pytest.raises(ValueError, match="labels must be integers to choose one of 3 classes, or"):
+        loss_of(RoFormerForSequenceClassification, config, labels[:, 0].float())
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"start_positions": TOKENS, "end_positions": CLASSES}, "start_positions must have the"),
+        ({"start_positions": CLASSES, "end_positions": CLASSES.float()}, "end_positions must be i"),
+        ({"start_positions": CLASSES}, "start_positions and end_positions must be given together"),
+    ],
+)
+def test_wrong_answers_are_refused_by_name(answers, message, config):
+    with pytest.raises(ValueError, match=message):
+        RoFormerForQuestionAnswering(config)(IDS, **answers)
+
+
+@pytest.mark.parametrize("head", [*LABELS, RoFormerForQuestionAnswering, RoFormerModel])
+def test_a_batch_in_place_of_its_tensors_is_refused_with_the_remedy(head, config):
+    with pytest.raises(ValueError, match=r"input_ids must .* call model\(\*\*batch\)"):
+        head(config)(transformers.BatchEncoding({"input_ids": IDS}))
+
+
+def test_an_unknown_kernel_is_refused_with_the_names_of_all(config):
+    with pytest.raises(ValueError, match="attn_implementation.* must be one of .*auto, unpadded"):
+        RoFormerModel(config).set_attn_implementation("flash")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +168,8 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, co
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
         ({"attention_mask": torch.full((2, 1, 1, 5), -10000)}, "must be 0 and 1, got -10000"),
         ({"attention_mask": create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 5, 5, "cpu")},
-         "attention_mask must be a tensor with attn_implementation='sdpa', got a BlockMask"),
+         "attention_mask must be a tensor"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5).tril()}, "attention_mask must be added to the"),
         ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),
     ],
 )  # fmt: skip

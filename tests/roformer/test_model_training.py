@@ -79,11 +79,13 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(config):
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, config):
     batch, found = example(), []
-    model = enlarge(RoFormerForMaskedLM(config))
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = enlarge(RoFormerForMaskedLM(config)).train()
     model.set_attn_implementation(kernel)
     for sparse in (False, True):
         model.zero_grad()
-        output = model(**batch, sparse_prediction=sparse)
+        model.config.sparse_prediction = sparse
+        output = model(**batch)
         output.loss.backward()
         found.append((output, gradients(model)))
     torch.testing.assert_close(found[0][0].loss, found[1][0].loss)
@@ -91,11 +93,18 @@ def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, conf
     chosen = batch["labels"] != -100
     assert found[1][0].logits.shape == (int(chosen.sum()), 60)
     torch.testing.assert_close(found[1][0].logits, found[0][0].logits[chosen], atol=1e-5, rtol=1e-4)
+    model.eval()
+    assert model(**batch).logits.shape == (*batch["labels"].shape, 60)
 
 
-def test_sparse_prediction_without_labels_is_refused_by_name(config):
-    with pytest.raises(ValueError, match="labels must be given with sparse_prediction"):
-        RoFormerForMaskedLM(config)(example()["input_ids"], sparse_prediction=True)
+def test_sparse_prediction_is_saved_and_loads_in_transformers(config, tmp_path):
+    RoFormerForMaskedLM(config).save_pretrained(tmp_path)
+    model = RoFormerForMaskedLM.from_pretrained(tmp_path, sparse_prediction=True)
+    model.save_pretrained(tmp_path)
+    assert RoFormerForMaskedLM.from_pretrained(tmp_path).config.sparse_prediction
+    stock = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
+    batch = example()
+    torch.testing.assert_close(stock(**batch).loss, model.eval()(**batch).loss)
 
 
 def test_modules_of_dropout_say_all_about_it(config):
@@ -125,7 +134,8 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     places[0, 3:] -= 3  # a packed row
     rows = torch.func.vmap(lambda x, p: model(x[None], position_ids=p[None]).logits[0])(ids, places)
-    torch.testing.assert_close(rows, model(ids, position_ids=places).logits, atol=1e-5, rtol=1e-4)
+    expected = [model(x[None], position_ids=p[None]).logits for x, p in zip(ids, places)]
+    torch.testing.assert_close(rows, torch.cat(expected), atol=1e-5, rtol=1e-4)
     step = torch.randn_like(words)
     _, slope = torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (words,), (step,))
     near = [model(inputs_embeds=words + e * step).logits for e in (1e-3, -1e-3)]
@@ -411,12 +421,12 @@ class StorageTracker(TorchDispatchMode):
         return sum(size for key, size in alive.items() if key not in parameters)
 
 
-def step_bytes(model: torch.nn.Module, **options: object) -> int:
+def step_bytes(model: torch.nn.Module) -> int:
     """Kept after the forward pass of one masked-LM step at 8 x 512, until its backward pass."""
     ids = torch.randint(5, 30522, (8, 512))
     labels = ids.masked_fill(torch.rand(ids.shape) > 0.15, -100)
     with StorageTracker() as storages:
-        loss = model.train()(ids, labels=labels, **options).loss
+        loss = model.train()(ids, labels=labels).loss
     assert loss.requires_grad
     return storages.live_bytes(model)
 
@@ -425,9 +435,9 @@ def step_bytes(model: torch.nn.Module, **options: object) -> int:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_backward_keeps_at_most_62_percent_of_the_bytes_of_stock(dropout, record_property):
     fields = {"vocab_size": 30522, "attention_probs_dropout_prob": dropout}
-    ours = RoFormerForMaskedLM._from_config(RoFormerConfig(**fields), attn_implementation="sdpa")
+    ours = RoFormerForMaskedLM(RoFormerConfig(**fields, sparse_prediction=True))
     stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    mine, theirs = step_bytes(ours, sparse_prediction=True), step_bytes(stock)
+    mine, theirs = step_bytes(ours), step_bytes(stock)
     share = mine / theirs
     logging.getLogger(__name__).warning(
         "attention dropout %s: %.0f MB of %.0f MB, %.1f %%",
@@ -455,3 +465,14 @@ def test_hooks_of_the_users_own_are_left_alone(hooks):
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for plain, hooked in zip(*gradients):
         torch.testing.assert_close(plain, hooked)
+
+
+def test_training_in_half_precision_is_warned_of_once(config, warnings_once):
+    model = RoFormerForMaskedLM(config)
+    model.train()
+    model.bfloat16().eval()
+    assert not warnings_once.records
+    for _ in range(2):
+        model.train()
+    assert len(warnings_once.records) == 1
+    assert "dtype=torch.float32" in warnings_once.text

@@ -32,7 +32,7 @@ def _kernels_off_afterwards(monkeypatch):
     kernels.set_kernels_enabled(True)
 
 
-def outputs(head: str, layout: str, kernel: str, enabled: bool) -> list[torch.Tensor]:
+def outputs(head: str, layout: str, kernel: str | None, enabled: bool) -> list[torch.Tensor]:
     """Loss, outputs at real tokens and gradients of one call."""
     kernels.set_kernels_enabled(enabled)
     config = rope_config("default")
@@ -40,12 +40,12 @@ def outputs(head: str, layout: str, kernel: str, enabled: bool) -> list[torch.Te
     lengths = torch.tensor([[12], [7], [1]])
     mask = torch.arange(12) < (lengths if layout == "padded" else torch.full((3, 1), 12))
     inputs = {"input_ids": IDS, "attention_mask": mask.long()} | LABELS[head]
-    if layout == "packed":
-        inputs["position_ids"] = torch.cat((torch.arange(5), torch.arange(7))).expand(3, -1)
     if head == "RoFormerForMultipleChoice":
         inputs |= {k: x[None] for k, x in inputs.items() if k != "labels"}
     if inputs.get("labels", IDS[0]).shape == mask.shape:
         inputs["labels"] = inputs["labels"].masked_fill(~mask, -100)
+    if layout == "packed":
+        inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 12, 17, 24, 29, 36])
     output = model(**inputs)
     loss, logits = output[:2]
     if logits.shape[:2] == mask.shape:
@@ -57,7 +57,7 @@ def outputs(head: str, layout: str, kernel: str, enabled: bool) -> list[torch.Te
 
 
 @pytest.mark.usefixtures("_kernels_off_afterwards")
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded", None])
 @pytest.mark.parametrize("layout", ["full", "padded", "packed"])
 @pytest.mark.parametrize("head", LABELS)
 def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
@@ -70,12 +70,10 @@ def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
 def test_no_kernel_is_called_when_they_are_off(monkeypatch):
     monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
     attention = sys.modules["roformer.kernels.attention"]
-    monkeypatch.setattr(attention, "_batched_attention", lambda *x: pytest.fail("was called"))
+    monkeypatch.setattr(attention, "_full_attention", lambda *x: pytest.fail("was called"))
     monkeypatch.setattr("roformer.kernels.dropout._keep_mask", lambda *x: pytest.fail("was called"))
     kernels.set_kernels_enabled(False)
-    model = roformer.RoFormerForMaskedLM._from_config(
-        rope_config("default"), attn_implementation="unpadded"
-    )
+    model = roformer.RoFormerForMaskedLM(rope_config("default"))
     model.train()(IDS, labels=IDS).loss.backward()
 
 

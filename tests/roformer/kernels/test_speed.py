@@ -9,7 +9,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 from roformer.kernels import attention
 from train.data.batching import packed_layout
 from train.loop.flops import step_flops
@@ -98,43 +98,77 @@ def test_dropout_draws_four_numbers_at_a_time(batch):
     assert calls.largest["random_"] == 4 * 4 * 64 * 64 // 4  # the weights of a layer
 
 
+SDPA, FULL, CHUNKED = "scaled_dot_product_attention", "_full_attention", "_chunked_attention"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "dropout", "length", "training", "way"),
+    ("batch", "length", "dtype", "dropout", "kernel", "first_of_padded"),
     [
-        (torch.float32, 0.0, 600, True, "scaled_dot_product_attention"),
-        (torch.float32, 0.1, 512, True, "_full_attention"),
-        (torch.bfloat16, 0.0, 512, True, "_full_attention"),
-        (torch.bfloat16, 0.0, 64, False, "_chunked_attention"),
+        (32, 128, torch.float32, 0.0, SDPA, SDPA),
+        (32, 128, torch.float32, 0.1, FULL, FULL),
+        (32, 128, torch.bfloat16, 0.0, FULL, FULL),
+        (32, 128, torch.bfloat16, 0.1, FULL, FULL),
+        (8, 512, torch.float32, 0.0, SDPA, SDPA),
+        (8, 512, torch.float32, 0.1, CHUNKED, FULL),
+        (8, 512, torch.bfloat16, 0.0, FULL, FULL),
+        (8, 512, torch.bfloat16, 0.1, FULL, FULL),
+        (2, 2048, torch.float32, 0.0, SDPA, SDPA),
+        (2, 2048, torch.float32, 0.1, CHUNKED, CHUNKED),
+        (2, 2048, torch.bfloat16, 0.0, CHUNKED, CHUNKED),
+        (2, 2048, torch.bfloat16, 0.1, CHUNKED, CHUNKED),
     ],
 )
-def test_attention_on_a_cpu_takes_the_fastest_way(
-    monkeypatch, dtype, dropout, length, training, way
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_on_a_cpu_is_computed_by_the_kernel_of_the_table(
+    monkeypatch, batch, length, dtype, dropout, kernel, first_of_padded, training, padded
 ):
-    """torch's kernel, or the product written out where that one is slower."""
+    """The cells of the benchmark, with the default attention; padded rows are computed by one."""
     taken = []
-    for holder, name in (
-        (attention, "_full_attention"),
-        (attention, "_chunked_attention"),
-        (attention.F, "scaled_dot_product_attention"),
-    ):
-        spy = spy_on(getattr(holder, name), name, taken)
-        monkeypatch.setattr(holder, name, spy)
-    fields = FIELDS | {"num_hidden_layers": 1, "attention_probs_dropout_prob": dropout}
-    model = RoFormerForMaskedLM._from_config(
-        RoFormerConfig(**fields), attn_implementation="unpadded"
-    )
-    model.train(training).to(dtype)
-    with torch.set_grad_enabled(training):
-        model(torch.randint(5, 500, (1, length)))
-    assert taken[0] == way
+    for holder, name in ((attention, FULL), (attention, CHUNKED), (attention.F, SDPA)):
+        function = getattr(holder, name)
+        monkeypatch.setattr(
+            holder, name, lambda *x, f=function, n=name, **kw: taken.append(n) or f(*x, **kw)
+        )
+    fields = {"num_hidden_layers": 1, "vocab_size": 500, "hidden_size": 16, "intermediate_size": 4}
+    fields |= {"num_attention_heads": 4, "attention_probs_dropout_prob": dropout}
+    model = RoFormerModel(RoFormerConfig(**fields)).to(dtype).train(training)
+    lengths = torch.linspace(length, 0.2 * length if padded else length, batch).round()
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    with torch.no_grad():
+        model(torch.randint(5, 500, (batch, length)), attention_mask=mask)
+    if dropout and not training:  # there is none in inference
+        assert taken[0] == (SDPA if dtype == torch.float32 else kernel)
+    else:
+        assert taken[0] == (first_of_padded if padded else kernel)
+    assert (len(taken) > 1) == padded or kernel == CHUNKED
 
 
-def spy_on(function, name, taken):
-    def spy(*arguments, **options):
-        taken.append(name)
-        return function(*arguments, **options)
-
-    return spy
+@pytest.mark.parametrize("training", [False, True])
+def test_by_default_padding_costs_nothing_and_unlabelled_tokens_no_backward_pass(training):
+    torch.manual_seed(0)
+    ids = torch.randint(5, 500, (4, 64))
+    mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
+    labels = ids.masked_fill(~mask | (torch.rand(ids.shape) > 0.15), -100)
+    flops = {}
+    for sparse in (False, True):
+        config = RoFormerConfig(**FIELDS, sparse_prediction=sparse)
+        model = RoFormerForMaskedLM(config).train(training)
+        with FlopCounterMode(display=False) as counted, torch.set_grad_enabled(training):
+            loss = model(ids, attention_mask=mask.long(), labels=labels).loss
+            if training:
+                loss.backward()
+        flops[sparse] = counted.get_total_flops()
+    squares, labelled = float((LENGTHS**2).sum()), int((labels != -100).sum())
+    head = 2 * (64**2 + 500 * 64)
+    step = step_flops(config, float(LENGTHS.sum()), squares, labelled)
+    every_logit = head * ids.numel()
+    if training:
+        assert flops[True] == pytest.approx(step, rel=1e-6)
+        assert flops[False] == pytest.approx(step + every_logit, rel=1e-6)
+    else:
+        encoder = step_flops(config, float(LENGTHS.sum()), 0, 0) / 3  # sdpa is not counted
+        assert flops[False] == flops[True] == pytest.approx(encoder + every_logit, rel=1e-6)
 
 
 def test_stock_does_what_is_counted_here_so_the_counters_can_fail(batch):

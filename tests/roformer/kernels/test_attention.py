@@ -1,0 +1,104 @@
+"""The kernels for a CPU compute attention: compared with its definition in float64."""
+
+import pytest
+import torch
+
+from roformer import RoFormerModel
+from roformer.kernels import attention, dispatch
+from tiny import rope_config
+
+SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
+KERNELS = {
+    "full": lambda *x: attention._full_attention(*x).transpose(1, 2),
+    "chunked": attention._chunked_attention,
+}
+
+
+def inputs(dtype: torch.dtype, mask: str) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Queries, keys and values, and a mask that leaves every query at least one key."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(3)]
+    kept = torch.rand(2, 3, 20, 20, generator=generator) > 0.4
+    kept |= torch.eye(20, dtype=torch.bool)
+    masks = {
+        "none": None,
+        "padding": kept[:, :1, :1] | torch.eye(20, dtype=torch.bool)[0],
+        "bool": kept,
+        "additive": torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, -30.0),
+    }
+    return [x.requires_grad_() for x in tensors], masks[mask]
+
+
+def definition(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of the scores times the values in float64, [B, L, H, D]."""
+    q, k, v = (x.double() for x in tensors)
+    scores = torch.einsum("bhld,bhsd->bhls", q, k) * 0.3
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask, scores, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.double()
+    return torch.einsum("bhls,bhsd->blhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bool", "additive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_SIZE", 2 * 20 * 6)  # six queries at a time, then two
+    tensors, mask_tensor = inputs(dtype, mask)
+    weights = torch.randn(2, 20, 3, 8, generator=torch.Generator().manual_seed(1))
+    expected = definition(tensors, mask_tensor)
+    wanted = [expected, *torch.autograd.grad((expected * weights).sum(), tensors)]
+    actual = KERNELS[kernel](*tensors, mask_tensor, 0.3, 0.0)
+    gradients = torch.autograd.grad((actual.double() * weights).sum(), tensors)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-12}[dtype]
+    assert actual.dtype == dtype
+    for a, b in zip([actual, *gradients], wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), atol=limit, rtol=0)
+
+
+def test_the_backward_pass_of_chunks_draws_the_dropout_of_the_forward_pass(monkeypatch):
+    """The loss is linear in the values: its gradient times the values is the loss itself."""
+    monkeypatch.setattr(attention, "CHUNK_SIZE", 2 * 20 * 6)
+    tensors, _ = inputs(torch.float64, "none")
+    torch.manual_seed(3)
+    loss = attention._chunked_attention(*tensors, None, 0.3, 0.5).square().sum()
+    (gradient,) = torch.autograd.grad(loss, tensors[2])
+    assert (gradient * tensors[2]).sum().item() == pytest.approx(2 * loss.item(), rel=1e-12)
+
+
+def test_dropout_of_chunks_keeps_the_expected_output():
+    tensors, _ = inputs(torch.float64, "none")
+    expected, total, draws = definition(tensors, None), 0.0, 400
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(draws):
+            total = total + attention._chunked_attention(*tensors, None, 0.3, 0.5)
+    torch.testing.assert_close(total / draws, expected.detach(), atol=0.25, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "unpadded"])
+def test_documents_of_mixed_lengths_have_the_gradients_of_single_rows(kernel):
+    """Runs of equal lengths are computed in one call; the parts must fit together again."""
+    torch.manual_seed(0)
+    model = RoFormerModel._from_config(rope_config("default"), attn_implementation=kernel)
+    model = model.double().eval()
+    lengths = [3, 3, 5, 1, 1, 5, 2]
+    ids = torch.randint(5, 60, (1, sum(lengths)))
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    rows = [model(x)[0] for x in ids.split(lengths, dim=1)]
+    packed = model(ids, cu_seq_lens_q=cu_seqlens, max_length_q=5)[0]
+    parameters = list(model.encoder.parameters())
+    losses = (torch.cat(rows, dim=1).square().sum(), packed.square().sum())
+    alone, together = (torch.autograd.grad(loss, parameters) for loss in losses)
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_scores_of_32_mib_and_more_are_computed_in_chunks():
+    limit = dispatch.MAPPED_BYTES
+    for dropout, dtype in ((0.1, torch.float32), (0.0, torch.bfloat16)):
+        assert dispatch.select_cpu_attention(dtype, dropout, limit - 1) == "full"
+        assert dispatch.select_cpu_attention(dtype, dropout, limit) == "chunked"
+    assert dispatch.select_cpu_attention(torch.float16, 0.1, limit) == "sdpa"
+    assert dispatch.select_cpu_attention(torch.float32, 0.0, limit) == "sdpa"

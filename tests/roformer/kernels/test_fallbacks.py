@@ -1,0 +1,148 @@
+"""Which kernel the default attention takes: the rows of the table of the documentation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call, vmap
+
+from roformer import (
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    RoFormerForSequenceClassification,
+    RoFormerModel,
+)
+from roformer.kernels import attention
+from tiny import TINY_MODEL, enlarge
+
+IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
+PADDED = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
+PACKED = torch.cat((torch.arange(5), torch.arange(7)))[None]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, int]]:
+    """Kernel and number of queries of each attention, both changed for bfloat16 to be chosen."""
+    found: list[tuple[str, int]] = []
+
+    def spy(holder: Any, name: str) -> None:
+        function = getattr(holder, name)
+
+        def record(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append((name.lstrip("_"), query.shape[0] * query.shape[2]))
+            return function(query, *args, **kwargs)
+
+        monkeypatch.setattr(holder, name, record)
+
+    spy(attention, "_full_attention")
+    spy(torch.nn.functional, "scaled_dot_product_attention")
+    return found
+
+
+def model_of(kernel: str | None, head: type = RoFormerModel, **fields: Any) -> Any:
+    config = RoFormerConfig(vocab_size=60, **TINY_MODEL | {"num_hidden_layers": 1} | fields)
+    return enlarge(head._from_config(config, attn_implementation=kernel)).bfloat16().eval()
+
+
+FULL, SDPA = "full_attention", "scaled_dot_product_attention"
+CASES: dict[str, tuple[dict[str, Any], list[tuple[str, int]]]] = {
+    "no padding": ({}, [(FULL, 36)]),
+    "padding": ({"attention_mask": PADDED}, [(FULL, 12), (FULL, 7), (FULL, 3)]),
+    "packed": ({"input_ids": IDS[:1], "position_ids": PACKED}, [(FULL, 5), (FULL, 7)]),
+    "output_hidden_states": (
+        {"attention_mask": PADDED, "output_hidden_states": True},
+        [(FULL, 36)],
+    ),
+    "output_attentions": ({"attention_mask": PADDED, "output_attentions": True}, []),
+    "four dimensions": ({"attention_mask": PADDED[:, None, None].bool()}, [(FULL, 36)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_call_is_computed_by_the_kernel_of_the_table(case, calls):
+    changes, expected = CASES[case]
+    inputs = {"input_ids": IDS} | changes
+    with torch.no_grad():
+        output = model_of(None)(**inputs)[0]
+        assert calls == expected
+        eager = model_of("eager")(**inputs)[0]
+    mask = (
+        PADDED.bool() if "attention_mask" in changes else torch.ones_like(inputs["input_ids"]) > 0
+    )
+    torch.testing.assert_close(output[mask], eager[mask], atol=0.1, rtol=0.1)
+
+
+def test_autocast_decides_by_the_dtype_of_the_queries(calls):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model_of(None).float()(IDS)
+    assert calls == [(FULL, 36)]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_traced_calls_are_computed_by_sdpa(is_compiled, calls):
+    model = model_of(None)
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        if is_compiled:
+            torch.compile(model, backend="eager")(IDS, attention_mask=PADDED)
+        else:
+            vmap(lambda x: functional_call(model, state, (x[None],))[0])(IDS)
+    assert {name for name, _ in calls} == {SDPA}
+
+
+def test_causal_models_and_caches_are_computed_by_sdpa(calls):
+    model = model_of(None, RoFormerForCausalLM, is_decoder=True)
+    with torch.no_grad():
+        cache = model(IDS, use_cache=True).past_key_values
+        model(IDS[:, :1], past_key_values=cache, use_cache=True)
+    assert {name for name, _ in calls} == {SDPA}
+
+
+def test_a_bias_on_the_scores_is_added_to_the_mask(calls):
+    with torch.no_grad():
+        model_of(None, position_encoding="alibi")(IDS, attention_mask=PADDED)
+    assert calls == [(FULL, 36)]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_gradient_checkpointing_computes_with_the_same_kernel(calls):
+    model = model_of(None).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(IDS)[0].float().sum().backward()
+    assert calls == [(FULL, 36)] * 2  # again in the backward pass
+
+
+def test_hooks_on_layers_see_the_rows_of_the_batch(calls):
+    """A vector for each example, added to the last layer, must reach its own example."""
+    model = model_of(None).float()
+    vectors = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=PADDED)[0]
+        model.encoder.layer[0].register_forward_hook(lambda layer, inputs, output: output + vectors)
+        steered = model(IDS, attention_mask=PADDED)[0]
+    mask = PADDED.bool()
+    torch.testing.assert_close(steered[mask], (plain + vectors)[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_of_padding_alone_is_scored_as_without_the_other_rows():
+    model = model_of(None, RoFormerForSequenceClassification).float()
+    mask = PADDED.clone()
+    mask[2] = 0
+    with torch.no_grad():
+        together = model(IDS, attention_mask=mask).logits[2]
+        alone = model(IDS[2:], attention_mask=mask[2:]).logits[0]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_causal_loss_with_padding_on_the_left_is_that_of_every_kernel():
+    """The first token is predicted from the last padding."""
+    mask = PADDED.flip(1)
+    labels = IDS.masked_fill(mask == 0, -100)
+    losses = [
+        model_of(kernel, RoFormerForCausalLM, is_decoder=True)
+        .float()(IDS, attention_mask=mask, labels=labels, use_cache=False)
+        .loss.item()
+        for kernel in (None, "unpadded", "sdpa")
+    ]
+    assert losses == pytest.approx([losses[2]] * 3, rel=1e-5)
