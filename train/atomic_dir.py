@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.settings import InputError, require
+from train.settings import InputError
 
 UNFINISHED = ".unfinished-"
 """Part of the name of a temporary folder."""
@@ -74,14 +74,18 @@ def split_seed(name: str) -> tuple[str, int]:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be created and written.
+    """Check that a folder can be created and written, by making a folder there for a moment.
 
     Raises:
         InputError: The folder, or its nearest existing parent, is a file or not writable.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    require(writable, key, "must be a folder that can be written", existing, "choose another")
+    try:  # permissions alone do not tell: root may do all, but nobody may write into /proc
+        tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing).cleanup()
+    except OSError as error:
+        found = f"{existing} ({error.strerror})"
+        rule, remedy = "must be a folder that can be written", "choose another"
+        raise InputError(f"{key} {rule}, got {found}; {remedy}") from error
 
 
 @contextmanager

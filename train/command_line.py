@@ -6,10 +6,14 @@ Several `--config` files are merged; later files override earlier ones, and flag
 
 import difflib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import jsonargparse
 import torch
@@ -27,6 +31,7 @@ def run_command(
     settings: type[SettingsT],
     argv: Sequence[str] | None = None,
     default_config: str | None = None,
+    examples: str = "",
 ) -> None:
     """Parse the settings and run a command; an `InputError` is one line and exit code 2.
 
@@ -34,12 +39,20 @@ def run_command(
         main: The command, called with its settings.
         settings: Dataclass of the settings.
         argv: Flags; None means the command line's.
-        default_config: YAML read when no `--config` is given.
+        default_config: YAML read, and printed, when no `--config` is given.
+        examples: Text at the beginning of `--help`.
     """
+    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        main(parse_settings(settings, argv, default_config))
+        flags = list(sys.argv[1:] if argv is None else argv)
+        parsed = parse_settings(settings, flags, default_config, examples)
+        if default_config is not None and not _names_config(flags) and is_local_main:
+            values = yaml.safe_load(Path(default_config).read_text(encoding="utf-8"))
+            print(f"no --config: flags change the settings of {default_config}:")
+            print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
+        main(parsed)
     except InputError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_local_main:
             print(f"error: {error}", file=sys.stderr)
         if torch.distributed.is_initialized():
             sys.stdout.flush()
@@ -53,31 +66,65 @@ def progress_interval() -> float:
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
-class _OneLineParser(jsonargparse.ArgumentParser):
-    """Parser that raises its errors as `InputError` and accepts no abbreviated flags."""
+class _ParserError(ValueError):
+    """What jsonargparse says of a flag or a YAML file."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+
+class _StrictParser(jsonargparse.ArgumentParser):
+    """Parser that raises its errors and accepts no abbreviated flags.
+
+    Args:
+        examples: Text at the beginning of `--help`.
+        types: Type of each setting by key.
+    """
+
+    def __init__(
+        self, *args: Any, examples: str = "", types: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        usage = "%(prog)s [--config FILE ...] [--KEY VALUE ...]"
+        super().__init__(*args, **({"usage": usage} | kwargs | {"allow_abbrev": False}))
+        self.examples, self.types = examples, types or {}
+
+    def format_help(self, *args: Any) -> str:
+        """Return the help, without the flags that read a section from a file of its own."""
+        for action in self._actions:
+            if action.help == "Path to a configuration file.":
+                is_whole = action.dest == "config"
+                action.help = "YAML file of settings; may be repeated." if is_whole else SUPPRESS
+        return self.examples + super().format_help(*args)
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        """Raise the message in one line, with the known key that is closest to a misspelt one."""
-        line = " ".join(message.split()).removeprefix("Parser key ")
-        flag = line.removeprefix("unrecognized arguments: ").split(" ")[0].lstrip("-")
-        key = flag.split("=")[0].strip("\"':")
-        similar = difflib.get_close_matches(key, self.get_defaults().as_flat().__dict__, n=1)
-        hint = f"did you mean {similar[0]}?" if similar and similar[0] != key else "see --help"
-        raise InputError(f"{line}; {hint}") from ex
+        """Raise the message instead of printing the usage and exiting."""
+        raise _ParserError(" ".join(message.split())) from ex
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
+        """Parse; jsonargparse accepts null for every type, and anything for a section in YAML."""
+        parsed = super().parse_args(*args, **kwargs)
+        for key, kind in self.types.items():
+            value, is_section = parsed.get(key), is_dataclass(kind)
+            fits = isinstance(value, jsonargparse.Namespace) if is_section else value is not None
+            if not fits and NoneType not in get_args(kind) and key in parsed:
+                self.error(f'"{key}": Got value: {value}')
+        return parsed
+
+
+def _names_config(flags: Sequence[str]) -> bool:
+    return any(flag.split("=")[0] == "--config" for flag in flags)
 
 
 def parse_settings(
-    settings: type[SettingsT], argv: Sequence[str] | None = None, default_config: str | None = None
+    settings: type[SettingsT],
+    argv: Sequence[str] | None = None,
+    default_config: str | None = None,
+    examples: str = "",
 ) -> SettingsT:
     """Read YAML files and flags.
 
     Args:
         settings: The frozen dataclass to fill.
         argv: Flags; None means the command line's.
-        default_config: YAML file read if no `--config` is given.
+        default_config: YAML file read if no `--config` is given; `--help` then shows its values.
+        examples: Text at the beginning of `--help`.
 
     Returns:
         An instance of `settings`.
@@ -86,28 +133,78 @@ def parse_settings(
         InputError: A key, type or value is wrong; the message is one line.
     """
     flags = list(sys.argv[1:] if argv is None else argv)
-    if default_config is not None and not any(flag.split("=")[0] == "--config" for flag in flags):
-        flags = ["--config", default_config, *flags]
+    defaults = [] if default_config is None or _names_config(flags) else [default_config]
+    types = dict(_field_types(settings))
     for flag, next_flag in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name == "--config":
-            _check_unique_keys(value if equals else next_flag)
+            _check_yaml(value if equals else next_flag)
         _check_whole_field(name)
     try:
         return jsonargparse.auto_cli(
-            settings, args=flags, parser_class=_OneLineParser, as_positional=False
+            settings,
+            args=flags,
+            parser_class=_StrictParser,
+            as_positional=False,
+            default_config_files=defaults,
+            examples=examples,
+            types=types,
         )
-    except (TypeError, UnicodeDecodeError) as error:
-        found = " ".join(str(error).split())
-        raise InputError(
-            f"settings must be sections of keys in UTF-8, got {found}; see --help"
-        ) from error
+    except _ParserError as error:
+        raise InputError(_describe_parser_error(str(error), types)) from error
 
 
-def _check_unique_keys(file: str) -> None:
+def _field_types(settings: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and type of every setting, sections before what they hold."""
+    for name, kind in get_type_hints(settings).items():
+        yield f"{prefix}{name}", kind
+        for part in (kind, *get_args(kind)):
+            if is_dataclass(part):
+                yield from _field_types(cast(type, part), f"{prefix}{name}.")
+
+
+def _describe_type(kind: Any) -> str:
+    """Name a type as YAML has it: "int or null", "list of float", "section"."""
+    parts = [_describe_type(part) for part in get_args(kind)]
+    if isinstance(kind, UnionType):
+        return " or ".join(parts)
+    if kind is NoneType:
+        return "null"
+    if is_dataclass(kind):
+        return "section"
+    name = getattr(kind, "__name__", str(kind))
+    return f"{name} of {', '.join(parts)}" if parts else name
+
+
+def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
+    """Turn jsonargparse's message into one of ours.
+
+    Args:
+        message: "KEY": why, perhaps with the message of an inner parser, and with the value.
+        types: From `_field_types`.
+    """
+    message = message.removeprefix("Parser key ")
+    message = re.sub(r"- Expected a path but .*? - | Subclass types expect one of.*", "", message)
+    key = ".".join(dict.fromkeys(re.findall(r'"([a-z_.]+)": ', message)))
+    value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
+    if key in types and value:
+        found = value[1].strip("'\"").replace("None", "null")
+        return f"{key} must be of type {_describe_type(types[key])}, got {found}; see --help"
+    unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
+    # in YAML the section of a misspelt key stands before it, or is missing
+    section = re.match(r"(?:Group '|\")(\w+)", message)
+    keys = [key for key in types if not section or key.startswith(f"{section[1]}.")]
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
+    similar = difflib.get_close_matches(unknown[1], names, n=1) if unknown else []
+    return f"{message}; {f'did you mean {names[similar[0]]}?' if similar else 'see --help'}"
+
+
+def _check_yaml(file: str) -> None:
     """Refuse a YAML file with a repeated key, of which the parser would use only the last."""
     try:
         nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} must be UTF-8, got {error}; convert it") from error
     except (OSError, ValueError, yaml.YAMLError):
         return  # the parser reports it
     for node in nodes:  # the list grows by the children of each node

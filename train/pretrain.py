@@ -1,4 +1,4 @@
-"""Pretrain an encoder with masked language modelling: `accelerate launch train/pretrain.py`.
+"""Pretrain with masked language modelling: `accelerate launch --quiet train/pretrain.py`.
 
 Without arguments it trains the demo's RoFormer on the documentation installed on this machine.
 `main` prepares model, data and run folder; `train` is the training loop.
@@ -24,11 +24,12 @@ from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import stateless_rng, vocabulary
 from train.data.batching import SequenceIndex, StepDataset, check_batch_size, max_predictions
-from train.data.corpus import check_disjoint_contents, describe_store, tokenize_corpus
+from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.stages import StagedDataset, split_stages, stage_seed
 from train.data.token_store import TokenStore
+from train.loop.async_scalars import AsyncScalars
 from train.loop.checkpoint import full_tensor
 from train.loop.data_loader import make_loader
 from train.loop.evaluate import evaluate
@@ -38,9 +39,8 @@ from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.model_init import build_config, extend_max_positions
 from train.loop.objective import LanguageModel, build_objective, check_model
 from train.loop.optim import (
-    AsyncScalars,
     NonFiniteGuard,
-    adamw,
+    build_optimizer,
     check_warmup,
     count_steps,
     learning_rate_schedule,
@@ -53,6 +53,22 @@ from train.loop.run_metadata import check_settings_unchanged, flat_settings
 from train.settings import CorpusSettings, PretrainSettings
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
+
+EXAMPLES = """\
+The demo: a small RoFormer on the documentation of the installed packages, 5 M tokens
+  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py
+
+Your own text, with its own vocabulary, 2 % of the documents held out
+  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py \\
+    --corpus.train 'text/*.txt' --corpus.validation 2% --run.name mine
+
+A larger model and budget; a dry run prints what it needs
+  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py \\
+    --config configs/pretrain/small.yaml --config configs/model/roformer-small.yaml \\
+    --corpus.train 'text/*.txt' --corpus.validation 2% --run.name large --run.dry true
+
+"""
+"""Beginning of `--help`."""
 
 
 def main(settings: PretrainSettings) -> Path:
@@ -74,7 +90,8 @@ def main(settings: PretrainSettings) -> Path:
     check_writable(folder, "run.folder")
     check_writable(Path(corpus.cache), "corpus.cache")
     check_settings_unchanged(folder, settings, accelerator.mixed_precision)
-    preemption = PreemptionHandler(started, run.max_hours, is_compiled(accelerator))
+    compiles = is_compiled(accelerator) or settings.model.attention == "flex_attention"
+    preemption = PreemptionHandler(started, run.max_hours, compiles)
     stages = split_stages(settings)
     for stage in stages:  # before any work on the text
         check_model(stage.model, stage.corpus.length)
@@ -89,6 +106,7 @@ def main(settings: PretrainSettings) -> Path:
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         objective = build_objective(settings.model, config, run.seed)
+        objective.prefer_packed_rows(accelerator)
         dataset = build_dataset(stages, stores, tokenizer, objective, accelerator)
         with lock_run_dir(folder, accelerator):
             # again: another launch may have begun the run while this one waited for the lock
@@ -125,9 +143,7 @@ def train(
     optim, run, total = settings.optim, settings.run, dataset.total
     hours_budget = math.inf if optim.hours is None else optim.hours
     learning_rate = learning_rate_schedule(optim, total)
-    optimizer = adamw(
-        objective, optim.learning_rate, optim.weight_decay, optim.betas, optim.epsilon
-    )
+    optimizer = build_optimizer(objective.model, optim)
     model, optimizer = accelerator.prepare(objective, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     data = [store.folder.name for store in stores]
@@ -152,7 +168,7 @@ def train(
         preemption.heartbeat,
     )
     with preemption, RunLog(accelerator, folder, state, total, objective.model.config, peak) as log:
-        report_skipped = partial(log.report_skipped_step, dataset.sequences)
+        report_skipped = partial(log.report_skipped_step, dataset.sequence_indices)
         guard = NonFiniteGuard(optimizer, report_skipped, folder / "checkpoints")
         loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
@@ -161,7 +177,7 @@ def train(
             torch.manual_seed(int(seed) >> 1)  # for dropout; manual_seed takes 63 bits
             step_rate = learning_rate(step, hours)
             set_learning_rate(optimizer, step_rate)
-            predicted, info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
+            predicted, step_info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
@@ -172,9 +188,9 @@ def train(
                 log.add(loss, correct, batch)
                 guard.record_loss(loss)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
-            guard.step(step, norm)  # optimizer.step() and zero_grad(), unless not finite
+            guard.optimizer_step(step, norm)  # and zero_grad(), unless not finite
             done = step + 1
-            seconds, *stop_requests = info.result()
+            seconds, *stop_requests = step_info.wait()
             hours = seconds / 3600
             finished, stopped = done == total or hours >= hours_budget, any(stop_requests)
             if done % run.log_every == 0 or finished:
@@ -223,17 +239,14 @@ def prepare_data(
         Tokenizer, training text of each stage, held-out sequences.
     """
     with accelerator.local_main_process_first():
-        vocabulary.train_if_missing(stages[0].corpus)
-        tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
-        accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {corpus.tokenizer}")
+        name = vocabulary.train_if_missing(stages[0].corpus)
+        tokenizer = vocabulary.load_tokenizer(name)
+        accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
         for stage in stages:
             build_config(stage.model, stage.corpus.length, tokenizer)  # checks the vocabulary
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
-    for store in stores:
-        check_disjoint_contents(store, held_out)
-        accelerator.print(describe_store("train", store))
-    accelerator.print(describe_store("validation", held_out))
+    accelerator.print(*describe_stores(stores, held_out), sep="\n")
     return tokenizer, stores, SequenceIndex(held_out, corpus.length)
 
 
@@ -275,4 +288,4 @@ def build_dataset(
 
 
 if __name__ == "__main__":
-    run_command(main, PretrainSettings, default_config=DEFAULT_CONFIG)
+    run_command(main, PretrainSettings, default_config=DEFAULT_CONFIG, examples=EXAMPLES)

@@ -6,9 +6,13 @@ under configs/ lists what an experiment decides. `train.command_line` reads YAML
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+OPTIMIZERS = ("adamw", "muon")
+"""Values of optim.name."""
 
 SCHEDULES = ("linear", "cosine", "constant")
 """Learning rate after the warm-up; the first two end at 0."""
@@ -73,9 +77,9 @@ class ModelSettings:
     """Fields of the type's configuration class; the tokenizer gives the vocabulary size."""
     init: str | None = None
     """Folder or hub id of weights to start from (BERT's fit a RoFormer); null means random."""
-    attention: str = "sdpa"
-    """Attention implementation: transformers' eager (fastest on CPU in bf16) or sdpa, or this
-    project's unpadded."""
+    attention: str | None = None
+    """Attention implementation: null is the model's own default, for a RoFormer the fastest for
+    each call; or transformers' eager or sdpa, or this project's unpadded."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: slower, but longer sequences or larger
     micro-batches fit in the same memory."""
@@ -87,11 +91,23 @@ class HeldOutSettings:
 
     validation: str | list[str] = "embedded"
     """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
-    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages."""
+    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages. A
+    share such as 2% holds out that part of the documents of local training files."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     cache: str = "runs/tokens"
     """Folder of the token cache."""
+
+    def __post_init__(self) -> None:
+        remedy = "a share is for commands that read the training text"
+        key, found = "corpus.validation", self.validation
+        require(self.held_out_share is None, key, "must name held-out text", found, remedy)
+
+    @property
+    def held_out_share(self) -> float | None:
+        """Share of the training documents that is held out, or None if text is named."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(self.validation))
+        return float(match[1]) / 100 if match else None
 
 
 @dataclass(frozen=True)
@@ -103,12 +119,13 @@ class CorpusSettings(HeldOutSettings):
     weights: list[float] | None = None
     """How often an epoch reads each source in `train`: 2 reads it twice, 0.5 reads half of it and
     the other half in the next epoch; null reads everything once."""
-    tokenizer: str = "runs/vocabulary"
+    tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
-    vocab.txt alone is read as BERT's, lower-cased unless it holds capitals."""
+    vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
+    the cache by the training text and `vocabulary_size`."""
     vocabulary_size: int | None = None
     """Train a WordPiece vocabulary of this size, lower-cased and without accents, into the folder
-    `corpus.tokenizer` if that does not exist; null uses the tokenizer that is there."""
+    of the tokenizer if that does not exist; null uses the tokenizer that is there."""
     length: int = 128
     """Longest sequence in tokens, with [CLS] and [SEP]; longer documents are cut into several."""
     mask_rate: float = 0.15
@@ -119,6 +136,9 @@ class CorpusSettings(HeldOutSettings):
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
     def __post_init__(self) -> None:
+        share, rule = self.held_out_share, "must be text, or a share above 0% and below 100%"
+        valid = share is None or 0 < share < 1
+        require(valid, "corpus.validation", rule, self.validation, "2% is usual")
         remedy = "128 and 512 are usual"
         require(self.length >= 8, "corpus.length", "must be at least 8", self.length, remedy)
         rule, remedy = "must lie between 0 and 1", "BERT and the paper use 0.15"
@@ -132,8 +152,13 @@ class CorpusSettings(HeldOutSettings):
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """AdamW, its learning rate schedule, batch size and length of training."""
+    """Optimizer, learning rate schedule, batch size and length of training."""
 
+    name: str = "adamw"
+    """adamw, or muon: torch's Muon for the matrices between embeddings and head, AdamW for all
+    other parameters."""
+    muon_scale: float = 0.8
+    """Root mean square of Muon's updates, relative to the learning rate."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
@@ -163,6 +188,7 @@ class OptimSettings:
     def __post_init__(self) -> None:
         names: tuple[str, ...] = (
             "learning_rate",
+            "muon_scale",
             "epsilon",
             "clip_norm",
             "batch_size",
@@ -174,6 +200,8 @@ class OptimSettings:
         require(valid, "optim.betas", rule, self.betas, "0.9, 0.98 work")
         names, rule = ("warmup_steps", "weight_decay"), "must not be negative"
         _check_fields(self, "optim", names, lambda x: x >= 0, rule, "0 turns it off")
+        rule, found = f"must be one of {', '.join(OPTIMIZERS)}", repr(self.name)
+        require(self.name in OPTIMIZERS, "optim.name", rule, found, "adamw is BERT's")
         rule, found = f"must be one of {', '.join(SCHEDULES)}", repr(self.schedule)
         require(self.schedule in SCHEDULES, "optim.schedule", rule, found, "linear is BERT's")
         names, rule = ("steps", "tokens", "hours"), "must be positive"

@@ -2,8 +2,9 @@
 
     python -m train.sweep --config configs/sweeps/encodings-small.yaml --text '[wikipedia]'
 
-Every run is a subprocess `accelerate launch train/pretrain.py ...`, named VARIANT-SEED. Finished
-runs are skipped and interrupted ones continue, so the same command can be repeated at any time.
+Every run is a subprocess `accelerate launch --quiet train/pretrain.py ...`, named VARIANT-SEED.
+Finished runs are skipped and interrupted ones continue: the same command can be repeated at any
+time.
 """
 
 import os

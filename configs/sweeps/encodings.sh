@@ -8,7 +8,8 @@ folder=runs/encodings-$1 text=$(IFS=,; echo "${*:2}") held_out=${2:+$2/validatio
 [ "$1" = tiny ] && lengths=16,32,64,128
 
 python -m train.sweep --config "configs/sweeps/encodings-$1.yaml" ${text:+--text "[$text]"}
-runs=("$folder"/rope-? "$folder"/[!r]*-?) # the first model is compared with each other one
+shopt -s extglob
+runs=("$folder"/rope-? "$folder"/!(rope)-?) # the first model is compared with each other one
 list() { (IFS=,; echo "[$*]"); }
 accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m train.analysis.length_extrapolation \
   --models "$(list "${runs[@]/%//model}")" --corpus.validation "${held_out:-embedded}" --lengths "[$lengths]" \

@@ -22,6 +22,8 @@ RECIPE = {
     "warmup_share": 0.1,
     "weight_decay": 0.01,
     "clip_norm": 1.0,
+    "pooling": "own",
+    "pair_encoding": "joint",
 }
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 

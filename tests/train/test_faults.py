@@ -1,6 +1,6 @@
 """What clusters do to a run: real processes, real signals, real files.
 
-What ends a run early has its own file, test_interruptions.py.
+What ends a run early is in loop/test_preemption.py.
 """
 
 import itertools
@@ -231,18 +231,21 @@ def test_a_warning_names_at_most_eight_sequences_of_those_to_blame(tmp_path):
     lost = torch.zeros(4, 2, dtype=torch.long)
     finite = " and ".join(some(rank, 0, 2) for rank in range(4))
     assert (
-        describe_nonfinite(whole.sequences, 5, lost)
+        describe_nonfinite(whole.sequence_indices, 5, lost)
         == f"its loss is finite everywhere, with {finite}"
     )
     lost[2, 1] = 1
     assert (
-        describe_nonfinite(whole.sequences, 5, lost) == f"its loss is not finite in {some(2, 1, 8)}"
+        describe_nonfinite(whole.sequence_indices, 5, lost)
+        == f"its loss is not finite in {some(2, 1, 8)}"
     )
     lost[0, 1] = 1
     both = f"{some(0, 1, 4)} and {some(2, 1, 4)}"
-    assert describe_nonfinite(whole.sequences, 5, lost) == f"its loss is not finite in {both}"
+    assert (
+        describe_nonfinite(whole.sequence_indices, 5, lost) == f"its loss is not finite in {both}"
+    )
     lost[:] = 1
-    told = describe_nonfinite(whole.sequences, 5, lost)
+    told = describe_nonfinite(whole.sequence_indices, 5, lost)
     assert len(re.findall(r"\d+(?=,)", told)) == 8
     assert told.endswith(" of process 1 and others")
 

@@ -34,7 +34,7 @@ from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.model_init import build_config, build_model
 from train.pretrain import main
-from train.settings import InputError, ModelSettings, PretrainSettings
+from train.settings import OPTIMIZERS, InputError, ModelSettings, PretrainSettings
 
 
 def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
@@ -107,9 +107,11 @@ def test_other_trackers_get_the_folder_of_the_runs_for_a_project(pretrain_flags,
     assert asked[:3] == ["runs", "tiny", 1]
 
 
-def test_a_killed_run_goes_on_bit_for_bit_with_dropout(pretrain_flags, tmp_path):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_killed_run_goes_on_bit_for_bit_with_dropout(optimizer, pretrain_flags, tmp_path):
     flags = [
         *pretrain_flags,
+        f"--optim.name={optimizer}",
         "--optim.steps=40",
         "--run.save_every=3",
         "--optim.micro_batch=8",
@@ -197,10 +199,8 @@ def test_two_machines_give_the_losses_of_one(pretrain_flags, tmp_path):
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
 def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain_flags, tmp_path):
     topics = [" ".join(f"{letter}{i}" for i in range(8)) for letter in "abcdef"]
-    for part, number in (("train", 40), ("validation", 4)):
-        lines = (
-            json.dumps({"text": f"{topic} {topic} {topic}"}) + "\n" for topic in topics * number
-        )
+    for part, number, repeats in (("train", 40, 3), ("validation", 4, 2)):
+        lines = (json.dumps({"text": f"{topic} " * repeats}) + "\n" for topic in topics * number)
         (tmp_path / f"{part}.jsonl").write_text("".join(lines))
     words = sorted(set(" ".join(topics).split()))
     vocabulary.save_tokenizer([*vocabulary.SPECIAL_TOKENS, *words], tmp_path / "words")
@@ -390,7 +390,7 @@ BERT = "--model.type=bert"
         (['--model.config={"hidden_sze": 8}'], "model.config must be a field .* got 'hidden_sze'"),
         (
             ['--model.config={"hidden_size": 33}'],
-            "model.config must be .* hidden_size must be a multi",
+            "model must be usable by transformers, got: hidden_size must be a multi",
         ),
         (
             ['--model.config={"hidden_act": "gelo"}'],
@@ -417,6 +417,7 @@ BERT = "--model.type=bert"
         ),
         (["--corpus.cache=/dev/null/x"], "corpus.cache must be a folder .* got /dev/null"),
         (["--run.folder=/dev/null"], "run.folder must be a folder .* got /dev/null"),
+        (["--run.folder=/proc/x"], "run.folder must be a folder .* got /proc"),
         (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
         (["--corpus.validation=/nowhere/y"], "corpus.validation must exist, got '/nowhere/y'"),
         (['--model.config={"vocab_size": 9}'], "must fit the model's vocabulary of 9, got 2"),

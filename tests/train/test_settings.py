@@ -1,5 +1,7 @@
 """Settings: every shipped YAML parses, every mistake is one line that names the key."""
 
+import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from finetune.settings import GridSettings
 from tiny import ROOT
 from train.analysis.length_extrapolation import LengthSettings
 from train.analysis.long_term_decay import DecaySettings
-from train.command_line import parse_settings
+from train.command_line import parse_settings, run_command
 from train.loop.evaluate import EvaluateSettings
+from train.pretrain import DEFAULT_CONFIG, EXAMPLES, main
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -83,8 +86,12 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     [
         (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
-        (["--optim.learning_rate=fast"], "optim.learning_rate.*Got value: fast.*; see --help$"),
-        (["--optim.tokens=5M"], "optim.tokens.*Given value: 5M.*; see --help$"),
+        (["--optim.learning_rate=fast"], "^optim.learning_rate must be of type float, got fast;"),
+        (["--optim.tokens=5M"], "^optim.tokens must be of type int or null, got 5M; see --help$"),
+        (["--optim.batch_size=null"], "^optim.batch_size must be of type int, got null;"),
+        (["--optim=null"], "^optim must be of type section, got null;"),
+        (["--stages=[{steps: x}]"], "^stages.steps must be of type int, got x;"),
+        (["--stages=[{stepz: 1}]"], "Option 'stepz' is not accepted; did you mean stages.steps"),
         (
             ["--model.config.rope_parameters.rope_theta=500"],
             "model.config.rope_parameters must be given as a whole, got its key rope_theta alone",
@@ -96,6 +103,8 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
         ),
         (["--optim.warmup_steps=-1"], "optim.warmup_steps must not be negative, got -1"),
         (["--optim.schedule=lin"], "optim.schedule must be one of linear, .* got 'lin'"),
+        (["--optim.name=sgd"], "optim.name must be one of adamw, muon, got 'sgd'"),
+        (["--optim.muon_scale=0"], "optim.muon_scale must be positive"),
         (["--optim.betas=[1.5, 0.9]"], "optim.betas must be at least 0 and below 1"),
         (["--corpus.length=4"], "corpus.length must be at least 8, got 4"),
         (["--corpus.mask_rate=1.5"], "corpus.mask_rate must lie between 0 and 1, got 1.5"),
@@ -132,11 +141,26 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(
         assert getattr(corpus, name) == 200
 
 
-def test_a_misspelt_yaml_key_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("corpus: {lenght: 64}", "'lenght'; did you mean corpus.length?"),
+        ("optim: null", "optim must be of type section, got null"),
+        ("model: 3", "model must be of type section, got 3"),
+        ("stages: null", "stages must be of type list of section, got null"),
+        ("optim: {learning_rate: null}", "optim.learning_rate must be of type float, got null"),
+        ("optim: {steps: x}", "optim.steps must be of type int or null, got x"),
+        ("[1, 2]", "Unexpected config"),
+        ("optim: {steps: 1", "Problems parsing config"),
+        (b"\xff", "x.yaml must be UTF-8"),
+    ],
+)
+def test_a_mistake_in_a_yaml_file_is_one_line_that_names_the_key(text, message, tmp_path):
     file = tmp_path / "x.yaml"
-    file.write_text("optim: {steps: 1}\ncorpus: {lenght: 64}\n")
-    with pytest.raises(InputError, match="lenght"):
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message.replace("?", r"\?")) as caught:
         parse_settings(PretrainSettings, ["--config", str(file)])
+    assert "\n" not in str(caught.value)
 
 
 def test_yaml_runs_no_code(tmp_path):
@@ -163,3 +187,33 @@ def test_a_key_that_a_yaml_says_twice_is_refused(tmp_path):
 def test_numbers_that_are_none_are_refused(flag):
     with pytest.raises(InputError, match=flag[2:].split("=")[0]):
         parse_settings(PretrainSettings, [flag])
+
+
+def test_help_begins_with_examples_and_shows_the_defaults_in_force(capsys):
+    for flags, rate in (([], "0.0015"), ([f"--config={PRETRAIN[0]}"], "0.001")):
+        with pytest.raises(SystemExit):
+            run_command(main, PretrainSettings, [*flags, "--help"], DEFAULT_CONFIG, EXAMPLES)
+        text = capsys.readouterr().out
+        assert text.startswith("The demo: ")
+        assert "Path to a configuration file" not in text
+        assert re.search(rf"learning_rate .*? default: {rate}\)", text, re.DOTALL)
+
+
+def test_each_example_of_the_help_parses():
+    commands = EXAMPLES.replace("\\\n", "").split("accelerate launch")
+    examples = [command.partition("train/pretrain.py")[2] for command in commands]
+    for example in examples[1:]:
+        flags = shlex.split(example.split("\n\n")[0])
+        assert parse_settings(PretrainSettings, flags, DEFAULT_CONFIG)
+
+
+def test_a_command_without_config_prints_the_settings_it_reads_instead(capsys):
+    found = []
+    run_command(found.append, PretrainSettings, ["--optim.tokens=7"], DEFAULT_CONFIG)
+    assert (found[0].optim.tokens, found[0].optim.learning_rate) == (7, 1.5e-3)
+    text = capsys.readouterr().out
+    assert text.startswith("no --config: ")
+    assert "vocabulary_size: 8192" in text
+    run_command(found.append, PretrainSettings, [f"--config={DEFAULT_CONFIG}"], DEFAULT_CONFIG)
+    assert capsys.readouterr().out == ""
+    assert found[1].corpus == found[0].corpus

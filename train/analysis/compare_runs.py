@@ -32,10 +32,10 @@ from train.analysis.loss_curves import (
     plot_held_out,
     read_runs,
 )
-from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
-from train.analysis.tables import markdown_table
 from train.command_line import run_command
+from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.settings import InputError, require
+from train.tables import markdown_table
 
 Row = dict[str, Any]
 

@@ -22,8 +22,6 @@ from transformers import PreTrainedConfig
 
 import roformer
 from train.analysis.loss_curves import expand_globs, group_by_model
-from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
-from train.analysis.tables import markdown_table
 from train.atomic_dir import model_name
 from train.command_line import run_command
 from train.data import vocabulary
@@ -33,7 +31,9 @@ from train.data.masking import Vocab
 from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import start_accelerator
 from train.loop.model_init import load_config
+from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, InputError, require
+from train.tables import markdown_table
 
 Row = dict[str, Any]
 
@@ -172,7 +172,7 @@ def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> 
     long = np.flatnonzero(ends - starts >= tokens_needed)[:documents]
     rule = f"must hold a document of {tokens_needed} tokens"
     require(len(long) > 0, "corpus.validation", rule, "none", "give longer texts or lower lengths")
-    start, tokens = sequences.spans(np.arange(len(sequences)))
+    start, tokens = sequences.locate(np.arange(len(sequences)))
     document = np.searchsorted(ends, start, side="right")
     inside = start + tokens - starts[document] <= tokens_needed
     return np.flatnonzero((tokens == sequences.length - 2) & inside & np.isin(document, long))

@@ -25,7 +25,6 @@ import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
 from train.analysis.loss_curves import group_by_model
-from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.atomic_dir import model_name
 from train.command_line import run_command
 from train.data import vocabulary
@@ -34,6 +33,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
+from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]

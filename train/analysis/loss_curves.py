@@ -20,10 +20,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.atomic_dir import split_seed
 from train.command_line import run_command
 from train.data.vocabulary import BYTES
+from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.settings import require
 
 Floats = NDArray[np.float64]

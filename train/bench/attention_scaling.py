@@ -7,10 +7,8 @@ memory, so that peaks are independent. The slope of log(time) over log(length), 
 """
 
 import json
-import multiprocessing
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ import torch
 
 from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_rules import FEATURE_MAPS
-from train.analysis.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.bench.baselines import keep_freed_memory
+from train.bench.processes import in_new_process
 from train.command_line import run_command
 from train.environment import collect_environment, peak_memory
 from train.loop.launch import start_accelerator
+from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
 from train.settings import require
 
 SOFTMAX = "softmax"
@@ -55,7 +54,7 @@ class ScalingSettings:
         check_figure_path(self.output)
 
 
-def measure(kind: str, length: int, causal: bool, rounds: int, threads: int) -> dict[str, Any]:
+def measure(kind: str, length: int, causal: bool, rounds: int) -> dict[str, Any]:
     """Measure a float32 layer of width 256 with 4 heads; call it in a new process.
 
     Args:
@@ -63,13 +62,11 @@ def measure(kind: str, length: int, causal: bool, rounds: int, threads: int) -> 
         length: Tokens of the sequence.
         causal: Whether the model is a decoder.
         rounds: Number of forward passes.
-        threads: Threads of torch.
 
     Returns:
         kind, length, median seconds, and peak megabytes beyond the model.
     """
     keep_freed_memory()
-    torch.set_num_threads(threads)
     torch.manual_seed(0)
     config = RoFormerConfig(
         vocab_size=100,
@@ -136,13 +133,11 @@ def plot(rows: list[dict[str, Any]], slopes: dict[str, Any], output: Path) -> No
 
 def main(settings: ScalingSettings) -> list[dict[str, Any]]:
     """Measure every kind at every length, write figure and numbers, print slopes."""
-    output, threads = Path(settings.output), torch.get_num_threads()
+    output = Path(settings.output)
     rows = []
     for length in settings.lengths:
         for kind in KINDS:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                arguments = kind, length, settings.causal, settings.rounds, threads
-                row = pool.submit(measure, *arguments).result()
+            row = in_new_process(measure, kind, length, settings.causal, settings.rounds)
             rows.append(row)
             cost = f"{row['seconds']:.4f} s, {row['megabytes']:.0f} MB"
             print(f"{kind}, {length}: {cost}", flush=True)

@@ -27,7 +27,7 @@ Step = Callable[[], None]
 
 VOCAB_SIZE = 30522
 MASK_RATE = 0.15
-PADDING_SHARE = 0.41
+PADDING_SHARE = 0.4
 """Share of padding in a padded batch, as in unsorted batches of short texts."""
 
 SIZES = {
@@ -43,6 +43,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 OURS = "this RoFormer"
 OURS_WITHOUT_POSITIONS = "this RoFormer, position_encoding none"
+DEFAULT = "this RoFormer, default options"
+SPARSE = "this RoFormer, sparse_prediction=True"
 OUR_BERT = "BERT in this loop"
 STOCK = "transformers RoFormer"
 BERT = "transformers BERT (sdpa)"
@@ -151,6 +153,9 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     }
     if name == STOCK:
         return transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
+    if name in (DEFAULT, SPARSE):
+        config = roformer.RoFormerConfig(**fields, sparse_prediction=name == SPARSE)
+        return roformer.RoFormerForMaskedLM(config)
     if name in (BERT, OUR_BERT):
         return transformers.BertForMaskedLM._from_config(
             transformers.BertConfig(**fields), attn_implementation="sdpa"
@@ -208,6 +213,18 @@ def make_forward_step(name: str, workload: Workload, batch: BenchBatch) -> Step:
     def step() -> None:
         with torch.no_grad():
             encoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+
+    return step
+
+
+def make_logits_step(name: str, workload: Workload, batch: BenchBatch) -> Step:
+    """Return a function that computes the logits of all tokens once, without gradients."""
+    dtype = torch.bfloat16 if workload.bf16 else torch.float32
+    model = make_baseline(name, workload).to(workload.device, dtype).eval()
+
+    def step() -> None:
+        with torch.no_grad():
+            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
 
     return step
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.analysis.plotting import make_axes, save_figure
-from train.analysis.tables import markdown_table
+from train.plotting import make_axes, save_figure
+from train.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Measurement:
 
     def cells(self) -> list[str]:
         """Format the row of the table."""
-        digits = ".2g" if self.part == "check" else ",.0f" if abs(self.value) >= 1000 else ",.2f"
+        digits = ",.0f" if abs(self.value) >= 1000 else ",.2f"
         value = f"{self.value:{digits}} {self.unit}"
         if self.low is not None:
             value += f" ({self.low:{digits}} to {self.high:{digits}})"
@@ -46,29 +46,29 @@ class Measurement:
         return [self.case, self.peer, value, f"{self.asked}{verdict}"]
 
 
-def markdown_page(
-    environment: Mapping[str, Any], rows: Sequence[Measurement], captions: Mapping[str, str]
-) -> str:
+def markdown_page(environment: Mapping[str, Any], rows: Sequence[Measurement]) -> str:
     """Format a page with a table and its caption for each part.
 
     Args:
-        environment: The keys of `collect_environment`, and `settings` of the benchmark.
+        environment: The keys of `collect_environment`; `settings` of the benchmark; `parts` with
+            the caption, seconds and commit of each.
         rows: Measurements.
-        captions: One sentence for each part.
     """
     settings = environment["settings"]
-    keys = ("machine", "threads", "torch", "transformers", "commit")
+    keys = ("machine", "threads", "torch", "transformers")
     lines = [
         "# Speed\n",
         f"`python -m train.bench --device {settings['device']}`: "
         f"{', '.join(f'{key} {environment[key]}' for key in keys)}; "
-        f"medians of {settings['rounds']} rounds. Ratios are between models timed one after the "
-        "other in one process; other machines, thread counts and memory allocators give others.\n",
+        f"medians of {settings['rounds']} turns. Ratios are between models that alternate in one "
+        "process, a new one for each case; other machines, thread counts and memory allocators "
+        "give others.\n",
     ]
     header = ["case", "model", "measured (range)", "target"]
-    for part in dict.fromkeys(row.part for row in rows):
+    for part, about in environment["parts"].items():
         table = markdown_table(header, [row.cells() for row in rows if row.part == part])
-        lines += [f"## {part}\n", f"{captions[part]}\n", f"{table}\n"]
+        measured = f"Measured in {about['seconds']:.0f} s at commit {about['commit']}."
+        lines += [f"## {part}\n", f"{about['caption']} {measured}\n", f"{table}\n"]
     return "\n".join(lines)
 
 

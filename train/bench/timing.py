@@ -1,31 +1,25 @@
 """Timing of steps: settings of the benchmark, alternating rounds, ratios and targets."""
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from train.atomic_dir import check_writable
 from train.bench.baselines import (
     MASK_RATE,
     OURS,
-    BenchBatch,
-    Step,
     Workload,
     make_baseline,
     make_training_step,
 )
+from train.bench.processes import StepFactory, in_new_process, time_models
 from train.bench.tables import Measurement
 from train.loop.flops import measure_peak_flops, step_flops
 from train.settings import require
-
-StepFactory = Callable[[str, Workload, BenchBatch], Step]
 
 GPU_MFU_TARGET = 45.0
 """Model FLOPs utilization in percent that training at length 512 should reach on a GPU."""
@@ -39,8 +33,8 @@ class BenchSettings:
     """cpu or cuda."""
     parts: list[str] = field(default_factory=list)
     """Parts to run; empty means all parts of the device."""
-    rounds: int = 3
-    """Rounds that count, after one for warming up."""
+    rounds: int = 5
+    """Turns of each model that count, after one for warming up."""
     scale: str = "full"
     """full, or tiny: the same steps with tiny models and texts, to test the benchmark."""
     output: str = "results/bench-cpu.json"
@@ -50,7 +44,7 @@ class BenchSettings:
         scales = ("full", "tiny")
         rule = f"must be one of {', '.join(scales)}"
         require(self.scale in scales, "scale", rule, self.scale, "use full")
-        require(self.rounds > 1, "rounds", "must be at least 2", self.rounds, "use 3")
+        require(self.rounds > 1, "rounds", "must be at least 2", self.rounds, "use 5")
         named = Path(self.output).suffix == ".json"
         require(named, "output", "must end in .json", self.output, "rename it")
         check_writable(Path(self.output).parent, "output")
@@ -85,43 +79,30 @@ class Benchmark:
             at_least: Target from below; ignored if `scale` is tiny, as is `at_most`.
             at_most: Target from above.
         """
-        row = Measurement(*fields)
-        if self.settings.scale == "full" and at_least is not None:
-            asked, reached = f">= {at_least:g} {row.unit}", row.value >= at_least
-            row = replace(row, asked=asked, reached=reached)
-        if self.settings.scale == "full" and at_most is not None:
-            asked, reached = f"<= {at_most:g} {row.unit}", row.value <= at_most
-            row = replace(row, asked=asked, reached=reached)
+        row, full = Measurement(*fields), self.settings.scale == "full"
+        for sign, limit in ((">=", at_least), ("<=", at_most)):
+            if full and limit is not None:
+                reached = row.value >= limit if sign == ">=" else row.value <= limit
+                row = replace(row, asked=f"{sign} {limit:g} {row.unit}", reached=reached)
         self.rows.append(row)
         print(" | ".join(row.cells()), flush=True)
 
-    def time_steps(self, steps: dict[str, Step], factor: int = 1) -> dict[str, list[float]]:
-        """Time steps alternately, after a round for warming up.
+    def measure(
+        self,
+        models: Mapping[str, Workload],
+        make_step: StepFactory = make_training_step,
+        factor: int = 1,
+        keep: bool = False,
+    ) -> dict[str, list[float]]:
+        """Time models alternately in a new process: seconds of each in each turn.
 
         Args:
-            steps: Steps by name.
+            models: Workload of each model.
+            make_step: Returns the step of a model.
             factor: Multiple of `rounds` to measure.
-
-        Returns:
-            Seconds of each step in each round.
+            keep: Keep freed memory in the process.
         """
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        repeats = 10 if self.device.type == "cuda" else 1
-        for round_number in range(self.settings.rounds * factor + 1):
-            # the order is reversed every other round, so that no step always follows the same one
-            for name in list(steps)[:: -1 if round_number % 2 else 1]:
-                self.synchronize()
-                started = time.perf_counter()
-                for _ in range(repeats):
-                    steps[name]()
-                self.synchronize()
-                seconds[name].append((time.perf_counter() - started) / repeats)
-        return {name: values[1:] for name, values in seconds.items()}
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all kernels."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return in_new_process(time_models, models, make_step, factor * self.settings.rounds, keep)
 
     def compare(
         self,
@@ -130,6 +111,7 @@ class Benchmark:
         targets: dict[str, float | None],
         make_step: StepFactory = make_training_step,
         baseline_workload: Workload | None = None,
+        keep: bool = False,
     ) -> None:
         """Measure this project's model against others.
 
@@ -139,19 +121,15 @@ class Benchmark:
             targets: Models to compare with, and the speed-up over each that is the target.
             make_step: Returns the step of a model.
             baseline_workload: Workload of the other models, if it differs.
+            keep: Keep freed memory in the process.
         """
-        torch.manual_seed(0)
-        batch = BenchBatch.random(workload)
         others = baseline_workload or workload
-        steps = {OURS: make_step(OURS, workload, batch)}
-        steps |= {name: make_step(name, others, batch) for name in targets}
-        seconds = self.time_steps(steps)
+        models = {OURS: workload} | dict.fromkeys(targets, others)
+        seconds = self.measure(models, make_step, keep=keep)
         ours = statistics.median(seconds[OURS])
         self.add(part, str(workload), OURS, workload.tokens / ours, "tokens/s")
         if make_step is make_training_step:
-            config = make_baseline(OURS, workload).config
-            flops = training_flops(config, workload.lengths())
-            mfu = 100 * flops / self.peak_flops[workload.bf16] / ours
+            mfu = self.share_of_peak(OURS, workload, ours)
             has_target = self.device.type == "cuda" and workload.length == 512
             target = GPU_MFU_TARGET if has_target else None
             self.add(part, str(workload), OURS, mfu, "% of peak", at_least=target)
@@ -162,14 +140,15 @@ class Benchmark:
             case = str(workload) if baseline_workload is None else f"{workload} against {others}"
             self.add(part, case, name, ratio, "x", low, high, at_least=target)
 
-
-def training_flops(config: PreTrainedConfig, lengths: np.ndarray) -> float:
-    """Floating-point operations of a training step on sequences of these lengths."""
-    tokens = float(lengths.sum())
-    return step_flops(config, tokens, float((lengths**2).sum()), MASK_RATE * tokens)
+    def share_of_peak(self, name: str, workload: Workload, seconds: float) -> float:
+        """Operations of a training step over those of the device's peak in that time, percent."""
+        lengths, tokens = workload.lengths(), float(workload.tokens)
+        config, squares = make_baseline(name, workload).config, float((lengths**2).sum())
+        flops = step_flops(config, tokens, squares, MASK_RATE * tokens)
+        return 100 * flops / self.peak_flops[workload.bf16] / seconds
 
 
 def speedup(baseline: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lowest and highest ratio of times within a round."""
+    """Median, lowest and highest ratio of times within a turn."""
     ratios = sorted(a / b for a, b in zip(baseline, ours))
     return statistics.median(ratios), ratios[0], ratios[-1]

@@ -90,7 +90,7 @@ class SequenceIndex:
         """Mean tokens per sequence of an epoch, [CLS] and [SEP] included."""
         return 2 + float(self._mean_content)
 
-    def spans(self, index: Indices) -> tuple[Indices, Indices]:
+    def locate(self, index: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
         block = np.searchsorted(self._block_starts, index, side="right") - 1
         start, end = self._documents(block[:, None] * BLOCK + np.arange(BLOCK))  # [n, BLOCK]
@@ -179,7 +179,7 @@ def _window_order(
     entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
     entry = stateless_rng.permute(entry, size, seed, epoch)
     index, visits = sequences.sample_epoch(entry, epoch, seed)
-    by_length = np.argsort(sequences.spans(index)[1], kind="stable")
+    by_length = np.argsort(sequences.locate(index)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
     order = np.concatenate([groups[i] for i in np.argsort(keys)])
@@ -246,7 +246,7 @@ def make_batch(
 
 def _read_rows(sequences: SequenceIndex, index: Indices, vocab: Vocab) -> tuple[Indices, Indices]:
     """Padded rows [B, L] with [CLS] and [SEP], and their lengths [B]."""
-    start, size = sequences.spans(index)
+    start, size = sequences.locate(index)
     ids = np.full((len(index), int(size.max()) + 2), vocab.pad_id, np.int64)
     for row, (first, count) in enumerate(zip(start.tolist(), size.tolist())):
         ids[row, 0], ids[row, count + 1] = vocab.cls_id, vocab.sep_id
@@ -337,7 +337,7 @@ class StepDataset(Dataset):
         position = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
         index, visits = training_order(self.sequences, position, self.seed, group)
-        by_length = np.argsort(self.sequences.spans(index)[1], kind="stable")
+        by_length = np.argsort(self.sequences.locate(index)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
         first = self.rank if rank is None else rank
         rows = by_length.reshape(-1, self.micro_batch)[first :: self.processes]

@@ -8,6 +8,7 @@ one cannot be read, and an interrupted build continues with the first missing sh
 
     <cache>/<source>-<n>/tokens.bin      ids of the shard's documents, uint16 or uint32; no [CLS]
                          documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
+                         hashes.bin      uint64 hash of each document's tokens
                          manifest.json   what it was made from, counts, whether it is the last
     <cache>/<corpus>/    documents.bin   int64 ends of all documents of all shards
                          manifest.json   names of the shards, counts
@@ -16,7 +17,6 @@ one cannot be read, and an interrupted build continues with the first missing sh
 
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import time
@@ -38,12 +38,12 @@ from train.data.documents import (
     Source,
     check_disjoint_files,
     find_files,
-    known_suffix,
+    hash_source,
     read_source,
+    short_hash,
     source_names,
-    wrap_read_errors,
 )
-from train.data.token_store import TokenStore
+from train.data.token_store import COUNTS, TokenStore, is_intact, read_manifest, seal
 from train.environment import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
@@ -55,6 +55,16 @@ BATCH_CHARACTERS = 1_000_000
 
 BATCHES_PER_SHARD = 64
 """Batches per shard: an interruption costs at most 64 MB of text, about ten seconds."""
+
+MAX_UNKNOWN, MAX_PIECES = 0.05, 2.5
+"""Share of unknown tokens and pieces a word above which a text gets a warning. bert-base-uncased
+cuts English words into 1.0 pieces, French into 1.6, German into 2.4 and Russian into 6.4."""
+
+MAX_SHARED = 0.1
+"""Share of held-out tokens in documents of the training text above which a run is refused."""
+
+MIN_HELD_OUT = 10_000
+"""Held-out tokens below which there is a warning."""
 
 STALE_SECONDS = 3600
 """Age at which an unfinished shard is taken to be left by a build that was killed."""
@@ -84,7 +94,7 @@ def tokenize_corpus(
         for files in find_files(corpus, part):
             found = [shard for source in files for shard in builder.shards(source)]
             shards += found
-            documents.append(sum(_read_manifest(shard)["documents"] for shard in found))
+            documents.append(sum(read_manifest(shard)["documents"] for shard in found))
         return _open_store(corpus, part, shards, tuple(documents))
 
 
@@ -108,29 +118,21 @@ class _ShardBuilder:
 
     def shards(self, source: Source) -> list[Path]:
         """Return the folders of all shards of a source; missing ones are made."""
-        cache, column = Path(self.corpus.cache), self.corpus.text_column
+        cache = Path(self.corpus.cache)
         facts = {
             "format": FORMAT,
-            "text": self._text_hash(source),
+            "text": hash_source(source, self.part, self.corpus),
             "tokenizer": self.tokenizer_hash,
         }
-        name = _hash(*facts.values())
+        name = short_hash(*facts.values())
         found = _find_shards(cache, name)
-        if found and _read_manifest(found[-1])["last"]:
+        if found and read_manifest(found[-1])["last"]:
             return found
         _remove_stale(cache, name)
-        done = sum(_read_manifest(shard)["documents"] for shard in found)
-        texts = itertools.islice(read_source(source, self.part, column), done, None)
+        done = sum(read_manifest(shard)["documents"] for shard in found)
+        texts = itertools.islice(read_source(source, self.part, self.corpus), done, None)
         folders = _shard_folders(cache, name, len(found))
         return found + list(self._make_shards(source, _split_batches(texts), folders, facts))
-
-    def _text_hash(self, source: Source) -> str:
-        """Hash of the text of a source and of how it is read."""
-        column = self.corpus.text_column
-        if isinstance(source, str):  # a hub data set may change: its first state is cached
-            return _hash(source, self.part, column)
-        with wrap_read_errors(source, f"corpus.{self.part}"):
-            return _hash(_file_hash(source, Path(self.corpus.cache)), known_suffix(source), column)
 
     def _make_shards(
         self,
@@ -148,87 +150,107 @@ class _ShardBuilder:
                 shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
                 counts = self._write_shard(shard, unfinished)
                 batch = next(batches, None)
-                unchanged = self._text_hash(source) == facts["text"]
+                unchanged = hash_source(source, self.part, self.corpus) == facts["text"]
                 remedy = "start again when it is whole"
                 require(unchanged, f"corpus.{self.part}", rule, source, remedy)
-                _write_manifest(unfinished, facts | counts | {"last": batch is None})
+                seal(unfinished, facts | counts | {"last": batch is None})
             yield folder
 
     def _write_shard(self, batches: Iterator[list[str]], folder: Path) -> dict[str, Any]:
-        """Write tokens and document ends of one shard; returns their counts."""
+        """Write tokens, document ends and document hashes of one shard; returns their counts."""
         dtype = np.dtype(np.uint16 if len(self.tokenizer) <= 2**16 else np.uint32)
+        is_continuation = vocabulary.find_continuations(self.tokenizer)
         ends: list[int] = [0]
-        size = unknown = 0
+        hashes: list[bytes] = []
+        counts = dict.fromkeys(COUNTS, 0)
         with (folder / "tokens.bin").open("wb") as stream:
             for batch in batches:
-                for ids in _encode(batch, self.tokenizer):
-                    stream.write(np.asarray(ids, dtype).tobytes())
-                    unknown += ids.count(self.tokenizer.unk_token_id)
+                for document in _encode(batch, self.tokenizer):
+                    ids = np.asarray(document, dtype)
+                    stream.write(ids.tobytes())
                     ends.append(ends[-1] + len(ids))
-                size += sum(len(text.encode()) for text in batch)
+                    hashes.append(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
+                    counts["unknown"] += document.count(self.tokenizer.unk_token_id)
+                    if is_continuation is not None:
+                        counts["continuations"] += int(is_continuation[ids].sum())
+                counts["text_bytes"] += sum(len(text.encode()) for text in batch)
                 self.bar.update(len(batch))
         np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
-        counts = {"documents": len(ends) - 1, "tokens": ends[-1], "text_bytes": size}
-        return counts | {"unknown": unknown, "dtype": dtype.name}
+        (folder / "hashes.bin").write_bytes(b"".join(hashes))
+        return counts | {"documents": len(hashes), "tokens": ends[-1], "dtype": dtype.name}
 
 
 def _open_store(
     corpus: HeldOutSettings, part: str, shards: list[Path], source_documents: tuple[int, ...]
 ) -> TokenStore:
     """Join shards: the ends of their documents become one file, which all processes map."""
-    manifests = [_read_manifest(shard) for shard in shards]
+    manifests = [read_manifest(shard) for shard in shards]
     sizes = [manifest["tokens"] for manifest in manifests]
     found = f"{', '.join(source_names(corpus, part))} with none"
-    require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, "check the files")
-    known = sum(sizes) - sum(manifest.get("unknown", 0) for manifest in manifests)
-    rule, remedy = f"must know the text of corpus.{part}", "learn one from it"
-    require(known > 0, "corpus.tokenizer", rule, "unknown tokens alone", remedy)
+    remedy = "raise the share" if corpus.held_out_share else "check the files"
+    require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, remedy)
+    unknown = sum(manifest["unknown"] for manifest in manifests) / sum(sizes)
+    rule, remedy = f"must know at least half of corpus.{part}", "learn one from this text"
+    require(unknown <= 0.5, "corpus.tokenizer", rule, f"{unknown:.0%} unknown tokens", remedy)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # with weights, the order also depends on which shards belong to which source
     weighted = isinstance(corpus, CorpusSettings) and corpus.weights
     names = [shard.name for shard in shards]
-    folder = Path(corpus.cache) / _hash(names, source_documents if weighted else None)
+    folder = Path(corpus.cache) / short_hash(names, source_documents if weighted else None)
     documents = sum(source_documents)
-    if not _is_complete(folder, {"documents.bin": documents * 8}):
+    if not is_intact(folder):
         with write_dir_atomically(folder) as unfinished:
             with (unfinished / "documents.bin").open("wb") as stream:
                 for shard, start in zip(shards, starts):
                     ends = np.fromfile(shard / "documents.bin", np.int64) + start
                     stream.write(ends.tobytes())
             counts = {"documents": documents, "tokens": sum(sizes)}
-            _write_manifest(unfinished, counts | {"shards": names})
+            seal(unfinished, counts | {"shards": names})
     ends = np.memmap(folder / "documents.bin", np.int64, "r")
     dtype = np.dtype(manifests[0]["dtype"])
     return TokenStore(ends, tuple(shards), starts, dtype, source_documents, folder)
 
 
-def describe_store(part: str, store: TokenStore) -> str:
-    """Return the size of a part in words, with a warning if many of its tokens are unknown."""
-    tokens = int(store.document_ends[-1])
-    share = sum(_read_manifest(shard).get("unknown", 0) for shard in store.shards) / tokens
-    line = f"{part}: {len(store.document_ends):,} documents, {tokens:,} tokens"
-    warning = f"; warning: {share:.1%} of them are unknown to corpus.tokenizer, and not predicted"
-    return line + warning * (share > 0.05)
-
-
-def check_disjoint_contents(train: TokenStore, held_out: TokenStore) -> None:
-    """Check that no held-out file is a copy of a training file.
+def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
+    """Yield the size of each part, and warnings about its text, one a line.
 
     Raises:
-        InputError: A file has the same bytes as one of the other part.
+        InputError: Much of the held-out text is also training text.
     """
-    shared = set(train.shards) & set(held_out.shards)
-    documents = sum(_read_manifest(shard)["documents"] for shard in shared)
-    rule, found = "must hold no file of corpus.train", f"copies, of {documents:,} documents"
-    require(not documents, "corpus.validation", rule, found, "take them out of the training text")
+    for store in train:
+        yield from _describe_store("train", store)
+        yield from _check_disjoint(store, held_out)
+    yield from _describe_store("validation", held_out)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())
+def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
+    counts, warning = store.totals(), f"warning: corpus.{part}"
+    documents, tokens = counts["documents"], counts["tokens"]
+    yield f"{part}: {documents:,} documents, {tokens:,} tokens"
+    unknown = counts["unknown"] / tokens
+    if unknown > MAX_UNKNOWN:
+        yield f"{warning}: {unknown:.1%} of its tokens are unknown to corpus.tokenizer"
+    pieces = tokens / max(1, tokens - counts["continuations"])
+    if pieces > MAX_PIECES:
+        remedy = "it was learned from other text; learn one from this"
+        yield f"{warning}: corpus.tokenizer cuts words into {pieces:.1f} pieces; {remedy}"
+    if part == "validation" and tokens < MIN_HELD_OUT:
+        remedy = f"the loss of so few is uncertain; give {MIN_HELD_OUT:,}"
+        yield f"{warning} has {tokens:,} tokens, of which 15 % are predicted; {remedy}"
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
+    """Compare hashes of documents; yields a warning if a few are in both parts."""
+    hashes = held_out.document_hashes()
+    shared = np.isin(hashes, train.document_hashes())
+    tokens = np.diff(held_out.document_ends, prepend=0)
+    share = tokens[shared].sum() / tokens.sum()
+    if share > 0:
+        count = np.count_nonzero(tokens[shared])
+        found = f"{share:.1%} of its tokens, in {count:,} of {len(tokens):,} documents"
+        rule, remedy = "must not be training text", "take them out of corpus.train"
+        require(share <= MAX_SHARED, "corpus.validation", rule, found, remedy)
+        yield f"warning: corpus.validation {rule}, got {found}; {remedy}"
 
 
 def _shard_folders(cache: Path, source: str, first: int) -> Iterator[Path]:
@@ -240,36 +262,12 @@ def _find_shards(cache: Path, source: str) -> list[Path]:
     """Shards of a source in the cache, up to the last or to the first that is missing."""
     found: list[Path] = []
     for folder in _shard_folders(cache, source, 0):
-        if not _is_complete(folder, _file_sizes(folder)):
+        if not is_intact(folder):
             break
         found.append(folder)
-        if _read_manifest(folder)["last"]:
+        if read_manifest(folder)["last"]:
             break
     return found
-
-
-def _file_sizes(shard: Path) -> dict[str, int]:
-    """Bytes of each file of a shard by its manifest; without a readable one no size is right."""
-    try:
-        manifest = _read_manifest(shard)
-        width = np.dtype(manifest["dtype"]).itemsize
-        return {
-            "tokens.bin": manifest["tokens"] * width,
-            "documents.bin": manifest["documents"] * 8,
-        }
-    except (OSError, ValueError):
-        return {"manifest.json": -1}
-
-
-def _is_complete(folder: Path, sizes: dict[str, int]) -> bool:
-    """Whether a folder holds files of these sizes; one cut short by a power failure is removed."""
-    if not folder.exists():
-        return False
-    files = {folder / name: size for name, size in sizes.items()}
-    if all(file.exists() and file.stat().st_size == size for file, size in files.items()):
-        return True
-    shutil.rmtree(folder)
-    return False
 
 
 def _remove_stale(cache: Path, source: str) -> None:
@@ -278,25 +276,6 @@ def _remove_stale(cache: Path, source: str) -> None:
         with suppress(OSError):  # another process removed it first
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder)
-
-
-def _hash(*facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _file_hash(file: Path, cache: Path) -> str:
-    """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
-    state = file.stat()
-    entry = cache / "hashes" / _hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
-    if entry.exists():
-        return entry.read_text()
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = entry.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(digest)
-    unfinished.replace(entry)
-    return digest
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -331,8 +310,7 @@ def main(settings: TokenizeSettings) -> None:
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
     check_disjoint_files(corpus)
-    vocabulary.train_if_missing(corpus)
-    tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
+    tokenizer = vocabulary.load_tokenizer(vocabulary.train_if_missing(corpus))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     stores = []
     for part in ("train", "validation"):
@@ -341,16 +319,15 @@ def main(settings: TokenizeSettings) -> None:
         stores.append(store)
         seconds = time.perf_counter() - before
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
-        size = sum(_read_manifest(shard)["text_bytes"] for shard in new) / 1e6
+        size = sum(read_manifest(shard)["text_bytes"] for shard in new) / 1e6
         peak = peak_memory(torch.device("cpu")) / 1e9
         print(
-            f"{describe_store(part, store)}; "
-            f"in {store.folder}, {len(new)} of {len(store.shards)} shards "
+            f"{part}: {store.folder}, {len(new)} of {len(store.shards)} shards "
             f"made from {size:.1f} MB of text in "
             f"{seconds:.1f} s, {size / seconds / cores:.2f} MB/s a core on {cores} cores; "
             f"peak memory {peak:.2f} GB"
         )
-    check_disjoint_contents(*stores)
+    print(*describe_stores(stores[:1], stores[1]), sep="\n")
 
 
 if __name__ == "__main__":

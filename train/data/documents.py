@@ -5,14 +5,15 @@ empty files.
 """
 
 import glob
+import hashlib
 import io
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
 import pyarrow
 from pyarrow import parquet
 
@@ -47,6 +48,8 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
     Raises:
         InputError: A name gives no usable file.
     """
+    if part == "validation" and corpus.held_out_share:
+        part = "train"
     key, names = f"corpus.{part}", source_names(corpus, part)
     require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
     sources: list[list[Source]] = []
@@ -57,6 +60,9 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
         files = _match_files(name, key)
         exists = bool(files) or not _looks_like_path(name)
         require(exists, key, "must exist", repr(name), "check the path")
+        valid = bool(files) or not corpus.held_out_share
+        rule, remedy = "must name text for the hub data set", "give files or a hub data set"
+        require(valid, "corpus.validation", f"{rule} {name}", corpus.validation, remedy)
         sources.append([*files] or [name])
     return sources
 
@@ -106,14 +112,55 @@ def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
     """
     for files in find_files(corpus, part):
         for source in files:
-            yield from read_source(source, part, corpus.text_column)
+            yield from read_source(source, part, corpus)
 
 
-def read_source(source: Source, part: str, column: str) -> Iterator[str]:
-    """Yield the documents of one file or hub data set."""
+def read_source(source: Source, part: str, corpus: HeldOutSettings) -> Iterator[str]:
+    """Yield the documents of one file or hub data set that belong to a part."""
+    column, share = corpus.text_column, corpus.held_out_share
     if isinstance(source, str):
-        return _read_hub(source, part, column)
-    return READERS[known_suffix(source)](source, f"corpus.{part}", column)
+        yield from _read_hub(source, part, column)
+        return
+    for text in READERS[known_suffix(source)](source, f"corpus.{part}", column):
+        if not share or _is_held_out(text, share) == (part == "validation"):
+            yield text
+
+
+def _is_held_out(text: str, share: float) -> bool:
+    """Draw a document by its words, so that copies, and runs of all seeds, have the same draw."""
+    words = " ".join(text.lower().split()).encode()
+    draw = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    return draw < share * 2**64
+
+
+def hash_source(source: Source, part: str, corpus: HeldOutSettings) -> str:
+    """Hash the text of a source and how it is read."""
+    if isinstance(source, str):  # a hub data set may change: its first state is cached
+        return short_hash(source, part, corpus.text_column)
+    with wrap_read_errors(source, f"corpus.{part}"):
+        digest = _file_hash(source, Path(corpus.cache))
+    draw = [part, corpus.held_out_share] if corpus.held_out_share else []
+    return short_hash(digest, known_suffix(source), corpus.text_column, *draw)
+
+
+def short_hash(*facts: object) -> str:
+    """Hash JSON values to 16 hexadecimal digits, for the names of files."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _file_hash(file: Path, cache: Path) -> str:
+    """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
+    state = file.stat()
+    entry = cache / "hashes" / short_hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
+    if entry.exists():
+        return entry.read_text()
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = entry.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(digest)
+    unfinished.replace(entry)
+    return digest
 
 
 def check_disjoint_files(corpus: CorpusSettings) -> None:
@@ -126,7 +173,7 @@ def check_disjoint_files(corpus: CorpusSettings) -> None:
     valid = (corpus.train == EMBEDDED) == (corpus.validation == EMBEDDED)
     found = f"train {corpus.train!r} and validation {corpus.validation!r}"
     require(valid, "corpus.validation", rule, found, remedy)
-    if corpus.train != EMBEDDED:
+    if corpus.train != EMBEDDED and not corpus.held_out_share:
         train, held_out = (_resolved_files(corpus, part) for part in ("train", "validation"))
         shared = sorted(map(str, train & held_out))
         rule, remedy = "must hold no file of corpus.train", "move it out of the training text"
@@ -203,7 +250,8 @@ def _read_lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
     ):
         for number, line in enumerate(stream, start=1):
             try:
-                yield number, line.decode("utf-8")
+                # Windows programs begin a file with a byte order mark
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 found = f"line {number} of {file} that is not"
                 raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
@@ -225,6 +273,8 @@ def _check_text(value: object, column: str, place: object) -> str:
 
 def _read_hub(name: str, part: str, column: str) -> Iterator[str]:
     """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
+    import datasets  # local files are read where it is not installed
+
     dataset, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(dataset, configuration or None, streaming=True)

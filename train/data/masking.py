@@ -1,4 +1,4 @@
-"""Step 6 of the data path: masking, a pure function of (seed, epoch, sequence).
+"""Step 6 of the data path: masking, a pure function of (seed, visit, sequence).
 
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from train.data import stateless_rng
+from train.data.vocabulary import find_continuations
 from train.settings import require
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
@@ -55,23 +56,17 @@ class Vocab:
         require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
-        continuation = _find_continuations(tokenizer) if whole_word else None
+        continuation = find_continuations(tokenizer) if whole_word else None
+        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
+        valid = not whole_word or continuation is not None
+        require(valid, "corpus.whole_word", rule, "true", remedy)
         return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
-
-
-def _find_continuations(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
-    model = tokenizer.backend_tokenizer.model
-    prefix = getattr(model, "continuing_subword_prefix", None)
-    rule, remedy = "must be false unless pieces are WordPiece's (##ing)", "use a BERT tokenizer"
-    require(bool(prefix), "corpus.whole_word", rule, f"true with {type(model).__name__}", remedy)
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return np.array([token.startswith(prefix) for token in tokens])
 
 
 def mask_tokens(
     ids: NDArray[np.int64],
     sequence: NDArray[np.int64],
-    epoch: NDArray[np.int64],
+    visits: NDArray[np.int64],
     vocab: Vocab,
     mask_rate: float,
     seed: int,
@@ -80,9 +75,9 @@ def mask_tokens(
 
     Args:
         ids: [B, L] token ids.
-        sequence: [B] index of each row's sequence. With `epoch` and `seed` it decides the masks of
+        sequence: [B] index of each row's sequence. With `visits` and `seed` it decides the masks of
             the row, whatever batch it is in.
-        epoch: [B] how many times each sequence has been seen before.
+        visits: [B] how many times each sequence has been read before.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to choose.
         seed: Seed of the run.
@@ -90,7 +85,7 @@ def mask_tokens(
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
-    row_key, column = (seed, epoch[:, None], sequence[:, None]), np.arange(ids.shape[1])
+    row_key, column = (seed, visits[:, None], sequence[:, None]), np.arange(ids.shape[1])
     masked_unit = column  # column whose draw decides: the token itself, or the start of its word
     if vocab.is_continuation is not None:
         # all tokens of a word share the draw of its first column; a special token starts a word

@@ -6,6 +6,7 @@
 The same text gives the same vocabulary, byte for byte, in every process and on every machine.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import (
     BertWordPieceTokenizer,
     Tokenizer,
@@ -28,9 +31,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from train.atomic_dir import write_dir_atomically
+from train.atomic_dir import check_writable, write_dir_atomically
 from train.command_line import run_command
-from train.data.documents import read_documents
+from train.data.documents import find_files, hash_source, read_documents, short_hash
 from train.settings import CorpusSettings, InputError, require
 
 MAX_ALPHABET = 1000
@@ -94,41 +97,66 @@ def save_tokenizer(pieces: list[str], folder: str | Path) -> None:
         (unfinished / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
 
 
-def train_if_missing(corpus: CorpusSettings) -> None:
-    """Train `corpus.tokenizer` on the training text if a size is given and the folder is missing.
+def train_if_missing(corpus: CorpusSettings) -> str:
+    """Train the tokenizer on the training text if a size is given and the folder is missing.
+
+    Returns:
+        Folder, file or hub id of the tokenizer.
 
     Raises:
-        InputError: The size is too small, the existing vocabulary is larger, or the name of the
-            folder could be a hub id.
+        InputError: The size is missing or too small, the existing vocabulary is larger, or the name
+            of the folder could be a hub id.
     """
-    size, folder = corpus.vocabulary_size, corpus.tokenizer
+    check_tokenizer_given(corpus)
+    size, key, remedy = corpus.vocabulary_size, "corpus.vocabulary_size", "set it to null"
+    folder = _folder_of_text(corpus) if corpus.tokenizer is None else corpus.tokenizer
     if size is None:
-        return
-    key, remedy = "corpus.vocabulary_size", "set it to null"
+        return folder
     require(folder != BYTES, key, "must be null for bytes", size, remedy)
     if Path(folder).exists():
         tokens = len(load_tokenizer(folder))
         rule = f"must be at least the {tokens} pieces in {folder}"
         require(tokens <= size, key, rule, size, f"{remedy} to take that one")
-        return
+        return folder
     rule = "must name a folder to learn a vocabulary into"
     remedy = f"write ./{folder}, or set {key} to null to take the one of a hub id"
-    require(not _may_be_hub_id(corpus), "corpus.tokenizer", rule, repr(folder), remedy)
+    may_be_hub_id = corpus.tokenizer is not None and _may_be_hub_id(folder, corpus.cache)
+    require(not may_be_hub_id, "corpus.tokenizer", rule, repr(folder), remedy)
     require(size >= 100, key, "must be at least 100", size, "8192 is small")
+    check_writable(Path(folder), "corpus.tokenizer")
     print(f"learning a vocabulary of {size} pieces into {folder}")
     save_tokenizer(train_wordpiece(lambda: read_documents(corpus, "train"), size), folder)
+    return folder
 
 
-def _may_be_hub_id(corpus: CorpusSettings) -> bool:
+def check_tokenizer_given(corpus: CorpusSettings) -> None:
+    """Check that a tokenizer is named, or the size of one to learn.
+
+    Raises:
+        InputError: Both are null.
+    """
+    given = (corpus.tokenizer, corpus.vocabulary_size) != (None, None)
+    rule = "must be given, or corpus.vocabulary_size to learn one"
+    require(given, "corpus.tokenizer", rule, "null for both", "8192 is a small size")
+
+
+def _folder_of_text(corpus: CorpusSettings) -> str:
+    """Folder in the cache of the vocabulary of this size that is learned from this text."""
+    sources = itertools.chain.from_iterable(find_files(corpus, "train"))
+    text = [hash_source(source, "train", corpus) for source in sources]
+    return str(Path(corpus.cache) / f"vocabulary-{short_hash(text, corpus.vocabulary_size)}")
+
+
+def _may_be_hub_id(folder: str, cache: str) -> bool:
     """Whether a missing folder has the form NAME or OWNER/NAME, and OWNER is no folder either.
 
     A vocabulary saved there would from then on be loaded in place of the hub's.
     """
-    path = Path(corpus.tokenizer)
-    if corpus.tokenizer.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
+    path = Path(folder)
+    if folder.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
         return False
     owner = path.parent  # a parent of the token cache, such as `runs`, will be a folder
-    return len(path.parts) == 1 or not (owner.is_dir() or owner in Path(corpus.cache).parents)
+    return len(path.parts) == 1 or not (owner.is_dir() or owner in Path(cache).parents)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -198,6 +226,17 @@ def _has_capitals(file: Path) -> bool:
     return 100 * sum(bool(re.search("[A-Z]", token)) for token in tokens) > len(tokens)
 
 
+def find_continuations(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_] | None:
+    """Return whether each id continues a word (##ing), [V]; None if tokens do not show it."""
+    prefix = getattr(tokenizer.backend_tokenizer.model, "continuing_subword_prefix", None)
+    if not prefix:
+        return None
+    ids = tokenizer.get_vocab()
+    is_continuation = np.zeros(max(ids.values()) + 1, bool)
+    is_continuation[[ids[token] for token in ids if token.startswith(prefix)]] = True
+    return is_continuation
+
+
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return everything that decides the ids of a text, as JSON, for hashes of token caches.
 
@@ -222,8 +261,8 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def main(settings: VocabularySettings) -> None:
     """Train a vocabulary and print its size and folder."""
-    train_if_missing(settings.corpus)
-    print(f"{len(load_tokenizer(settings.corpus.tokenizer))} pieces in {settings.corpus.tokenizer}")
+    folder = train_if_missing(settings.corpus)
+    print(f"{len(load_tokenizer(folder))} pieces in {folder}")
 
 
 if __name__ == "__main__":

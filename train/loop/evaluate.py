@@ -49,8 +49,8 @@ class EvaluateSettings:
     """Number of sequences to read, from the first; null means all."""
     batch: int = 32
     """Sequences per forward pass of each process."""
-    attention: str = "sdpa"
-    """Attention kernel by transformers' name."""
+    attention: str | None = None
+    """Attention implementation by transformers' name; null is the model's own default."""
 
     def __post_init__(self) -> None:
         require(self.length >= 8, "length", "must be at least 8", self.length, "128 is usual")
@@ -84,7 +84,7 @@ def evaluate(
         `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.
     """
     index = np.arange(len(sequences)) if indices is None else indices
-    by_length = index[np.argsort(sequences.spans(index)[1], kind="stable")]
+    by_length = index[np.argsort(sequences.locate(index)[1], kind="stable")]
     batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     objective = accelerator.unwrap_model(model)
@@ -123,7 +123,7 @@ def load_language_model(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    attention: str,
+    attention: str | None,
     changes: dict[str, Any] | None = None,
 ) -> LanguageModel:
     """Load a saved model with its loss, in float32.
@@ -132,7 +132,7 @@ def load_language_model(
         folder: Folder or hub id of the model.
         tokenizer: Its tokenizer.
         length: Longest sequence to evaluate.
-        attention: Attention kernel by transformers' name.
+        attention: Attention implementation by transformers' name, or None.
         changes: Configuration fields to replace.
 
     Raises:

@@ -53,7 +53,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
         # buffers are constant; their broadcast would block evaluations in which some processes
         # have fewer batches
-        DistributedDataParallelKwargs(broadcast_buffers=False),
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
     ]
     try:
         accelerator = Accelerator(log_with=tracker, project_dir=folder, kwargs_handlers=handlers)
@@ -80,6 +80,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "launch must be for a CPU or CUDA, got mps, which has no float64; use "
             "configs/accelerate/cpu.yaml"
         )
+    # cuDNN makes a plan for every new shape of a batch
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if accelerator.is_fsdp2:
         keep_float32(accelerator.state.fsdp_plugin)
     return accelerator

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
@@ -24,6 +24,9 @@ from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
+
+OUT_OF_MEMORY = ("allocate", "not enough memory", "STATUS_ALLOC_FAILED")
+"""Parts of the messages of torch's CPU allocator, and of cuBLAS and cuDNN."""
 
 SAVED_BYTES = 12
 """Bytes per parameter of weight and moments in a checkpoint."""
@@ -95,13 +98,20 @@ def fit_micro_batch(
         accelerator: Reduces over processes.
 
     Raises:
-        InputError: Not even one sequence fits.
+        InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
     """
     size, before = micro_batch, [buffer.clone() for buffer in objective.buffers()]
     vocab_size = objective.model.config.vocab_size
     while True:
         batch = largest_batch(size, length, vocab_size, mask_rate, objective.packed)
-        failed = torch.tensor(float(not _fits(model, batch, accelerator)))
+        fits = _fits(model, batch, accelerator)
+        if not fits and accelerator.distributed_type == DistributedType.FSDP:
+            # the other processes may wait for a part of this one's weights, so it has to end
+            raise InputError(
+                f"optim.micro_batch must fit into memory with FSDP, got {size} sequences of "
+                f"{length} tokens, which do not; lower it"
+            )
+        failed = torch.tensor(float(not fits))
         model.zero_grad(set_to_none=True)
         for buffer, old in zip(objective.buffers(), before):  # FAVOR+ counts its calls
             buffer.copy_(old)
@@ -130,10 +140,8 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
             accelerator.backward(loss / len(batch["labels"]))
         del moments
     except (MemoryError, RuntimeError) as error:
-        # torch's CPU allocator raises a plain RuntimeError
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and (
-            "allocate" not in str(error) and "not enough memory" not in str(error)
-        ):
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         return False
     return True
@@ -156,6 +164,7 @@ def dry_run(
         InputError: There is no tokenizer and none would be trained, or the warm-up is too long.
     """
     objective = _untrained_objective(settings).to(accelerator.device)
+    objective.prefer_packed_rows(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     known = [number for number in steps if number is not None]
     check_warmup(settings.optim, sum(known) if known == steps else None)
@@ -193,12 +202,12 @@ def dry_run(
 def _untrained_objective(settings: PretrainSettings) -> LanguageModel:
     """Build the run's model with random weights, and the vocabulary size it would get."""
     corpus, model, tokenizer = settings.corpus, settings.model, None
-    if corpus.vocabulary_size is None or Path(corpus.tokenizer).exists():
-        tokenizer = vocabulary.load_tokenizer(corpus.tokenizer)
+    vocabulary.check_tokenizer_given(corpus)
+    name, size = corpus.tokenizer, corpus.vocabulary_size
+    if name is not None and (size is None or Path(name).exists()):
+        tokenizer = vocabulary.load_tokenizer(name)
     else:  # not trained yet: assume the largest size
-        model = dataclasses.replace(
-            model, config={"vocab_size": corpus.vocabulary_size} | model.config
-        )
+        model = dataclasses.replace(model, config={"vocab_size": size} | model.config)
     config = build_config(model, corpus.length, tokenizer)
     return build_objective(dataclasses.replace(model, init=None), config, settings.run.seed)
 

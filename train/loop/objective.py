@@ -9,15 +9,19 @@ import dataclasses
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from roformer.kernels.attention import UNPADDED
+from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.batching import IGNORE_INDEX
 from train.loop.model_init import build_config, build_model
 from train.settings import InputError, ModelSettings
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of attention by the precision of Accelerate."""
 
 
 class LanguageModel(nn.Module):
@@ -65,6 +69,21 @@ class LanguageModel(nn.Module):
         """Whether the model predicts every next token instead of masked ones."""
         return bool(getattr(self.model.config, "is_decoder", False))
 
+    def prefer_packed_rows(self, accelerator: Accelerator) -> None:
+        """Leave padding out on a GPU too, where "auto" by itself would have to wait for lengths.
+
+        Only if the GPU has a kernel for documents of different lengths, and the model no bias on
+        the scores and no linear attention.
+        """
+        config = self.model.config
+        if not isinstance(self.model, RoFormerPreTrainedModel):
+            return
+        needs_rows = config.has_position_bias or config.linear_attention is not None
+        dtype = PRECISIONS.get(accelerator.mixed_precision, torch.float32)
+        has_kernel = has_varlen_kernel(accelerator.device, dtype, config.attention_head_size)
+        if config._attn_implementation == AUTO and has_kernel and not needs_rows:
+            self.model.set_attn_implementation(UNPADDED)
+
     def tie_weights(self) -> None:
         """Tie the output layer to the embeddings; called by Accelerate after sharding."""
         self.model.tie_weights()
@@ -92,6 +111,8 @@ class LanguageModel(nn.Module):
         """
         if self.causal:
             layout["use_cache"] = False
+        if isinstance(self.model, RoFormerPreTrainedModel):
+            layout["unpad"] = True
         hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
         return cross_entropy(logits, labels)

@@ -1,14 +1,15 @@
-"""AdamW with weight-decay groups, learning-rate schedules, and skipping of non-finite gradients."""
+"""AdamW and Muon, learning-rate schedules, and skipping of non-finite gradients."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
+from train.loop.async_scalars import AsyncScalars
 from train.settings import InputError, OptimSettings, require
 
 MAX_SKIPPED_STEPS = 3
@@ -24,9 +25,12 @@ SCHEDULE_RESOLUTION = 1_000_000
 """Number of steps by which a schedule over hours is approximated."""
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, exclude: Collection[Tensor] = ()
+) -> list[dict]:
     """Split trained parameters in two groups: matrices with weight decay, vectors without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    excluded = set(exclude)
+    trained = [p for p in model.parameters() if p.requires_grad and p not in excluded]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -39,10 +43,70 @@ def adamw(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
+    exclude: Collection[Tensor] = (),
 ) -> torch.optim.AdamW:
     """Build a fused AdamW over `decay_groups`."""
-    groups = decay_groups(model, weight_decay)
+    groups = decay_groups(model, weight_decay, exclude)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+
+
+def hidden_matrices(model: PreTrainedModel) -> list[Tensor]:
+    """Return the weights of the linear layers between embeddings and head."""
+    layers = [layer for layer in model.base_model.modules() if isinstance(layer, nn.Linear)]
+    return [layer.weight for layer in layers if layer.weight.requires_grad]
+
+
+def build_optimizer(model: PreTrainedModel, optim: OptimSettings) -> torch.optim.Optimizer:
+    """Build the optimizer that `optim.name` names."""
+    hidden = hidden_matrices(model) if optim.name == "muon" else []
+    rate, decay = optim.learning_rate, optim.weight_decay
+    rest = adamw(model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
+    return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon for hidden matrices and AdamW for all other parameters, as one optimizer.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalises the momentum
+    of a matrix. One list of groups and one state, so that schedule, checkpoints and sharding need
+    not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it.
+
+    Args:
+        hidden: Matrices that Muon trains.
+        adamw: Optimizer of all other parameters.
+        learning_rate: Learning rate of both.
+        weight_decay: Decoupled weight decay of the matrices.
+        scale: Root mean square of Muon's updates, relative to the learning rate.
+    """
+
+    def __init__(
+        self,
+        hidden: list[Tensor],
+        adamw: torch.optim.AdamW,
+        learning_rate: float,
+        weight_decay: float,
+        scale: float,
+    ) -> None:
+        factor = scale / 0.2  # match_rms_adamw gives updates a root mean square of 0.2
+        self.adamw = adamw
+        self.muon = torch.optim.Muon(
+            hidden,
+            lr=factor * learning_rate,
+            weight_decay=weight_decay / factor,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self.muon.param_groups[0]["lr_factor"] = factor
+        super().__init__([*self.muon.param_groups, *adamw.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters, or none if `found_inf` is set."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return
+        parts = ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:]))
+        for part, groups in parts:
+            part.param_groups, part.state = groups, self.state  # load_state_dict replaces both
+            part.step()
 
 
 def schedule_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -99,32 +163,9 @@ def check_warmup(optim: OptimSettings, total: int | None) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group, times the factor of a Muon group."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-
-
-class AsyncScalars:
-    """A small tensor that is copied to the host without waiting for the device.
-
-    Args:
-        tensor: [n], on any device.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        self.host = tensor
-        if tensor.is_cuda:
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def result(self) -> list[float]:
-        """Return the values; waits only for work queued on the device before the copy."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
+        group["lr"] = learning_rate * group.get("lr_factor", 1.0)
 
 
 class NonFiniteGuard:
@@ -161,7 +202,7 @@ class NonFiniteGuard:
         """Record whether the loss of a micro-batch is finite."""
         self.nonfinite_losses.append(loss.detach().isfinite().logical_not())
 
-    def step(self, number: int, norm: Tensor) -> None:
+    def optimizer_step(self, number: int, norm: Tensor) -> None:
         """Update the weights unless the gradient norm is not finite.
 
         Raises:
@@ -188,7 +229,7 @@ class NonFiniteGuard:
         """
         if self.last_step is not None:
             (number, skipped, nonfinite), self.last_step = self.last_step, None
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped.result()[0] else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped.wait()[0] else 0
             failed = self.skipped_in_a_row >= self.max_skipped
             if failed or (self.skipped_in_a_row and not self.scaled):
                 self.report(number, self.skipped_in_a_row, nonfinite)

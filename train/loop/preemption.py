@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -102,6 +103,8 @@ class PreemptionHandler:
         self.launcher_pid = launcher_pid()  # compared later: a dead launcher changes getppid()
         self.requested: set[str] = set()
         self.longest_interval = 0.0
+        # of the last steps only: the first ones compile
+        self.recent_intervals: deque[float] = deque(maxlen=20)
         self.last_heartbeat: float | None = None
         self.silent_seconds, self.timeout = 0.0, math.inf
         self.stopped = threading.Event()
@@ -139,13 +142,14 @@ class PreemptionHandler:
     def stop_requests(self) -> list[bool]:
         """Return for each of `STOP_REASONS` whether this process has a reason to stop.
 
-        The time limit is reported three of the longest steps early, so that the checkpoint is
-        complete before it.
+        The time limit is reported early, by three times the longest of the last 20 steps, so that
+        the checkpoint is complete before it.
         """
         if self.launcher_pid not in (None, os.getppid()):
             self.requested.add(LAUNCHER_DIED)
         now = time.monotonic()
-        if self.deadline is not None and now + 3 * self.longest_interval > self.deadline:
+        early = 3 * max(self.recent_intervals, default=0.0)
+        if self.deadline is not None and now + early > self.deadline:
             self.requested.add(TIME_LIMIT)
         return [reason in self.requested for reason in STOP_REASONS]
 
@@ -159,6 +163,7 @@ class PreemptionHandler:
         if self.last_heartbeat is not None:
             # not set before: the first interval includes compilation and the start of workers
             interval = min(now - self.last_heartbeat, self.silent_seconds + 2 * POLL_SECONDS)
+            self.recent_intervals.append(interval)
             self.longest_interval = max(self.longest_interval, interval)
             self.timeout = max(self.min_timeout, 10 * self.longest_interval)
         self.last_heartbeat, self.silent_seconds = now, 0.0

@@ -30,7 +30,7 @@ CHANGEABLE = {
 """Keys that may change when a run is resumed, because the trained weights do not depend on them."""
 
 
-def settings_dict(settings: PretrainSettings) -> dict[str, Any]:
+def settings_dict(settings: Any) -> dict[str, Any]:
     """Return the settings as JSON values, as settings.yaml holds them."""
     return json.loads(json.dumps(dataclasses.asdict(settings)))
 
@@ -73,8 +73,10 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
     stages = [_decisive(stage) for stage in now.pop("stages")]
     stages_before = [_decisive(stage) for stage in before.get("stages") or []]
     for section, values in now.items():
+        # a run that began before a setting was added had its default
+        begun_section = settings_dict(type(getattr(settings, section))()) | before.get(section, {})
         for key, value in values.items():
-            begun = before.get(section, {}).get(key)
+            begun = begun_section[key]
             if begun != value and key not in CHANGEABLE.get(section, ()):
                 changed[f"{section}.{key}"] = begun, value
     if stages_before != stages:
@@ -111,8 +113,9 @@ def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision
     """
     for key, (begun, value) in changed_settings(folder, settings, precision).items():
         rule = f"must stay {begun!r} for the run in {folder}"
-        remedy = "choose another run.name, or set run.allow_drift true"
-        require(settings.run.allow_drift, key, rule, repr(value), remedy)
+        fixed = key == "optim.name"  # another optimizer cannot read the state in a checkpoint
+        remedy = "choose another run.name" + ("" if fixed else ", or set run.allow_drift true")
+        require(settings.run.allow_drift and not fixed, key, rule, repr(value), remedy)
 
 
 def write_metadata(

@@ -28,7 +28,7 @@ def long_text(tmp_path):
 @pytest.mark.parametrize("length", [16, 32, 64, 128])
 def test_every_length_reads_the_start_of_the_long_documents(length, long_text, tokenizer):
     sequences = SequenceIndex(tokenize_corpus(long_text, "validation", tokenizer), length)
-    start, tokens = sequences.spans(select_sequences(sequences, 128, documents=2))
+    start, tokens = sequences.locate(select_sequences(sequences, 128, documents=2))
     assert set(tokens) == {length - 2}
     first, second = 10, 10 + 200  # where the documents of 200 and 130 tokens begin
     inside = [(x >= d) & (x + length - 2 <= d + 126) for x in [start] for d in (first, second)]

@@ -1,7 +1,6 @@
 """Cost against length: slopes are fitted where length decides, every point in its own process."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,10 +24,7 @@ def test_one_long_text_has_no_slope():
 
 
 def test_kinds_are_measured_at_every_length(tmp_path, monkeypatch, capsys):
-    # here and not in processes, each of which takes seconds to start
-    monkeypatch.setattr(
-        attention_scaling, "ProcessPoolExecutor", lambda *ignored: ThreadPoolExecutor(1)
-    )
+    monkeypatch.setattr(attention_scaling, "in_new_process", lambda function, *x: function(*x))
     output = tmp_path / "attention_scaling.png"
     kinds = ["softmax", "favor"]
     monkeypatch.setattr(attention_scaling, "KINDS", kinds)

@@ -54,7 +54,7 @@ def rows_of(batch) -> list[tuple[int, ...]]:
 
 
 def test_pieces_tile_the_corpus_and_stay_inside_documents(sequences):
-    start, size = sequences.spans(np.arange(len(sequences)))
+    start, size = sequences.locate(np.arange(len(sequences)))
     np.testing.assert_array_equal(start[1:], (start + size)[:-1])
     assert start[0] == 0
     assert start[-1] + size[-1] == sequences.store.document_ends[-1]
@@ -215,7 +215,7 @@ class Billion(SequenceIndex):
     def __init__(self) -> None:
         self.source_sizes = self.source_draws = np.array([10**9])
 
-    def spans(self, index):
+    def locate(self, index):
         return index * 126, (1 + stateless_rng.random_bits(7, index) % 126).astype(np.int64)
 
 
@@ -291,7 +291,7 @@ def test_a_sequence_is_masked_anew_at_every_visit(sequences):
 def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
     def sizes(epoch, seed):
         place = epoch * sequences.epoch_size + np.arange(1024)
-        return sequences.spans(training_order(sequences, place, seed)[0])[1]
+        return sequences.locate(training_order(sequences, place, seed)[0])[1]
 
     for other in (sizes(1, 0), sizes(0, 1)):
         assert abs(np.corrcoef(sizes(0, 0), other)[0, 1]) < 0.3

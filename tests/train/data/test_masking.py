@@ -91,7 +91,7 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
     assert Vocab.from_tokenizer(tokenizer).is_continuation is None
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
-    with pytest.raises(InputError, match="corpus.whole_word must be false unless .* with BPE"):
+    with pytest.raises(InputError, match="corpus.whole_word must be false unless"):
         Vocab.from_tokenizer(other, whole_word=True)
 
 

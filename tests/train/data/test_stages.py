@@ -110,4 +110,4 @@ def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_
 def test_a_stage_begins_at_once_where_the_one_before_it_ends():
     first, second = (SimpleNamespace(vocab=None) for _ in range(2))
     stages = StagedDataset([(4, first), (None, second)])
-    assert [stages.locate(step) for step in (3, 4, 5)] == [(first, 3), (second, 0), (second, 1)]
+    assert [stages.stage_step(step) for step in (3, 4, 5)] == [(first, 3), (second, 0), (second, 1)]

@@ -112,3 +112,19 @@ def test_nothing_is_learned_from_nothing(tmp_path):
     with pytest.raises(InputError, match="corpus.train must hold text to learn from, got none"):
         vocabulary.train_if_missing(settings)
     assert not (tmp_path / "v").exists()
+
+
+def test_without_a_tokenizer_each_text_gets_a_vocabulary_of_its_own(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sees the moon\n")
+    settings = CorpusSettings(train=str(tmp_path / "text.txt"), cache=str(tmp_path / "tokens"))
+    with pytest.raises(InputError, match="corpus.tokenizer must be given, or corpus.vocabulary_s"):
+        vocabulary.train_if_missing(settings)
+    settings = dataclasses.replace(settings, vocabulary_size=100)
+    first = vocabulary.train_if_missing(settings)
+    assert "v" not in vocabulary.load_tokenizer(first).get_vocab()
+    assert vocabulary.train_if_missing(settings) == first
+    (tmp_path / "text.txt").write_text("a dog likes a river\n")
+    other = vocabulary.train_if_missing(settings)
+    assert other != first
+    assert "v" in vocabulary.load_tokenizer(other).get_vocab()
+    assert vocabulary.train_if_missing(dataclasses.replace(settings, vocabulary_size=200)) != other

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
@@ -109,12 +110,13 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(pretrain_flags,
 def limit_memory(monkeypatch):
     """limit_memory(name, size) makes forward run out of memory above a size of one argument."""
     forward, sizes = LanguageModel.forward, []
+    no_room = torch.OutOfMemoryError("no room")
 
-    def limit(name: str, size: int) -> list[int]:
+    def limit(name: str, size: int, error: Exception = no_room) -> list[int]:
         def limited(self, **batch):
             sizes.append(batch[name].numel())
             if sizes[-1] > size:
-                raise torch.OutOfMemoryError("no room")
+                raise error
             return forward(self, **batch)
 
         monkeypatch.setattr(LanguageModel, "forward", limited)
@@ -143,6 +145,24 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(
     assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == fits
     assert (f"optim.micro_batch is {fits}" in capsys.readouterr().out) == (fits < 16)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_library_without_memory_is_too_little_memory_and_other_errors_are_errors(limit_memory):
+    model, accelerator = objective(), Accelerator(cpu=True)
+    text = "CUDA error: {} when calling `cublasCreate(handle)`"
+    limit_memory("input_ids", 24, RuntimeError(text.format("CUBLAS_STATUS_ALLOC_FAILED")))
+    assert fit_micro_batch(model, model, 24, 2, 0.15, accelerator) == 1
+    limit_memory("input_ids", 24, RuntimeError(text.format("CUBLAS_STATUS_EXECUTION_FAILED")))
+    with pytest.raises(RuntimeError, match="EXECUTION_FAILED"):
+        fit_micro_batch(model, model, 24, 2, 0.15, accelerator)
+
+
+def test_a_sharded_process_without_memory_ends_so_that_none_waits_for_it(limit_memory, monkeypatch):
+    model, accelerator = objective(), Accelerator(cpu=True)
+    limit_memory("input_ids", 24)
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
+    with pytest.raises(InputError, match="optim.micro_batch .* got 4"):
+        fit_micro_batch(model, model, 24, 4, 0.15, accelerator)
 
 
 def test_micro_batches_that_are_tried_divide_the_one_asked_for(limit_memory):

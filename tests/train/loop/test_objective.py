@@ -1,6 +1,7 @@
 """The sparse loss against transformers' full one."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 import roformer
-from roformer.configuration_rules import POSITION_ENCODINGS
+from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
 from tiny import TINY_MODEL, enlarge
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex, make_batch
@@ -86,12 +87,37 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
-def test_what_is_added_to_scores_is_never_added_between_sequences(encoding):
+def test_encodings_with_a_bias_get_padded_rows(encoding):
     fields = {"vocab_size": 50, "position_encoding": encoding}
     config = roformer.RoFormerConfig(**TINY_MODEL, **fields)
     config._attn_implementation = "unpadded"
     model = LanguageModel(roformer.RoFormerForMaskedLM(config))
-    assert model.packed != (encoding in ("t5", "alibi", "transformer_xl"))
+    assert model.packed != (encoding in POSITION_BIASES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "packed"),
+    [
+        ({}, "bf16", True),
+        ({}, "no", False),
+        ({"position_encoding": "alibi"}, "bf16", False),
+        ({"linear_attention": "elu"}, "bf16", False),
+    ],
+)
+def test_rows_are_packed_by_default_where_a_gpu_has_a_kernel_for_them(
+    fields, precision, packed, monkeypatch
+):
+    config = roformer.RoFormerConfig(vocab_size=50, **TINY_MODEL, **fields)
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    model.prefer_packed_rows(Accelerator(cpu=True))
+    assert not model.packed
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+    model.prefer_packed_rows(gpu)
+    assert model.packed == packed
+    model.model.set_attn_implementation("sdpa")  # a name that is given is obeyed
+    model.prefer_packed_rows(gpu)
+    assert not model.packed
 
 
 @pytest.mark.parametrize("offset", [0.0, 2.0**17])

@@ -1,5 +1,7 @@
 """Decay groups, learning-rate schedules, and steps that must not move."""
 
+import dataclasses
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,11 +10,14 @@ from transformers import get_scheduler
 import roformer
 from tiny import TINY_MODEL
 from train.loop.optim import (
+    MuonWithAdamW,
     NonFiniteGuard,
     adamw,
+    build_optimizer,
     decay_groups,
     learning_rate_schedule,
     schedule_factor,
+    set_learning_rate,
 )
 from train.settings import SCHEDULES, InputError, OptimSettings
 
@@ -58,13 +63,61 @@ def test_every_schedule_warms_up_over_steps_and_over_hours_and_no_two_are_one(bu
         assert curves[name][-1] < 0.1 * settings.learning_rate
 
 
-def finite_steps(folder, scaler=None):
+MUON = OptimSettings(name="muon", learning_rate=1e-2, weight_decay=0.0, muon_scale=0.5, steps=1)
+
+
+def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
+    torch.manual_seed(0)
+    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
+    optimizer = build_optimizer(model, MUON)
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden, *rest = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert len(hidden) == 6 * TINY_MODEL["num_hidden_layers"]
+    assert all(".layer." in name and name.endswith("weight") for name in hidden)
+    assert sorted([*hidden, *rest[0], *rest[1]]) == sorted(names.values())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    set_learning_rate(optimizer, 1e-2)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        update = (parameter.detach() - before[name]).double() / 1e-2
+        if name in hidden:  # close to orthogonal, whose root mean square is the scale
+            rows = torch.linalg.svdvals(update) / (0.5 * max(update.shape) ** 0.5)
+            assert 0.6 < rows.median() <= rows.max() < 1.3
+        else:  # Adam's first step is the sign of the gradient
+            torch.testing.assert_close(update, -parameter.grad.sign().double(), atol=0.1, rtol=0)
+
+
+def test_weight_decay_of_a_muon_matrix_is_that_of_adamw():
+    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
+    decaying = dataclasses.replace(MUON, weight_decay=0.1)
+    optimizer = build_optimizer(model, decaying)
+    matrix, table = (optimizer.param_groups[i]["params"][0] for i in (0, 1))
+    before = [matrix.detach().clone(), table.detach().clone()]
+    for parameter in (matrix, table):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip((matrix, table), before):
+        torch.testing.assert_close(parameter.detach(), old * (1 - 1e-2 * 0.1))
+
+
+def adamw_only(model):
+    return adamw(model, 0.1, 0.01)
+
+
+def with_muon(model):
+    rest = adamw(model, 0.1, 0.01, exclude=[model.weight])
+    return MuonWithAdamW([model.weight], rest, 0.1, 0.01, 0.8)
+
+
+def finite_steps(folder, scaler=None, build=adamw_only):
     """A small model with its optimizer, and what the steps of it report."""
     torch.manual_seed(0)
     accelerator, reports = Accelerator(cpu=True), []
     accelerator.scaler = scaler
     model = torch.nn.Linear(3, 3)
-    optimizer = accelerator.prepare(adamw(model, 0.1, 0.01))
+    optimizer = accelerator.prepare(build(model))
     steps = NonFiniteGuard(optimizer, lambda *told: reports.append(told), folder)
 
     def move(number, factor):
@@ -72,7 +125,7 @@ def finite_steps(folder, scaler=None):
             loss = model(torch.ones(2, 3)).square().sum() * part
             accelerator.backward(loss)
             steps.record_loss(loss)
-        steps.step(number, accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        steps.optimizer_step(number, accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
     def held():
         moments = optimizer.optimizer.state_dict()["state"].values()
@@ -82,12 +135,17 @@ def finite_steps(folder, scaler=None):
     return steps, move, held, reports
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(bad, tmp_path):
-    steps, move, held, reports = finite_steps(tmp_path)
+@pytest.mark.parametrize(
+    ("bad", "build", "moments"),  # of weight and bias: step and two moments, or Muon's one
+    [(torch.nan, adamw_only, 6), (torch.inf, adamw_only, 6), (torch.nan, with_muon, 4)],
+)
+def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(
+    bad, build, moments, tmp_path
+):
+    steps, move, held, reports = finite_steps(tmp_path, build=build)
     move(0, 1.0)
     before = held()
-    assert len(before) == 2 + 2 * 3  # weight and bias, each with its step and two moments
+    assert len(before) == 2 + moments
     move(1, bad)
     assert all(map(torch.equal, held(), before))
     assert not reports  # the host has not looked yet

@@ -129,7 +129,11 @@ def test_the_slurm_script_queues_again_what_a_signal_ended_and_nothing_else(
         (folder / name).write_text(body)
         (folder / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODEID": "0"} | CPU
-    slurm |= {"SLURM_JOB_NODELIST": "", "PATH": f"{folder}:{os.environ['PATH']}"}
+    slurm |= {
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_JOB_NODELIST": "",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
 
     def job(*more: str) -> subprocess.Popen[bytes]:
         return start(folder / "slurm.sh", *flags, *more, program="bash", **slurm)
@@ -272,6 +276,19 @@ def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain_flags, tmp
     assert not (run / "model").exists()
     run_in_process(flags)
     assert_same_run(tmp_path / "runs" / "whole", run)
+
+
+def test_steps_that_compiled_do_not_end_a_launch_early(monkeypatch):
+    now, limit = [0.0], PreemptionHandler(0.0, 100 / 3600)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for seconds in (0, 30, *[1] * 20):
+        now[0] += seconds
+        limit.silent_seconds = seconds  # as the watchdog counts them
+        limit.heartbeat()
+    assert not any(limit.stop_requests())
+    assert limit.timeout == 300  # a later compilation may take as long
+    now[0] = 98.0
+    assert any(limit.stop_requests())
 
 
 def test_a_rank_that_dies_stops_the_launch(pretrain_flags, tmp_path, start):

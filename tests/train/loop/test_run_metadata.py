@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,27 @@ def test_a_run_goes_on_under_another_name_of_its_folder(tmp_path):
     folder, settings, accelerator = started(tmp_path)
     write_metadata(folder, settings, accelerator, 0, 7, {})
     check_settings_unchanged(folder, dataclasses.replace(settings, run=RunSettings(name="x")), "no")
+
+
+def test_a_setting_added_after_a_run_began_had_its_default(tmp_path):
+    folder, settings, accelerator = started(tmp_path)
+    write_metadata(folder, settings, accelerator, 0, 7, {})
+    file = folder / "settings.yaml"
+    file.write_text(re.sub("  (name: adamw|muon_scale: .*)\n", "", file.read_text(), count=2))
+    assert "adamw" not in file.read_text()
+    check_settings_unchanged(folder, settings, "no")
+    _, other, _ = started(tmp_path, muon_scale=0.5)
+    assert changed_settings(folder, other, "no") == {"optim.muon_scale": (0.8, 0.5)}
+
+
+def test_another_optimizer_is_refused_even_where_settings_may_change(tmp_path):
+    folder, settings, accelerator = started(tmp_path)
+    write_metadata(folder, settings, accelerator, 0, 7, {})
+    drifting = dataclasses.replace(
+        settings, optim=OptimSettings(steps=9, name="muon"), run=RunSettings(allow_drift=True)
+    )
+    with pytest.raises(InputError, match=r"optim.name must stay 'adamw' .* another run.name$"):
+        check_settings_unchanged(folder, drifting, "no")
 
 
 @pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])

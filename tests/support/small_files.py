@@ -1,0 +1,17 @@
+"""Settings of small files of text."""
+
+from pathlib import Path
+
+from train.data.documents import read_documents
+from train.settings import CorpusSettings
+
+TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister hears the song ."]
+
+
+def corpus(source, tmp_path, **changes) -> CorpusSettings:
+    return CorpusSettings(train=source, cache=str(tmp_path / "tokens"), **changes)
+
+
+def texts(source: Path, tmp_path: Path) -> list[str]:
+    """The documents of a training text."""
+    return list(read_documents(corpus(str(source), tmp_path), "train"))

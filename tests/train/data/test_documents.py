@@ -1,0 +1,222 @@
+"""Reading every format, folder and name; one line for everything that cannot be read."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_files import TEXTS, corpus, texts
+
+from train.data import demo_corpus, vocabulary
+from train.data.corpus import tokenize_corpus
+from train.data.documents import check_disjoint_files, read_documents, read_source
+from train.settings import CorpusSettings, InputError
+
+
+@pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
+@pytest.mark.parametrize("name", ["a.parquet", "b.jsonl", "c.txt"])
+def test_every_format_gives_the_same_documents(written, tmp_path, name, packed):
+    file = written / name
+    if packed and name != "a.parquet":  # which is packed inside
+        file = pack(file, packed)
+    assert [t.strip() for t in texts(file, tmp_path)] == [t.strip() for t in TEXTS]
+
+
+def pack(file: Path, kind: str) -> Path:
+    """The file packed, beside it."""
+    packed = file.with_name(file.name + {"gzip": ".gz", "zstd": ".zst"}[kind])
+    with pa.CompressedOutputStream(str(packed), kind) as stream:
+        stream.write(file.read_bytes())
+    return packed
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_a_damaged_archive_is_one_line_that_names_it(written, tmp_path, tokenizer, kind):
+    packed = pack(written / "b.jsonl", kind)
+    whole = packed.read_bytes()
+    for wrong in (whole[:-3], b"?" + whole[1:]):
+        packed.write_bytes(wrong)
+        message = f"corpus.train must be a readable file, got .*{packed.name}: .*; mend the file"
+        with pytest.raises(InputError, match=message) as caught:
+            tokenize_corpus(corpus(str(packed), tmp_path), "train", tokenizer)
+        assert "\n" not in str(caught.value)
+
+
+def test_archives_that_were_joined_are_read_to_the_end(written, tmp_path):
+    packed = pack(written / "b.jsonl", "gzip")
+    packed.write_bytes(packed.read_bytes() * 2)
+    assert len(texts(packed, tmp_path)) == 6
+
+
+def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
+    assert len(texts(written, tmp_path)) == 9
+    assert len(texts(written / "*.*l*", tmp_path)) == 3
+    both = [str(written / "c.txt"), str(written / "a.parquet")]
+    assert len(list(read_documents(corpus(both, tmp_path), "train"))) == 6
+
+
+def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path, tokenizer):
+    (written / "d.jsonl").write_text("")
+    (written / "e[0].jsonl").write_text('{"text": null}\n')
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), written / "f.parquet")
+    (written / "folder.txt").mkdir()
+    assert len(texts(written, tmp_path)) == 10
+    assert texts(written / "e[0].jsonl", tmp_path) == [""]
+
+
+def test_a_txt_without_blank_lines_is_cut_not_held_in_memory(tmp_path):
+    (tmp_path / "long.txt").write_text("a line of text .\n" * 200_000)
+    found = texts(tmp_path / "long.txt", tmp_path)
+    assert len(found) == 4
+    assert sum(map(len, found)) == 17 * 200_000
+
+
+BAD_FILES = {
+    "t.csv": (b"text\nx\n", "corpus.train must be .*t.csv"),
+    "latin.txt": (b"caf\xe9 au lait", "corpus.train must be UTF-8, got line 1 of .*latin.txt"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}', "corpus.train must be UTF-8, got line 1 of .*latin"),
+    "blank.txt": (b"\n\n", "corpus.train must hold text, got .*blank.txt"),
+    "column.jsonl": (
+        b'{"text": "x"}\n{"body": "x"}\n',
+        "corpus.text_column .* line 2 of .*'text'; it has body",
+    ),
+    "broken.parquet": (b"PAR1 nothing", "corpus.train .* got .*broken.parquet"),
+    "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train .* got line 2 of .*torn"),
+    "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column .* line 1 of .*with 5;"),
+}
+
+
+BAD_NAMES = [
+    ("/nowhere/x", "corpus.train must exist, got '/nowhere/x'"),
+    ("{0}/empty", "corpus.train must hold .*.parquet.* files, got none in"),
+    ("{0}/none-*.parquet", "corpus.train must match a file, got none for"),
+    ("{0}/lists.parquet", r"corpus.text_column .*with \[1\];"),
+    ([], "corpus.train must name a source, got an empty list"),
+    (["no-such/dataset"], "corpus.train must be a folder, file, glob or hub data set"),
+    ("no-such/dataset", "corpus.train must be a folder, file, glob or hub data set"),
+    *(("{0}/" + name, message) for name, (_, message) in BAD_FILES.items()),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), BAD_NAMES)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, source, message):
+    (tmp_path / "empty").mkdir()
+    for name, (content, _) in BAD_FILES.items():
+        (tmp_path / name).write_bytes(content)
+    pq.write_table(pa.table({"text": [[1]]}), tmp_path / "lists.parquet")
+    source = source.format(tmp_path) if isinstance(source, str) else source
+    with pytest.raises(InputError, match=message) as caught:
+        tokenize_corpus(corpus(source, tmp_path), "train", tokenizer)
+    assert "\n" not in str(caught.value)
+    left = {path.name for path in (tmp_path / "tokens").glob("*")}
+    assert left <= {"hashes"}  # hashes of files are valid whatever their content
+
+
+def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
+    def load_dataset(name, configuration, streaming):
+        assert (name, configuration, streaming) == ("owner/name", "small", True)
+        return {"validation": [{"text": text} for text in TEXTS] + [{"text": None}]}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
+    assert list(read_documents(settings, "validation")) == [*TEXTS, ""]
+    missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))
+    with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
+        list(read_documents(missing, "validation"))
+
+
+def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.data.documents.HELD_OUT_DOCUMENTS", 2)
+    file = tmp_path / "owner" / "name" / "train.jsonl"  # `datasets` reads a folder in the same way
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abcde"))
+    for part, expected in (("train", ["c", "d", "e"]), ("validation", ["a", "b"])):
+        assert list(read_source("owner/name", part, CorpusSettings())) == expected
+    file.rename(file.with_name("test.jsonl"))
+    with pytest.raises(InputError, match="hub data set with a train split"):
+        list(read_source("owner/name", "train", CorpusSettings()))
+
+
+def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_corpus, "MEGABYTES", 0.3)
+    monkeypatch.setattr(demo_corpus, "PACKAGES", ("jsonargparse",))
+    first = list(demo_corpus.read_docstrings())
+    assert first == list(demo_corpus.read_docstrings())
+    texts = [text for text, _ in first]
+    assert len(set(texts)) == len(texts)
+    assert 0.25e6 < sum(map(len, texts)) <= 0.3e6
+    held_out = [text for text, out in first if out]
+    assert held_out
+    settings = CorpusSettings(cache=str(tmp_path))
+    assert list(read_documents(settings, "validation")) == held_out
+
+
+def test_docstrings_are_read_without_running_the_file(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        '"""Top."""\nraise SystemExit\nclass A:\n  """In A."""\n  def f(x):\n    """In f."""\n'
+    )
+    assert list(demo_corpus.docstrings(file)) == ["Top.", "In A.", "In f."]
+    file.write_text('def broken(:\n  """x"""')
+    assert list(demo_corpus.docstrings(file)) == []
+
+
+def test_linked_files_and_folders_are_read_once(written, tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "d.txt").write_text("from elsewhere\n")
+    (written / "linked").symlink_to(tmp_path / "more")
+    (written / "itself").symlink_to(written)
+    (written / "again.txt").symlink_to(written / "c.txt")
+    plain = ["a.parquet", "b.jsonl", "c.txt"]
+    found = texts(written, tmp_path)
+    named = corpus([str(written / name) for name in plain], tmp_path)
+    assert sorted(found) == sorted([*read_documents(named, "train"), "from elsewhere\n"])
+    (written / "lost.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"readable file, got .*lost\.txt"):
+        tokenize_corpus(corpus(str(written), tmp_path), "train", vocabulary.byte_tokenizer())
+
+
+def test_a_glob_may_match_the_folders_that_spark_writes(tmp_path):
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.parquet").mkdir()
+        pq.write_table(
+            pa.table({"text": [text]}), tmp_path / f"{number}.parquet" / "part-0.parquet"
+        )
+        (tmp_path / f"{number}.parquet" / "_SUCCESS").touch()
+    assert texts(tmp_path / "*.parquet", tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("line", ['{"text": "\\ud800"}', '{"text": ' + "[" * 100_000])
+def test_json_that_is_no_text_is_named_by_its_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n' + line + "\n")
+    read = read_documents(corpus(str(tmp_path / "a.jsonl"), tmp_path), "train")
+    assert next(read) == "\N{GRINNING FACE}"
+    with pytest.raises(InputError, match=r"got line 2 of .*a\.jsonl"):
+        next(read)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "{0}"}, "must be 'embedded' for both parts or neither"),
+        ({"train": "{0}", "validation": "{0}/c.txt"}, r"no file of corpus\.train, got .*c\.txt"),
+        ({"train": ["{0}/a.parquet"], "validation": ["{0}/../text/a.parquet"]}, r"a\.parquet"),
+    ],
+)
+def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path, settings, message):
+    def filled(value):
+        return [filled(x) for x in value] if isinstance(value, list) else value.format(written)
+
+    given = {key: filled(value) for key, value in settings.items()}
+    with pytest.raises(InputError, match=message):
+        check_disjoint_files(CorpusSettings(**given, cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", '{"text": "the moon"}'), ("a.txt", "the moon")]
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
+    (tmp_path / name).write_text(text + "\n", encoding="utf-8-sig")
+    assert [found.strip() for found in texts(tmp_path / name, tmp_path)] == ["the moon"]
