@@ -4,7 +4,8 @@ Local files are read by pyarrow, which makes no copies in a cache; the `datasets
 hub. Tokens are cached under a hash of the texts and the tokenizer, so that all runs of a grid share
 them. The order of examples is a pure function of (seed, epoch), for any number of processes.
 
-Shapes: N examples, B batch, L tokens of the longest example of a batch, T tokens of a split.
+Shapes: N examples, K texts of an example (2 where pairs are encoded separately, else 1), B batch, L
+tokens of the longest text of a batch, T tokens of a split.
 """
 
 import hashlib
@@ -47,29 +48,36 @@ class Examples:
     Attributes:
         inputs: Name of a model input, except the attention mask -> values of all examples
             concatenated, [T].
-        lengths: Tokens per example, [N].
+        text_lengths: Tokens per text, [N * K]; the K texts of an example are neighbours.
         labels: Class ids, int64, or values, float32; -1 where the file has none; [N].
         padding: Padding value of each input.
     """
 
     inputs: dict[str, NDArray[np.int32]]
-    lengths: Rows
+    text_lengths: Rows
     labels: NDArray
     padding: dict[str, int]
 
     @cached_property
     def starts(self) -> Rows:
-        """Offset of each example, [N]."""
-        return np.cumsum(self.lengths) - self.lengths
+        """Offset of each text, [N * K]."""
+        return np.cumsum(self.text_lengths) - self.text_lengths
+
+    @cached_property
+    def lengths(self) -> Rows:
+        """Tokens of the longest text of each example, [N]."""
+        return self.text_lengths.reshape(len(self), -1).max(axis=1)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.labels)
 
     def batch(self, rows: Rows, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Collate rows [B] to model inputs [B, L], padded to the longest, and `labels` [B]."""
+        """Collate rows [B] to model inputs [B * K, L], padded to the longest, and `labels` [B]."""
+        count = len(self.text_lengths) // len(self)
+        texts = (rows[:, None] * count + np.arange(count)).ravel()  # [B * K]
         columns = np.arange(self.lengths[rows].max())
-        mask = columns < self.lengths[rows, None]  # [B, L]
-        indices = np.where(mask, self.starts[rows, None] + columns, 0)
+        mask = columns < self.text_lengths[texts, None]  # [B * K, L]
+        indices = np.where(mask, self.starts[texts, None] + columns, 0)
         arrays = {"attention_mask": mask.astype(np.int64), "labels": self.labels[rows]}
         for name, values in self.inputs.items():
             arrays[name] = np.where(mask, values[indices], self.padding[name]).astype(np.int64)
@@ -81,7 +89,13 @@ class Examples:
 
 
 def load_examples(
-    task: Task, split: str, glue_dir: str | None, tokenizer: Any, length: int, cache: str
+    task: Task,
+    split: str,
+    glue_dir: str | None,
+    tokenizer: Any,
+    length: int,
+    cache: str,
+    pair_encoding: str = "joint",
 ) -> Examples:
     """Read, validate and tokenize one split.
 
@@ -92,13 +106,17 @@ def load_examples(
         tokenizer: The model's tokenizer.
         length: Longest input in tokens.
         cache: Folder of cached tokens.
+        pair_encoding: joint, or separate for K = 2 texts of `length` tokens each.
 
     Raises:
         InputError: The data are missing or do not match the task.
     """
     columns = read_split_columns(task, split, glue_dir)
     labels = columns.pop("label")
-    tokens = tokenize(list(columns.values()), tokenizer, length, cache)
+    texts = list(columns.values())
+    if pair_encoding == "separate":
+        texts = [[text for row in zip(*texts) for text in row]]
+    tokens = tokenize(texts, tokenizer, length, cache)
     lengths = tokens.pop("lengths").astype(np.int64)
     padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     return Examples(tokens, lengths, labels, {name: padding.get(name, 0) for name in tokens})

@@ -1,4 +1,4 @@
-"""Fine-tune one model on one task with one seed: `accelerate launch finetune/glue.py`.
+"""Fine-tune one model on one task with one seed: `accelerate launch --quiet finetune/glue.py`.
 
 Read `main`, then `fine_tune`: together they are the whole run. The score is that of the weights
 after the last epoch on the validation split; nothing is selected on the split that is reported.
@@ -9,7 +9,8 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -45,6 +47,7 @@ from finetune.results import (
 )
 from finetune.run_info import describe_run, format_result
 from finetune.settings import GlueSettings
+from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
 from finetune.tasks import TASKS, Task
 from train.command_line import run_command
 from train.data import stateless_rng
@@ -52,6 +55,7 @@ from train.loop.launch import start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line, require
 
+Model: TypeAlias = PreTrainedModel | SharedHeadClassifier
 Data = dict[str, Examples]
 """The tokenized splits of a run by name; the test split of AX is "ax"."""
 Labels = dict[str, NDArray]
@@ -116,7 +120,7 @@ def main(
 
 def fine_tune(
     settings: GlueSettings,
-    model: PreTrainedModel,
+    model: Model,
     data: Data,
     accelerator: Accelerator,
     on_step: OnStep | None = None,
@@ -195,7 +199,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict(
-    model: PreTrainedModel,
+    model: Model,
     examples: Examples,
     batch_size: int,
     num_labels: int,
@@ -271,7 +275,14 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     splits |= test_splits(settings) if settings.test else {}
     return {
-        name: load_examples(*source, settings.glue_dir, tokenizer, settings.length, settings.cache)
+        name: load_examples(
+            *source,
+            settings.glue_dir,
+            tokenizer,
+            settings.length,
+            settings.cache,
+            settings.pair_encoding,
+        )
         for name, source in splits.items()
     }
 
@@ -288,7 +299,7 @@ def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
     return {k: v for k, v in splits.items() if folder is None or find_split_file(*v, folder)}
 
 
-def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
+def load_model(settings: GlueSettings, config: Any) -> Model:
     """Load the model in float32 with a new head drawn from the seed.
 
     `random_weights` draws all weights. From an MNLI model the layers of the head that have the
@@ -299,12 +310,29 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
             no such head or attention kernel.
     """
     torch.manual_seed(settings.seed)
+    if settings.pooling == "own":
+        return load_weights(AutoModelForSequenceClassification, settings, config)
+    encoder = load_weights(AutoModel, settings, config)
+    torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
+    task = TASKS[settings.task]
+    texts = len(task.columns) if settings.pair_encoding == "separate" else 1
+    head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
+    model = SharedHeadClassifier(encoder, head)
+    if settings.mnli is not None:
+        model.load_fitting_head(settings.mnli)
+    return model
+
+
+def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTrainedModel:
+    """Load the weights of a run into a model of an Auto class, or draw them."""
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
     folder = settings.mnli or settings.model
+    if settings.mnli is not None and settings.pooling != "own":
+        folder = str(Path(folder) / ENCODER)
     try:
         if settings.random_weights:
-            return AutoModelForSequenceClassification.from_config(config, **options)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            return auto_class.from_config(config, **options)
+        model, loading = auto_class.from_pretrained(
             folder,
             config=config,
             ignore_mismatched_sizes=True,  # replaces the head of another task
@@ -313,8 +341,7 @@ def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel:
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         key = "model" if settings.mnli is None else "mnli"
-        needed = "weights with a sequence-classification head"
-        raise loading_error(key, folder, needed, error) from error
+        raise loading_error(key, folder, "weights of an encoder", error) from error
     new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     share = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
@@ -331,7 +358,7 @@ def loading_error(key: str, path: str, needed: str, error: Exception) -> InputEr
 
 
 @torch.no_grad()
-def check_forward(model: PreTrainedModel, data: Data, task: Task) -> None:
+def check_forward(model: Model, data: Data, task: Task) -> None:
     """Send the longest and the shortest example of the longest split through the model.
 
     Raises:

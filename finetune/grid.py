@@ -1,4 +1,4 @@
-"""Many fine-tuning runs: `accelerate launch -m finetune.grid --models '[a, b]' --tasks '[cola]'`.
+"""Many fine-tuning runs: `accelerate launch --quiet -m finetune.grid --models '[a]' ...`.
 
 This process validates everything first and then hands out the runs to worker processes. A run that
 has a line in the results is skipped, so the same command continues after any interruption, and

@@ -30,9 +30,12 @@ from train.settings import InputError, first_line, require
 
 RECIPE_FIELDS = (
     "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
-    "clip_norm",
+    "clip_norm", "pooling", "pair_encoding",
 )  # fmt: skip
 """Fields that a protocol fixes for all its models, tasks and seeds."""
+
+RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
+"""What records mean that were made before these fields; a run's name has other values only."""
 
 RUN_KEY = (
     "model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE_FIELDS,
@@ -45,7 +48,12 @@ INPUT_HASHES = ("weights", "data")
 
 def run_key(values: Mapping[str, Any]) -> tuple:
     """Get the key of a run from its line or its settings."""
-    return tuple(values[name] for name in RUN_KEY)
+    defaults = RECIPE_DEFAULTS
+    return tuple(
+        values[name]
+        for name in RUN_KEY
+        if name not in defaults or values.get(name) not in (None, defaults[name])
+    )
 
 
 def run_name(values: Mapping[str, Any]) -> str:
@@ -229,7 +237,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            result = json.loads(line)
+            result = RECIPE_DEFAULTS | json.loads(line)
             key = run_key(result)
             earlier = results.get(key, result)
             failed = result["status"] == "failed"

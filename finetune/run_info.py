@@ -14,7 +14,7 @@ from finetune.data import hash_task_files
 from finetune.metrics import headline, score_majority
 from finetune.results import RUN_KEY, hash_weights
 from finetune.settings import GlueSettings
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Task
 from train.environment import git_commit
 
 
@@ -34,19 +34,11 @@ def describe_run(
     """
     task, values = TASKS[settings.task], dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
-    validation = {split: labels[split] for split in task.validation_splits}
-    rows = {split: len(labels[split]) for split in ("train", *validation)}
-    majority = score_majority(task, labels["train"], validation)
     return {
         **{name: values[name] for name in RUN_KEY},
         **hash_inputs(settings),
         "model_type": model_type,
-        "label": task.result_label(rows),
-        "official": task.is_official(rows),
-        "rows": rows,
-        "headline_metric": task.headline,
-        "majority_metrics": majority,
-        "majority": headline(task, majority),
+        **describe_data(task, labels),
         "precision": precision,
         "device": device,
         "processes": accelerator.num_processes,
@@ -58,6 +50,21 @@ def describe_run(
         },
         "settings": values,
         "command": rerun_command(settings, precision, device == "cpu", accelerator.num_processes),
+    }
+
+
+def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
+    """Describe the data of a record: name, rows, majority baseline; `labels` as `describe_run`."""
+    validation = {split: labels[split] for split in task.validation_splits}
+    rows = {split: len(labels[split]) for split in ("train", *validation)}
+    majority = score_majority(task, labels["train"], validation)
+    return {
+        "label": task.result_label(rows),
+        "official": task.is_official(rows),
+        "rows": rows,
+        "headline_metric": task.headline,
+        "majority_metrics": majority,
+        "majority": headline(task, majority),
     }
 
 

@@ -14,6 +14,9 @@ from finetune.tasks import TASKS
 from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, check_seed, require
 
+POOLINGS = ("own", "first", "mean")
+PAIR_ENCODINGS = ("joint", "separate")
+
 
 def normalize_paths(settings: Any, *names: str) -> None:
     """Normalize paths of frozen settings: `runs/a/` and `runs/a` name the same run."""
@@ -52,9 +55,14 @@ class Recipe:
     """Decoupled weight decay of matrices; biases and LayerNorms are exempt."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    attention: str = "sdpa"
-    """Attention kernel by transformers' name: eager (fastest on CPU in bf16) or sdpa;
-    a RoFormer also has unpadded."""
+    pooling: str = "own"
+    """own: each model's own head, as in `AutoModelForSequenceClassification`. first or mean: one
+    head for all models (`finetune.shared_head`) on the first token or the mean of the tokens."""
+    pair_encoding: str = "joint"
+    """joint: two texts are one input; separate: each is encoded alone, for the shared head."""
+    attention: str | None = None
+    """Attention implementation: null is the model's own default, for a RoFormer the fastest for
+    each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "learning_rate", "epochs", "clip_norm"):
@@ -65,8 +73,13 @@ class Recipe:
         require(decay >= 0, "weight_decay", "must not be negative", decay, "0 turns it off")
         rule = "must be at least 0 and below 1"
         require(0 <= share < 1, "warmup_share", rule, share, "0.1 is usual")
-        rule, known = f"must be one of {', '.join(SCHEDULES)}", self.schedule in SCHEDULES
-        require(known, "schedule", rule, repr(self.schedule), "linear is BERT's")
+        choices = {"schedule": SCHEDULES, "pooling": POOLINGS, "pair_encoding": PAIR_ENCODINGS}
+        for name, values in choices.items():
+            value, rule = getattr(self, name), f"must be one of {', '.join(values)}"
+            require(value in values, name, rule, repr(value), "leave it out for the default")
+        readable = self.pooling != "own" or self.pair_encoding == "joint"
+        rule, remedy = "must be joint for a model's own head", "set pooling to first or mean"
+        require(readable, "pair_encoding", rule, self.pair_encoding, remedy)
         found = f"the folder {self.output}"
         is_folder = Path(self.output).is_dir()
         require(not is_folder, "output", "must name a file", found, "add /results.jsonl")

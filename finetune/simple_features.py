@@ -21,7 +21,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
 from finetune.data import hash_task_files, read_split_columns
-from finetune.metrics import headline, score_majority, score_splits
+from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
     append_result,
@@ -31,6 +31,7 @@ from finetune.results import (
     run_key,
     write_predictions,
 )
+from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS, Task
 from train.command_line import run_command
@@ -90,25 +91,17 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]
     splits = ("train", *task.validation_splits)
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
-    validation = {split: labels[split] for split in task.validation_splits}
-    rows = {split: len(labels[split]) for split in splits}
-    majority = score_majority(task, labels["train"], validation)
     logits = predict(task, columns)
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{task.name}]'", *folder]
     record = {
         **key,
         "model_type": SIMPLE_FEATURES,
-        "label": task.result_label(rows),
-        "official": task.is_official(rows),
-        "rows": rows,
-        "headline_metric": task.headline,
-        "majority_metrics": majority,
-        "majority": headline(task, majority),
+        **describe_data(task, labels),
         "versions": {"scikit-learn": sklearn.__version__, "commit": git_commit()},
         "command": " ".join(command),
         "status": "done",
-        **score_splits(task, logits, validation),
+        **score_splits(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),
     }
     for split, values in logits.items():

@@ -1,13 +1,14 @@
 """Time of a fine-tuning epoch against the example of transformers: `python -m finetune.speed`.
 
-The loop of examples/pytorch/text-classification is reproduced here: random batches padded to their
-longest row (run_glue_no_trainer.py) or to `length` (run_glue.py, by default), AdamW, a linear
-schedule, float32. Both loops train the same model from the same weights on the same rows and then
-score the validation rows, alternating in one process; the results are ratios within a round.
+The example (run_glue.py) is transformers' `Trainer`: random batches padded to `length`, its
+default, or to their longest row. Both loops train the same model from the same weights on the same
+rows and then score the validation rows, alternating in one process; the results are ratios within a
+round.
 """
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,14 @@ import pandas as pd
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 from finetune import glue
 from finetune.data import Examples
@@ -68,10 +75,13 @@ class BenchSettings:
 def first_rows(examples: Examples, count: int) -> Examples:
     """Return the first rows of a split, all if `count` is 0."""
     count = min(count or len(examples), len(examples))
-    tokens = int(examples.lengths[:count].sum())
+    tokens = int(examples.text_lengths[:count].sum())
     inputs = {name: values[:tokens] for name, values in examples.inputs.items()}
     return replace(
-        examples, inputs=inputs, lengths=examples.lengths[:count], labels=examples.labels[:count]
+        examples,
+        inputs=inputs,
+        text_lengths=examples.text_lengths[:count],
+        labels=examples.labels[:count],
     )
 
 
@@ -93,39 +103,33 @@ def example_epoch(
     """Return an epoch of the example's loop; `padding` is "longest" or "max_length"."""
     collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=run.length)
     rows = {split: to_features(examples) for split, examples in data.items()}
-    steps = -(-len(rows["train"]) // run.batch_size)
+    reset_accelerator(precision)  # read by the arguments
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        num_train_epochs=1,
+        per_device_train_batch_size=run.batch_size,
+        per_device_eval_batch_size=run.batch_size,
+        learning_rate=run.learning_rate,
+        weight_decay=run.weight_decay,
+        bf16=precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
 
     def epoch() -> float:
         torch.manual_seed(run.seed)
         model = AutoModelForSequenceClassification.from_config(config)
-        accelerator = reset_accelerator(precision)
+        AcceleratorState._reset_state()
+        training = cast(Dataset, rows["train"])
+        trainer = Trainer(model, arguments, data_collator=collate, train_dataset=training)
+        trainer.remove_callback(PrinterCallback)
         started = time.perf_counter()
-        groups: dict[float, list[Any]] = {run.weight_decay: [], 0.0: []}
-        for name, parameter in model.named_parameters():
-            excluded = "bias" in name or "LayerNorm.weight" in name
-            groups[0.0 if excluded else run.weight_decay].append(parameter)
-        optimizer = torch.optim.AdamW(
-            [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
-            lr=run.learning_rate,
-        )
-        schedule = get_scheduler("linear", optimizer, 0, steps)
-        batches: dict[str, DataLoader] = {
-            split: DataLoader(
-                cast(Dataset, part), run.batch_size, shuffle=split == "train", collate_fn=collate
-            )
-            for split, part in rows.items()
-        }
-        model, optimizer = accelerator.prepare(model, optimizer)
-        model.train()
-        for batch in batches["train"]:
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            for batch in (x for split, part in batches.items() if split != "train" for x in part):
-                model(**batch).logits.argmax(dim=-1)
+        trainer.train()
+        for split in rows.keys() - {"train"}:
+            trainer.predict(cast(Dataset, rows[split]))
         return time.perf_counter() - started
 
     return epoch
@@ -167,9 +171,9 @@ def make_epochs(settings: BenchSettings, task: str) -> tuple[dict[str, Epoch], i
     return {
         "this project, bf16": project_epoch(fast, data, config, "bf16"),
         "this project, fp32": project_epoch(run, data, config, "no"),
-        "example without trainer, bf16": example_epoch(*example, "bf16", "longest"),
-        "example without trainer, fp32": example_epoch(*example, "no", "longest"),
-        "example, every row at the length, fp32": example_epoch(*example, "no", "max_length"),
+        "example, padded to the longest, bf16": example_epoch(*example, "bf16", "longest"),
+        "example, padded to the longest, fp32": example_epoch(*example, "no", "longest"),
+        "example, padded to the length, fp32": example_epoch(*example, "no", "max_length"),
     }, len(data["train"])
 
 

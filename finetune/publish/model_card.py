@@ -16,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
+from finetune.shared_head import ENCODER, HEAD_FILES
 from finetune.tasks import HUB_DATA, TASKS
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.settings import InputError, require
@@ -27,7 +28,7 @@ MODEL_FILES = (
     "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", ENCODER, *HEAD_FILES,
 )  # fmt: skip
 """Names of the files of a saved model; a folder with any other file is never replaced."""
 
@@ -63,8 +64,9 @@ def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) 
         with write_dir_atomically(Path(folder), replace=True) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
-            saved = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
-            finetuned_card(result, saved["model_type"]).save(unfinished / "README.md")
+            (config,) = unfinished.rglob("config.json")  # of the encoder, with a shared head
+            model_type = json.loads(config.read_text(encoding="utf-8"))["model_type"]
+            finetuned_card(result, model_type).save(unfinished / "README.md")
     except (OSError, SafetensorError) as error:
         raise InputError(f"save must name a folder that can be written, got {error}") from error
 
@@ -143,7 +145,7 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
     return ModelCardData(
         language="en",
         license="unknown",  # of the weights; the text says what is known
-        library_name="transformers",
+        library_name="transformers" if result["pooling"] == "own" else None,
         pipeline_tag="text-classification",
         base_model=result["model"] if _is_on_hub(result) else None,
         datasets=[HUB_DATA] if official else None,

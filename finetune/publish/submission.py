@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from finetune.results import (
 )
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
+from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.settings import InputError, first_line, require
 
@@ -41,8 +42,6 @@ Result = dict[str, Any]
 HEADER = "index\tprediction"
 NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 """A score; float() accepts more (nan, inf, 1_0, blanks)."""
-LINE_BYTES = 64
-"""Upper bound on the bytes of a line, which limits how much is unpacked."""
 ZIP_ERRORS = (
     EOFError, OSError, OverflowError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -71,10 +70,11 @@ class ServerFile:
         task, split = ("ax", "test") if self.split == "ax" else (self.task, self.split)
         return TASKS[task].splits[split] or 0
 
-    @property
-    def max_bytes(self) -> int:
-        """Upper bound on its size."""
-        return LINE_BYTES * (self.rows + 1)
+    def accepts(self, answer: str) -> bool:
+        """Whether the server takes this prediction."""
+        if self.labels is not None:
+            return answer in self.labels
+        return NUMBER.fullmatch(answer) is not None and float(answer) <= 5
 
 
 _IDS, _NLI = ("0", "1"), TASKS["mnli"].labels
@@ -117,6 +117,7 @@ class SubmissionSettings:
         usable = self.output.endswith(".zip") and not os.path.isdir(self.output)
         rule = "must name a file that ends in .zip"
         require(usable, "output", rule, self.output, "choose another name")
+        check_writable(Path(self.output).parent, "output")
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,7 @@ def main(settings: SubmissionSettings) -> None:
         InputError: Predictions are missing or do not fit, or the server would refuse the zip.
     """
     if settings.check is not None:
-        try:
-            with open(settings.check, "rb") as stream:
-                check_zip(stream, settings.check)
-        except OSError as error:
-            raise InputError(f"check must name a zip, got {error}; check the path") from error
+        check_zip(settings.check, "check")
         print(f"{settings.check}: all {len(FILES)} files are as the server takes them")
         return
     sources = choose_runs(settings)
@@ -162,7 +159,12 @@ def main(settings: SubmissionSettings) -> None:
     require(len(missing) < len(FILES), "placeholders", rule, f"none ({reasons})", remedy)
     packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
     check_zip(io.BytesIO(packed), settings.output)
-    _write(Path(settings.output), packed)
+    output = Path(settings.output)
+    unfinished = output.with_name(f"{output.name}.tmp")
+    with report_full_disk(output.parent, "output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(packed)
+        unfinished.replace(output)
     _print_sources(settings.output, sources)
 
 
@@ -256,95 +258,43 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def check_zip(stream: BinaryIO, key: str) -> None:
-    """Refuse what the server would refuse; nothing is unpacked to disk.
+def check_zip(file: str | io.BytesIO, key: str) -> None:
+    """Refuse what the server would refuse.
 
     Args:
-        stream: The zip.
+        file: The zip.
         key: Its name in error messages.
 
     Raises:
         InputError: It is no zip, has other files, or a line of one is wrong.
     """
-    most, size = sum(file.max_bytes for file in FILES), stream.seek(0, io.SEEK_END)
-    require(size <= most, key, f"must be at most {most} bytes", size, "zip the 11 files alone")
     try:
-        with zipfile.ZipFile(stream) as archive:
-            _check_names(archive.namelist(), key)
-            for file in FILES:
-                info = archive.getinfo(file.name)
-                _check_lines(_unpack(archive, info, file, key), file, f"{key}: {file.name}")
-    except InputError:
-        raise
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            contents = {name: archive.read(name) for name in names}
     except ZIP_ERRORS as error:
-        raise InputError(
-            f"{key} must be a whole zip, got {first_line(error)}; make it again"
-        ) from error
-
-
-def _check_names(names: Sequence[str], key: str) -> None:
-    wanted = [file.name for file in FILES]
-    faults = [f"{name!a:.80}" for name in names if name not in wanted]
-    faults += [f"{name} twice" for name in sorted(wanted) if names.count(name) > 1]
-    faults += [f"no {name}" for name in sorted(set(wanted).difference(names))]
-    rule = f"must hold {', '.join(wanted)} and nothing else"
-    found = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-    require(not faults, key, rule, found, "zip these files alone, without a folder")
-
-
-def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: ServerFile, key: str) -> bytes:
-    key, method = f"{key}: {file.name}", info.compress_type
-    known = method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    require(known, key, "must be deflated or stored", f"method {method}", "zip again")
-    with archive.open(info) as stream:  # the sizes stated in the zip may be wrong
-        content = stream.read(file.max_bytes + 1)
-    rule = f"must be at most {file.max_bytes} bytes for its {file.rows} rows"
-    remedy = "write an index and a prediction a line"
-    require(len(content) <= file.max_bytes, key, rule, "more", remedy)
-    return content
+        raise InputError(f"{key} must be a zip, got {first_line(error)}; make it again") from error
+    wanted = [member.name for member in FILES]
+    faults = [f"{name!a:.80}" for name in names if name not in wanted or names.count(name) > 1]
+    faults += [f"no {name}" for name in wanted if name not in names]
+    rule = f"must hold {', '.join(wanted)} once and nothing else"
+    require(not faults, key, rule, ", ".join(faults), "zip these files alone, without a folder")
+    for member in FILES:
+        _check_lines(contents[member.name], member, f"{key}: {member.name}")
 
 
 def _check_lines(content: bytes, file: ServerFile, key: str) -> None:
-    lines = content.removesuffix(b"\n").split(b"\n")
+    lines = content.decode(errors="replace").removesuffix("\n").split("\n")
+    answers = "a number from 0 to 5" if file.labels is None else f"one of {', '.join(file.labels)}"
     for number, line in enumerate(lines, 1):
-        rule = _broken_rule(line, number, file)
-        found = ascii(line[:LINE_BYTES].decode(errors="backslashreplace")) if rule else ""
-        require(not rule, f"{key} line {number}", f"must {rule}", found, "mend it")
-    rows, rule = len(lines) - 1, f"must follow: the test split has {file.rows} rows"
-    remedy = "predict the official split"
-    require(rows == file.rows, f"{key} line {rows + 2}", rule, f"an end after {rows}", remedy)
-
-
-def _broken_rule(line: bytes, number: int, file: ServerFile) -> str:
-    """The rule that a line, counted from 1, breaks; empty if it breaks none."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError:
-        return "be UTF-8"
-    if number == 1:
-        return "" if text == HEADER else f"be {HEADER!r}"
-    if number > file.rows + 1:
-        return f"not be there: the test split has {file.rows} rows"
-    index, tab, answer = text.partition("\t")
-    if index != str(number - 2) or not tab:
-        return f"begin with index {number - 2} and a tab"
-    if file.labels is not None:
-        return "" if answer in file.labels else f"predict one of {', '.join(file.labels)}"
-    valid = NUMBER.fullmatch(answer) and float(answer) <= 5
-    return "" if valid else "predict a number from 0 to 5"
-
-
-def _write(output: Path, packed: bytes) -> None:
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_bytes(packed)
-            unfinished.replace(output)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"output must be writable, got {error}; choose another") from error
+        index, _, answer = line.partition("\t")
+        valid = line == HEADER if number == 1 else index == str(number - 2) and file.accepts(answer)
+        if not valid:
+            rule = repr(HEADER) if number == 1 else f"{number - 2}, a tab and {answers}"
+            found = f"{line[:80]!a}"
+            require(False, f"{key} line {number}", f"must be {rule}", found, "correct it")
+    rule, found = f"must have the {file.rows} rows of the test split", f"{len(lines) - 1}"
+    require(len(lines) == file.rows + 1, key, rule, found, "predict the official split")
 
 
 def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:

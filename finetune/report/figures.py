@@ -1,25 +1,26 @@
-"""Figures of a group: a dot for every seed, the mean over seeds and its 95 % t interval."""
+"""Figures of a group: a panel for each task with a scale of its own, a dot for every seed.
+
+The mean over seeds and its 95 % t interval are drawn for four seeds or more.
+"""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from finetune.report.differences import Difference
-from finetune.report.runs import BASELINE, TaskGroup, format_number, seed_scores
-from finetune.report.runs import shown_configurations as shown
-from finetune.report.statistics import t_interval
+from finetune.report.runs import CONTROLS, TaskGroup, seed_scores
+from finetune.report.statistics import MIN_RUNS, t_interval
+from finetune.report.tables import shown_configurations
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
-MARKERS = "os^Dv"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -28,8 +29,15 @@ STYLE: dict[Any, Any] = {
     "grid.alpha": 0.3,
     "text.parse_math": False,
 }
+LINES = {"majority": "--", "features": ":"}
 UNIT = "headline metric × 100"  # noqa: RUF001
-SEEDS = "A dot for each seed, the mean, and its 95 % t interval over seeds"
+SEEDS = (
+    f"A dot for each seed; of {MIN_RUNS} seeds or more the mean and its 95 % t interval. Every "
+    "task has a scale of its own"
+)
+
+Rows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
+"""Name -> colour, and label of a task -> values over seeds."""
 
 
 @dataclass(frozen=True)
@@ -40,163 +48,94 @@ class Picture:
     caption: str
 
 
-def draw_figures(
-    group: TaskGroup, pairs: Sequence[Difference], controls: Sequence[Difference], folder: Path
-) -> list[Picture]:
+def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> list[Picture]:
     """Write report-GROUP-{scores,differences,rates}.png, as far as there is something to draw."""
+    lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
+    for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
+        lines[run.label][LINES[run.kind]] = run.score
+    zeros = {label: {"-": 0.0} for label in (*group.titles, "average")}
+    names = {kind: CONTROLS[kind] for kind in LINES}
+    caption = f"{SEEDS}. Dashed: {names['majority']}; dotted: {names['features']}."
+    differences = f"Differences. {SEEDS}; the line at 0 is no difference."
+    runs = group.runs
+    families = runs.loc[(runs["kind"] == "model") & (runs["best_of"] != ""), "family"]
+    rates = runs[runs["family"].isin(families) & (runs["best_of"] == "")]
+    shown = _score_rows(group, shown_configurations(group))
     pictures = []
-    with mpl.rc_context(STYLE):
-        figures = {
-            "scores": (
-                draw_scores(group),
-                f"{SEEDS}; the dashed line is the majority baseline.",
-            ),
-            "differences": (
-                draw_differences(group, pairs, controls),
-                f"Differences. {SEEDS}; the line at 0 is no difference.",
-            ),
-            "rates": (draw_rates(group), f"Sensitivity to the learning rate. {SEEDS}."),
-        }
-        for name, (figure, caption) in figures.items():
-            if figure is not None:
-                file = f"report-{group.name}-{name}.png"
+    for name, rows, marks, text in (
+        ("differences", _difference_rows(pairs), zeros, differences),
+        ("scores", shown, lines, caption),
+        ("rates", _score_rows(group, rates["configuration"].unique()), lines, caption),
+    ):
+        if any(values for _, cells in rows.values() for values in cells.values()):
+            file = f"report-{group.name}-{name}.png"
+            titles = {**group.titles, "average": "average"}
+            with mpl.rc_context(STYLE):
+                figure = draw_panels(titles, rows, marks)
                 figure.savefig(folder / file, dpi=150, facecolor="white")
-                pictures.append(Picture(file, caption))
+            pictures.append(Picture(file, text))
     return pictures
 
 
-def draw_scores(group: TaskGroup) -> Figure | None:
-    """A panel for each task, a row for each configuration; of several rates the best."""
-    if group.runs["score"].isna().all():
-        return None
-    cells = {(row, label): runs for row, label, runs in group.cells()}
-    configurations, styles = shown(group), _styles(group.runs)
-    names = [textwrap.fill(name, 36) for name in configurations]
-    lines = sum(name.count("\n") + 1.6 for name in names)
-    figure, axes = _panels(len(group.titles), 0.8 + 0.15 * lines, sharey=True)
-    for axis, (label, title) in zip(axes, group.titles.items()):
-        for position, configuration in enumerate(configurations):
-            runs = cells.get((configuration, label))
-            scores = {} if runs is None else seed_scores(runs)
-            if runs is not None and scores:
-                style = styles[runs["model"].iloc[0], runs["tokenizer"].iloc[0]]
-                hollow: dict[str, Any] = (
-                    {"markerfacecolor": "none"} if runs["kind"].iloc[0] == "random" else {}
-                )
-                _mark(axis, position, list(scores.values()), **style, **hollow)
-        if (BASELINE, label) in cells:
-            baseline = cells[BASELINE, label]["score"].iloc[0]
-            axis.axvline(baseline, color="black", ls="--", lw=1)
-        _finish(axis, title, UNIT, names)
-    return figure
+def draw_panels(
+    titles: Mapping[str, str], rows: Rows, lines: Mapping[str, Mapping[str, float]]
+) -> Figure:
+    """Draw a panel for each task that has values, at most three in a row.
 
-
-def draw_differences(
-    group: TaskGroup, pairs: Sequence[Difference], controls: Sequence[Difference]
-) -> Figure | None:
-    """A panel for each difference, a row for each task and one for their average."""
-    differences = [difference for difference in (*pairs, *controls) if difference.tasks]
-    if not differences:
-        return None
-    most = max(len(difference.tasks) for difference in differences)
-    figure, axes = _panels(len(differences), 1.5 + 0.24 * most, width=3.7, margin=0.3)
-    for axis, difference in zip(axes, differences):
-        color = COLORS[0] if difference in pairs else COLORS[2]
-        names = []
-        for position, (label, comparison) in enumerate(difference.comparisons()):
-            marker = "D" if label == "average" else "o"
-            _mark(axis, position, list(comparison.differences.values()), color=color, fmt=marker)
-            names.append(textwrap.fill(group.titles.get(label, label), 18))
-        axis.axvline(0, color="black", lw=1)
-        _finish(axis, textwrap.fill(difference.title, 32), f"difference, {UNIT}", names)
-    return figure
-
-
-def draw_rates(group: TaskGroup) -> Figure | None:
-    """A panel for each task that was run with several rates, a line for each pretrained model."""
-    runs = group.runs[group.runs["kind"] == "model"]
-    selected = runs[runs["best_of"] != ""].drop_duplicates(["family", "label"])
-    labels = [label for label in group.titles if label in set(selected["label"])]
-    if not labels:
-        return None
-    figure, axes = _panels(len(labels), 3.0, width=3.7, margin=0.3)
-    styles, single = _styles(group.runs), runs[runs["best_of"] == ""].dropna(subset="score")
+    Args:
+        titles: Label of a task -> title of its panel.
+        rows: What is drawn, from the top.
+        lines: Label -> line style -> position of a vertical line.
+    """
+    labels = [label for label in titles if any(cells.get(label) for _, cells in rows.values())]
+    names = [textwrap.fill(name, 36) for name in rows]
+    height = 0.8 + 0.15 * sum(name.count("\n") + 1.6 for name in names)
+    columns = min(3, len(labels))
+    lengthwise = -(-len(labels) // columns)
+    size = (2.9 * columns + 2.2, lengthwise * height + 0.3)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(lengthwise, columns, squeeze=False, sharey=True).flatten().tolist()
+    for axis in axes[len(labels) :]:
+        axis.remove()
     for axis, label in zip(axes, labels):
-        families = selected.loc[selected["label"] == label, "family"].tolist()
-        tried = single[(single["label"] == label) & single["family"].isin(families)]
-        for turn, family in enumerate(families):
-            # models side by side at each rate, so that they do not hide each other's dots
-            shift = 1 + (turn - (len(families) - 1) / 2) * min(0.02, 0.1 / len(families))
-            _draw_rate_line(axis, tried[tried["family"] == family], shift, styles)
-        rates = sorted(tried["learning_rate"].unique().tolist())
-        axis.set_xscale("log")
-        axis.margins(x=0.08)
-        axis.set_xticks(rates, [format_number(rate) for rate in rates], minor=False)
-        axis.set_xticks([], minor=True)
-        axis.set(xlabel="peak learning rate", ylabel=UNIT, title=group.titles[label])
-        axis.grid()
-    handles = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels())}
-    names = [textwrap.fill(name, 70) for name in handles]
-    figure.legend(handles.values(), names, loc="outside lower center", frameon=False)
+        for position, (color, cells) in enumerate(rows.values()):
+            _draw_seeds(axis, position, cells.get(label, []), color)
+        for style, value in lines[label].items():
+            axis.axvline(value, color="black", ls=style, lw=1)
+        axis.set(title=titles[label], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.grid(axis="x")
     return figure
 
 
-def _draw_rate_line(
-    axis: Axes, runs: pd.DataFrame, shift: float, styles: dict[tuple[str, str], dict[str, Any]]
-) -> None:
-    """Learning rate times `shift` against score, for one model on one task."""
-    if runs.empty:
-        return
-    first = runs.iloc[0]
-    style = styles[first["model"], first["tokenizer"]]
-    means = runs.groupby("learning_rate")["score"].mean()
-    line = {"color": style["color"], "marker": style["fmt"], "ls": "--" if first["mnli"] else "-"}
-    axis.plot(means.index * shift, means, label=first["family"], **line)
-    for rate, of_rate in runs.groupby("learning_rate"):
-        _mark(axis, rate * shift, of_rate["score"].tolist(), vertical=True, **style)
+def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str) -> None:
+    """Dots, and for enough of them the mean with its interval."""
+    axis.scatter(values, [position] * len(values), s=16, color=color, alpha=0.6, linewidths=0)
+    if len(values) >= MIN_RUNS:
+        mean, (low, high) = float(np.mean(values)), t_interval(values)
+        style: dict[str, Any] = {"fmt": "d", "markersize": 6, "capsize": 3, "color": color}
+        axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
 
 
-def _mark(
-    axis: Axes, position: float, values: Sequence[float], vertical: bool = False, **style: Any
-) -> None:
-    """Dots for at least one value at one position, and their mean with its interval."""
-    mean = float(np.mean(values))
-    low, high = t_interval(values) if len(values) > 1 else (mean, mean)
-    reach = [[mean - low], [high - mean]] if low < high else None
-    positions = [position] * len(values)
-    x, y = (positions, values) if vertical else (values, positions)
-    axis.scatter(x, y, s=12, color=style["color"], alpha=0.45, linewidths=0)
-    style = {"fmt": "o", "markersize": 6, "capsize": 3, "elinewidth": 1.6, **style}
-    if vertical:
-        axis.errorbar(position, mean, yerr=reach, **style)
-    else:
-        axis.errorbar(mean, position, xerr=reach, **style)
-
-
-def _styles(runs: pd.DataFrame) -> dict[tuple[str, str], dict[str, Any]]:
-    """Colour and marker of each model and tokenizer."""
-    models = sorted(set(zip(runs["model"], runs["tokenizer"])))
+def _score_rows(group: TaskGroup, configurations: Sequence[str]) -> Rows:
+    """A row for each configuration; a colour for each model and its random weights."""
+    scores = {key: list(seed_scores(runs).values()) for key, runs in group.cells().items()}
+    heads = group.runs.drop_duplicates("configuration").set_index("configuration")
+    architectures = sorted(set(heads["architecture"]))
     return {
-        model: {"color": COLORS[i % len(COLORS)], "fmt": MARKERS[i // len(COLORS) % len(MARKERS)]}
-        for i, model in enumerate(models)
+        name: (
+            COLORS[architectures.index(heads.loc[name, "architecture"]) % len(COLORS)],
+            {label: scores[name, label] for label in group.titles if (name, label) in scores},
+        )
+        for name in configurations
     }
 
 
-def _panels(
-    count: int, height: float, width: float = 2.9, margin: float = 2.2, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels, at most three in a row; sizes in inches."""
-    columns = min(3, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(width * columns + margin, rows * height + 0.3), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
-    for empty in axes[count:]:
-        empty.remove()
-    return figure, axes[:count]
-
-
-def _finish(axis: Axes, title: str, unit: str, names: Sequence[str]) -> None:
-    """Title, unit and row names of a panel whose rows are numbered from the top."""
-    axis.set(title=title, xlabel=unit, ylim=(len(names) - 0.5, -0.5))
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.grid(axis="x")
+def _difference_rows(pairs: Sequence[Difference]) -> Rows:
+    return {
+        pair.title: (
+            COLORS[2 if pair.over else 0],
+            {label: list(c.differences.values()) for label, c in pair.comparisons()},
+        )
+        for pair in pairs
+    }

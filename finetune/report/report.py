@@ -1,7 +1,8 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
 Writes report.md, .tex, .json, .csv, .html and report-*.png. report.html is one file that opens from
-disk, with pictures embedded. Every metric of every seed is in report.json and report.csv.
+disk, with pictures and the command of every run. report.json and report.csv have every metric of
+every seed.
 """
 
 import base64
@@ -16,42 +17,17 @@ import jinja2
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, control_differences, pair_differences
+from finetune.report.differences import MINUS, Difference, control_gains, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.markdown_table import escape_cell, markdown_table
 from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, average, build_groups
-from finetune.report.tables import Table, group_tables, outcome_counts, paper_table
+from finetune.report.tables import Table, group_tables, outcome_counts, paper_table, verdicts
 from finetune.results import RECIPE_FIELDS, read_results
 from finetune.tasks import TASKS
 from train.settings import InputError, require
 
 TEMPLATES = Path(__file__).parent / "templates"
 LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
-
-NOTES = (
-    "Scores are those of the validation split (GLUE's development set) after the last epoch. "
-    "Columns show the headline metric, the RoFormer paper's (Matthews for CoLA); report.json and "
-    "report.csv have all metrics. MNLI is matched/mismatched.",
-    "A run that collapsed gives every example the same answer; its score counts. A run that "
-    "diverged or failed has no score: the mean is over the rest, as '4 of 5' says.",
-    "Averages are as GLUE defines them: the metrics of a task are averaged first (F1 and accuracy "
-    "of MRPC and QQP, Pearson and Spearman of STS-B, both splits of MNLI), then the tasks; AX does "
-    "not count. Only all nine official tasks make the GLUE average. The ± of an average is over "
-    "seeds, and given if all tasks have the same seeds.",
-    "The majority baseline always gives the most common training class or, for a regression, the "
-    "mean, whose correlation is taken as 0.",
-    "Nothing is selected by the split that is reported, except in rows 'best of ... rates': there "
-    "the rate of each task is the one with the best mean over seeds on that very split, as in the "
-    "paper; such a score is biased upwards. Only rates with the most scored seeds compete.",
-    "A difference is taken seed by seed between runs of the same recipe. Intervals are those of "
-    "Student's t, p-values those of the paired t-test; a single pair, or pairs that all differ by "
-    "the same, have neither. p (Holm) is corrected over the tasks of one "
-    "comparison. The effect size is Hedges' g_z: mean over standard deviation of the differences, "
-    "corrected for few seeds; report.json has Cohen's d_z too.",
-    "Intervals and tests are about the seeds of fine-tuning, for the given checkpoints and "
-    "validation examples. Another pretraining run or other examples may change more than a seed. "
-    "Only differences 'over ... pretraining seeds' treat pretraining as random.",
-)
 
 
 @dataclass(frozen=True)
@@ -74,30 +50,28 @@ class ReportSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
-    """A heading of the report with its tables and pictures."""
-
-    name: str
-    title: str
-    tables: list[Table]
-    pictures: list[Picture]
-
-
-@dataclass(frozen=True, eq=False)
 class GroupReport:
-    """Everything computed from the runs of one group."""
+    """A group, its differences and the reason if there are none."""
 
     group: TaskGroup
     pairs: list[Difference]
-    controls: list[Difference]
     no_pairs: str
 
 
-def main(settings: ReportSettings) -> str:
-    """Print the tables and write every form of the report.
+@dataclass(frozen=True, eq=False)
+class Section:
+    """A heading of the report with the sentences, tables and pictures under it."""
 
-    Returns:
-        The tables as Markdown.
+    name: str
+    title: str
+    sentences: list[str]
+    tables: list[Table]
+    pictures: list[Picture]
+    runs: dict[str, pd.DataFrame]
+
+
+def main(settings: ReportSettings) -> str:
+    """Print the report as Markdown and write it in all its forms.
 
     Raises:
         InputError: There are no results, the pair is not among them, or the output is not writable.
@@ -112,7 +86,7 @@ def main(settings: ReportSettings) -> str:
     except OSError as error:
         raise InputError(f"output must be writable, got {error}; choose another") from error
     print(text)
-    print(f"Figures, notes and the command of each run: {folder}/report.html")
+    print(f"With the command of each run: {folder}/report.html")
     print("Beside it: report.md, .tex, .json, .csv and report-*.png")
     return text
 
@@ -132,28 +106,20 @@ def compare_groups(
     groups = build_groups(results)
     models = None
     if pair is not None and groups:
-        names = {run.model: run.short_name for group in groups for run in group.runs.itertuples()}
+        runs = pd.concat([group.fine_tuned() for group in groups])
+        names = dict(zip(runs["model"], runs["short_name"]))
         known = {name: model for model, name in names.items()} | {model: model for model in names}
         listed, rule = ", ".join(sorted(names.values())), "must name models of the results"
         for name in pair:
             require(name in known, "pair", rule, name, f"they have {listed}")
         models = [known[name] for name in pair]
         require(models[0] != models[1], "pair", "must be two models", models, "name another")
-    reports = []
-    for group in groups:
-        pairs, no_pairs = pair_differences(group, models)
-        reports.append(GroupReport(group, pairs, control_differences(group), no_pairs))
-    return reports
+    return [GroupReport(group, *pair_differences(group, models)) for group in groups]
 
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
-    """Write the report in all its forms.
-
-    Returns:
-        The tables as Markdown.
-    """
-    sections = make_sections(reports, folder)
-    records = json_report(reports)
+    """Write the report in all its forms; returns it as Markdown."""
+    sections, records = make_sections(reports, folder), json_report(reports)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -167,42 +133,41 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     environment.filters["base64"] = lambda picture: base64.b64encode(
         (folder / picture.file).read_bytes()
     ).decode()
-    context = {
-        "sections": sections,
-        "runs": {GROUPS[x.group.name]: run_tables(x.group) for x in reports},
-        "notes": NOTES,
+    text = {
+        suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
+        for suffix in ("md", "html")
     }
-    markdown = environment.get_template("tables.md.j2").render(context)
     files = {
-        "md": environment.get_template("report.md.j2").render(context),
-        "html": environment.get_template("report.html.j2").render(context),
+        **text,
         "tex": latex_tables(table for section in sections for table in section.tables),
         "json": json.dumps(records, indent=1, allow_nan=False) + "\n",
         "csv": csv_report([*records["scores"], *records["differences"]]),
     }
     for suffix, content in files.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
-    return markdown
+    return text["md"]
 
 
 def make_sections(reports: Sequence[GroupReport], folder: Path) -> list[Section]:
     """Draw the figures; a section for each group, and the paper's table beside official scores."""
     sections = []
     for x in reports:
-        tables = group_tables(x.group, x.pairs, x.controls, x.no_pairs)
-        pictures = draw_figures(x.group, x.pairs, x.controls, folder)
-        sections.append(Section(x.group.name, GROUPS[x.group.name], tables, pictures))
-    official = [x.group for x in reports if x.group.name == "official"]
-    paper = [Section("paper", "The paper's table", [paper_table(x)], []) for x in official]
-    return sections + paper
+        sentences = [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)]
+        tables, pictures = group_tables(x.group, x.pairs), draw_figures(x.group, x.pairs, folder)
+        title, runs = GROUPS[x.group.name], run_tables(x.group)
+        sections.append(Section(x.group.name, title, sentences, tables, pictures, runs))
+    for x in reports:
+        if x.group.name == "official":
+            table = paper_table(x.group)
+            sections.append(Section("paper", "The paper's table", [], [table], [], {}))
+    return sections
 
 
 def run_tables(group: TaskGroup) -> dict[str, pd.DataFrame]:
     """Configuration -> its runs in words, with their commands."""
-    runs = group.runs[(group.runs["kind"] != "majority") & (group.runs["best_of"] == "")]
     return {
         configuration: pd.DataFrame([_run_texts(run, group) for run in found.itertuples()])
-        for configuration, found in runs.groupby("configuration", sort=False)
+        for configuration, found in group.fine_tuned().groupby("configuration", sort=False)
     }
 
 
@@ -237,7 +202,6 @@ def latex_tables(tables: Iterable[Table]) -> str:
             column_format="l" + "r" * (len(table.frame.columns) - 1),
         )
         for table in tables
-        if len(table.frame)
     ]
     text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
     return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
@@ -256,14 +220,16 @@ def json_report(reports: Sequence[GroupReport]) -> dict[str, Any]:
             "title": GROUPS[x.group.name],
             "average": x.group.average_name(x.group.titles),
             "average_over": list(x.group.titles),
-            "no_difference": x.no_pairs,
+            "verdicts": [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
         }
         for x in reports
     }
+    gains = pd.concat([control_gains(x.group).assign(group=x.group.name) for x in reports])
     return {
         "groups": groups,
         "scores": [record for x in reports for record in score_records(x.group)],
         "differences": [record for x in reports for record in difference_records(x)],
+        "gains": gains.astype(object).where(gains.notna(), None).to_dict("records"),
         "runs": runs,
     }
 
@@ -273,12 +239,12 @@ def score_records(group: TaskGroup) -> Iterable[dict[str, Any]]:
     for configuration, runs in group.runs.groupby("configuration", sort=False):
         first = runs.iloc[0]
         head = {"group": group.name, "kind": first["kind"], "row": configuration}
-        head |= {name: first[name] for name in ("model", "tokenizer")}
-        head |= {"mnli": first["origin"], "selected_by_reported_split": bool(first["best_of"])}
+        head |= {name: first[name] for name in ("model_type", "tokenizer", "protocol")}
+        head |= {"selected_by_reported_split": bool(first["best_of"])}
         for label, cell in runs.groupby("label", sort=False):
             recipe = {name: cell["result"].iloc[0][name] for name in RECIPE_FIELDS}
-            facts = {**head, "task": label, **recipe, **outcome_counts(cell)}
-            facts["run_ids"] = cell["run_id"].tolist()
+            facts = {**head, "model": cell["model"].iloc[0], "task": label, **recipe}
+            facts |= {**outcome_counts(cell), "run_ids": cell["run_id"].tolist()}
             for split, metric, scores in _metrics(cell):
                 yield {**facts, "split": split, "metric": metric, **_statistics(scores)}
         found = average(runs, group.titles)
@@ -309,19 +275,18 @@ def _statistics(scores: dict[int, float]) -> dict[str, Any]:
 
 def difference_records(report: GroupReport) -> Iterable[dict[str, Any]]:
     """For each difference every task, then the average."""
-    for kind, differences in (("pair", report.pairs), ("control", report.controls)):
-        for difference in differences:
-            models = [side["model"].iloc[0] for side in (difference.first, difference.second)]
-            head = {"group": report.group.name, "kind": kind, "row": difference.title}
-            head |= {"model": models[0], "minus": models[1]}
-            for label, comparison in difference.comparisons():
-                name = report.group.average_name(difference.tasks)
-                values = asdict(comparison)
-                low, high = values.pop("t_interval") or (None, None)
-                values |= {"t_interval_low": low, "t_interval_high": high}
-                values["seeds"] = values.pop("differences")
-                metric = name if label == "average" else "headline"
-                yield {**head, "task": label, "metric": metric, **values}
+    for pair in report.pairs:
+        models = [side["model"].iloc[0] for side in (pair.first, pair.second)]
+        head = {"group": report.group.name, "kind": "pair", "row": pair.title}
+        head |= {"model": models[0], "minus": models[1]}
+        for label, comparison in pair.comparisons():
+            values = asdict(comparison)
+            low, high = values.pop("t_interval") or (None, None)
+            values |= {"t_interval_low": low, "t_interval_high": high}
+            values["seeds"] = values.pop("differences")
+            average_name = report.group.average_name(pair.tasks)
+            metric = average_name if label == "average" else "headline"
+            yield {**head, "task": label, "metric": metric, **values}
 
 
 def csv_report(records: Sequence[dict[str, Any]]) -> str:

@@ -9,12 +9,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, run_name
+from finetune.simple_features import SIMPLE_FEATURES
 from finetune.tasks import TASKS, Task
 from train.atomic_dir import model_name, split_seed
 
@@ -37,9 +39,16 @@ RECIPE_TEXT = {
     "warmup_share": "warm-up {}",
     "weight_decay": "decay {}",
     "clip_norm": "clipped at {}",
+    "pooling": "{} pooling",
+    "pair_encoding": "{} encoding of pairs",
 }
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
-BASELINE = "majority baseline"
+CONTROLS = {
+    "random": "random weights",
+    "features": "simple features",
+    "majority": "majority class",
+}
+"""Kinds of runs without pretraining, as they are printed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +63,9 @@ class TaskGroup:
             `collapsed`, `parameters`, `metrics` and
 
             - `result`: the run's line in results.jsonl; `run_id`: its last ten characters of name
-            - `kind`: `model`, `random` (weights never pretrained) or `majority` (baseline)
+            - `kind`: `model`, or a key of `CONTROLS`
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
+            - `architecture`: number shared by models that differ in their weights alone
             - `configuration`: unique name of the row
             - `protocol`: the part of it that says how the model was fine-tuned
             - `family`: configurations with the same family differ in the learning rate alone
@@ -68,12 +78,13 @@ class TaskGroup:
     titles: dict[str, str]
     runs: pd.DataFrame
 
-    def cells(self) -> Iterable[tuple[str, str, pd.DataFrame]]:
-        """Configuration, label and runs of every cell that has runs."""
-        for (configuration, label), runs in self.runs.groupby(
-            ["configuration", "label"], sort=False
-        ):
-            yield configuration, label, runs
+    def cells(self) -> dict[tuple[str, str], pd.DataFrame]:
+        """Configuration and label -> runs, for every cell that has runs."""
+        return dict(iter(self.runs.groupby(["configuration", "label"], sort=False)))
+
+    def fine_tuned(self) -> pd.DataFrame:
+        """The runs of networks, each once."""
+        return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
 
     def average_name(self, labels: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""
@@ -90,7 +101,7 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
         return []
     runs = _labelled_runs(complete)
     runs["origin"] = _origins(runs)
-    groups = {name: runs[runs["group"] == name].copy() for name in GROUPS}
+    groups = {name: runs[runs["group"] == name].reset_index(drop=True) for name in GROUPS}
     return [_task_group(name, found) for name, found in groups.items() if len(found)]
 
 
@@ -132,8 +143,7 @@ def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int,
 
 def seed_scores(runs: pd.DataFrame) -> dict[int, float]:
     """Seed -> headline score of the scored runs of a cell."""
-    scored = runs.dropna(subset="score")
-    return dict(zip(scored["seed"].tolist(), scored["score"].tolist()))
+    return runs.dropna(subset="score").set_index("seed")["score"].to_dict()
 
 
 def format_number(value: object) -> str:
@@ -149,17 +159,15 @@ def task_title(task: Task, name: str = "") -> str:
     return f"{name or task.title}, {METRIC_NAMES.get(task.headline, task.headline)}"
 
 
-def shown_configurations(group: TaskGroup) -> list[str]:
-    """Configurations without single learning rates that a best-of configuration stands for."""
-    labels = {c: set(runs["label"]) for c, runs in group.runs.groupby("configuration")}
-    heads = group.runs[group.runs["kind"] != "majority"].drop_duplicates("configuration")
-    best = heads[heads["best_of"] != ""]
-    covering = {run.family: labels[run.configuration] for run in best.itertuples()}
-    return [
-        run.configuration
-        for run in heads.itertuples()
-        if run.best_of or not labels[run.configuration] <= covering.get(run.family, set())
-    ]
+def shorten_names(models: Iterable[str]) -> dict[str, str]:
+    """Name each model by the last parts of its path, as many as tell all of them apart."""
+    names = {model: model_name(model) for model in models}
+    parts = {model: [x for x in Path(model).parts if x not in ("/", "model")] for model in names}
+    for depth in range(2, 1 + max(map(len, parts.values()), default=0)):
+        if len(set(names.values())) == len(names):
+            break
+        names = {model: "/".join(parts[model][-depth:]) for model in names}
+    return names if len(set(names.values())) == len(names) else {model: model for model in names}
 
 
 def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
@@ -170,7 +178,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     """
     labelled = [result for result in results if "label" in result]
     types = {result["model"]: result["model_type"] for result in labelled}
-    names = _short_names({result["model"] for result in results})
+    names = shorten_names(dict.fromkeys(x["model"] for x in results))
     known: dict[Any, tuple[str, str]] = {}
     for result in labelled:
         location = _group(result), result["label"]
@@ -182,7 +190,9 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
         location = known.get((task.name, result["glue_dir"]), known.get(task.name, unknown))
         group, label = (_group(result), result["label"]) if "label" in result else location
         row = {name: result.get(name) for name in (*RUN_KEY, "weights", "data", "precision")}
-        row |= {"group": group, "label": label, "status": result["status"]}
+        row |= {"group": group, "label": label, "status": result["status"], "best_of": ""}
+        row |= {"kind": "random" if result["random_weights"] else "model"}
+        row |= {"kind": "features"} if model == SIMPLE_FEATURES else {}
         row |= {"model_type": types.get(model, "unknown type"), "short_name": names[model]}
         row |= {"base_name": split_seed(model_name(model))[0]}
         row |= {"pretraining_seed": split_seed(names[model])[1]}
@@ -192,14 +202,23 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
         rows.append(row | _scores(task, result.get("metrics")))
     order = list(TASKS)
     rows.sort(key=lambda row: (order.index(row["task"]), row["label"], row["seed"]))
-    runs = pd.DataFrame(rows)
-    return runs.fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub"})
+    return pd.DataFrame(rows).fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub"})
 
 
 def _group(result: Result) -> str:
     if not TASKS[result["task"]].official:
         return "demo"
     return "official" if result["official"] else "reduced"
+
+
+def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> dict[str, Any]:
+    """Metrics of a run, its headline score and the mean of all its metrics, x 100."""
+    scores = {"metrics": metrics, "score": np.nan, "glue_score": np.nan}
+    for name, chosen in (("score", [task.headline]), ("glue_score", list(task.metrics))):
+        if metrics:
+            values = [metrics[s][metric] for s in task.validation_splits for metric in chosen]
+            scores[name] = 100 * float(np.mean(values))
+    return scores
 
 
 def _origins(runs: pd.DataFrame) -> list[str]:
@@ -209,22 +228,23 @@ def _origins(runs: pd.DataFrame) -> list[str]:
     further seeds of what it holds now. Each seed that starts from MNLI has a folder of its own;
     the folder is named only if one seed started from several.
     """
-    started = runs[runs["mnli"] != ""]
+    networks = runs[runs["kind"] != "features"]
+    started = networks[networks["mnli"] != ""]
     several_starts = started.duplicated([name for name in RUN_KEY if name != "mnli"]).any()
-    mnli_labels = set(runs.loc[runs["task"] == "mnli", "label"])
-    mnli = mnli_labels.pop().replace("mnli", "MNLI") if len(mnli_labels) == 1 else "MNLI"
+    labels = set(networks.loc[networks["task"] == "mnli", "label"])
+    mnli = labels.pop().replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
     same_run = ["label", *(name for name in RUN_KEY if name != "glue_dir")]
-    folders = runs.groupby(same_run)["glue_dir"].transform("nunique")
-    several_folders = set(runs.loc[folders > 1, "label"])
-    start_seed = runs["seed"].where(runs["mnli"] != "", -1)
-    everything = pd.Series(0, index=runs.index)
+    folders = networks.groupby(same_run)["glue_dir"].transform("nunique")
+    several_folders = set(networks.loc[folders > 1, "label"])
+    start_seed = networks["seed"].where(networks["mnli"] != "", -1)
     shared_by = {
         "weights": ["model", "random_weights", "mnli", start_seed],
         "data": ["label"],
-        "precision": [everything],
+        "precision": [pd.Series(0, index=networks.index)],
     }
     varies = {
-        name: runs.groupby(keys)[name].transform("nunique") > 1 for name, keys in shared_by.items()
+        name: networks.groupby(keys)[name].transform("nunique").reindex(runs.index) > 1
+        for name, keys in shared_by.items()
     }
     origins = []
     for run in runs.itertuples():
@@ -239,51 +259,68 @@ def _origins(runs: pd.DataFrame) -> list[str]:
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
-    """Name the configurations of a group; add the best of several rates and the baseline."""
-    by_task = _fields_by_task(runs)
+    """Name the configurations of a group; add the best of several rates and the majority class."""
+    is_fixed = runs["kind"] == "features"
+    networks = runs[~is_fixed].copy()
+    by_task = _fields_by_task(networks)
     identity = [field for field in RECIPE_FIELDS if field not in by_task]
-    varying = [field for field in identity if runs[field].nunique() > 1]
-    rate = [field for field in varying if field == "learning_rate"]
-    others = [field for field in varying if field != "learning_rate"]
-    runs["kind"] = np.where(runs["random_weights"], "random", "model")
-    runs["best_of"] = ""
-    runs["rate_text"] = _recipe_texts(runs, rate)
-    runs["recipe_text"] = _recipe_texts(runs, others)
-    runs["model_text"] = [
-        _join(
-            f"{run.short_name} ({run.model_type})",
-            f"tokenizer {run.tokenizer}" if run.tokenizer else "",
-            "random weights" if run.random_weights else "",
-        )
-        for run in runs.itertuples()
-    ]
+    varying = [field for field in identity if networks[field].nunique() > 1]
+    titles, majority = _titles(runs, by_task), _majority(runs)
+    fixed = pd.concat([runs[is_fixed].drop_duplicates("label", keep="last"), majority])
+    names = fixed["kind"].map(CONTROLS)
+    fixed = fixed.assign(protocol="", configuration=names, family=names, architecture=-1)
+    if networks.empty:
+        return TaskGroup(name, titles, fixed)
+    runs = networks
+    runs["rate_text"] = _recipe_texts(runs, [x for x in varying if x == "learning_rate"])
+    runs["recipe_text"] = _recipe_texts(runs, [x for x in varying if x != "learning_rate"])
+    runs["architecture"] = _architectures(runs)
+    runs["model_text"] = _model_texts(runs)
     runs["family"] = list(map(_join, runs["model_text"], runs["origin"], runs["recipe_text"]))
-    titles = _titles(runs, by_task)
-    baseline = _baseline(runs)
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
-    runs = pd.concat([_sorted(runs, identity), baseline], ignore_index=True)
+    runs = pd.concat([_sorted(runs, identity), fixed], ignore_index=True)
     return TaskGroup(name, titles, runs)
 
 
-def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> dict[str, Any]:
-    """Metrics of a run, its headline score and the mean of all its metrics, x 100."""
-    scores = {"metrics": metrics, "score": np.nan, "glue_score": np.nan}
-    for name, chosen in (("score", [task.headline]), ("glue_score", list(task.metrics))):
-        if metrics:
-            values = [
-                metrics[split][metric] for split in task.validation_splits for metric in chosen
-            ]
-            scores[name] = 100 * float(np.mean(values))
-    return scores
+def _architectures(runs: pd.DataFrame) -> pd.Series:
+    """Number the architectures: name up to the pretraining seed, type, tokenizer and size.
+
+    Names do not tell the size: `roformer-128` and `roformer-768` may be pretraining seeds, or
+    widths. It is the number of parameters on each task, where that is known.
+    """
+    sizes: list[tuple[Any, dict[str, float]]] = []
+    numbers: dict[Any, int] = {}
+    name = ["base_name", "model_type", "tokenizer"]
+    for key, found in runs.groupby([*name, "model", "kind", "origin"], sort=False):
+        known = found.dropna(subset="parameters").groupby("label")["parameters"].first().to_dict()
+        fitting = (
+            number
+            for number, (other, size) in enumerate(sizes)
+            if other == key[:3] and all(size.get(label, n) == n for label, n in known.items())
+        )
+        number = next(fitting, len(sizes))
+        sizes += [(key[:3], {})] if number == len(sizes) else []
+        sizes[number][1].update(known)
+        numbers |= dict.fromkeys(found.index, number)
+    return pd.Series(numbers)
 
 
-def _short_names(models: Iterable[str]) -> dict[str, str]:
-    """Name of each model's folder; the whole path if two folders have the same name."""
-    short = {model: model_name(model) for model in models}
-    taken = Counter(short.values())
-    return {model: name if taken[name] == 1 else model for model, name in short.items()}
+def _model_texts(runs: pd.DataFrame) -> list[str]:
+    """Names of the models; random weights of one architecture are one row, whoever lent them.
+
+    Random weights do not depend on the pretraining. A second source for a task, and an architecture
+    that shares its name with another, keep the names of their models.
+    """
+    sources = runs.groupby(["kind", "architecture", "origin", "label"])["model"]
+    same_name = runs.groupby("base_name")["architecture"].transform("nunique")
+    is_first = (runs["model"] == sources.transform("first")) & (same_name == 1)
+    is_random = runs["kind"] == "random"
+    names = runs["base_name"].where(is_random & is_first, runs["short_name"])
+    tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
+    kinds = is_random.map({True: CONTROLS["random"], False: ""})
+    return list(map(_join, names, tokenizers, kinds))
 
 
 def _fields_by_task(runs: pd.DataFrame) -> list[str]:
@@ -302,13 +339,14 @@ def _fields_by_task(runs: pd.DataFrame) -> list[str]:
 
 def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
     """Label -> title, headline metric and the values `by_task` that are not the most common."""
-    tasks = runs.drop_duplicates("label")
-    usual = {field: Counter(tasks[field]).most_common(1)[0][0] for field in by_task}
+    networks = runs["kind"] != "features"
+    tasks = pd.concat([runs[networks], runs[~networks]]).drop_duplicates("label")
+    usual = {field: Counter(tasks[field].dropna()).most_common(1)[0][0] for field in by_task}
     titles = {}
-    for run in tasks.to_dict("records"):
+    for run in tasks.sort_index().to_dict("records"):
         task = TASKS[run["task"]]
         name = "" if run["label"] == task.name else run["label"]
-        unusual = [field for field in by_task if run[field] != usual[field]]
+        unusual = [f for f in by_task if run[f] != usual[f] and run["kind"] != "features"]
         titles[run["label"]] = _join(task_title(task, name), _recipe_text(run, unusual))
     return titles
 
@@ -337,15 +375,12 @@ def _best_rate(runs: pd.DataFrame) -> float:
     return complete.fillna(0.0).idxmax()
 
 
-def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
-    """The majority baseline as a configuration: its scores are part of every scored line."""
+def _majority(runs: pd.DataFrame) -> pd.DataFrame:
+    """The majority class as a configuration: its scores are part of every scored line."""
     last = runs[runs["status"] == "done"].drop_duplicates("label", keep="last")
-    scores = [
-        _scores(TASKS[result["task"]], result["majority_metrics"]) for result in last["result"]
-    ]
-    names = dict.fromkeys(("configuration", "family"), BASELINE)
-    baseline = last.assign(kind="majority", protocol="", collapsed=False, **names)
-    return baseline.assign(**pd.DataFrame(scores, index=last.index)) if scores else baseline
+    scores = [_scores(TASKS[x["task"]], x["majority_metrics"]) for x in last["result"]]
+    majority = last.assign(kind="majority", collapsed=False)
+    return majority.assign(**pd.DataFrame(scores, index=last.index)) if scores else majority
 
 
 def _sorted(runs: pd.DataFrame, identity: Sequence[str]) -> pd.DataFrame:
@@ -356,7 +391,7 @@ def _sorted(runs: pd.DataFrame, identity: Sequence[str]) -> pd.DataFrame:
     }
     if "learning_rate_key" in keys:
         keys["learning_rate_key"] = runs["learning_rate"].where(runs["best_of"] == "", 0.0)
-    by = ["random_weights", "model", "tokenizer", "origin", "best_of", *keys]
+    by = ["random_weights", "model_text", "origin", "best_of", *keys]
     ascending = [name != "tasks" for name in by]
     return runs.assign(**keys).sort_values(by, ascending=ascending, kind="stable")
 

@@ -1,4 +1,4 @@
-"""Paired comparison of two configurations over seeds: intervals, tests, effect sizes.
+"""Paired comparison of two configurations over seeds: interval, test, effect size.
 
 The seeds are those of fine-tuning (classification head, order of examples, dropout) of two fixed
 checkpoints, or those of pretraining, each represented by its mean over fine-tuning. The validation
@@ -7,16 +7,16 @@ examples are fixed: the variance from sampling other examples is not covered.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-Key = TypeVar("Key")
 Interval = tuple[float, float]
 
 CONFIDENCE = 0.95
+MIN_RUNS = 4
+"""Fewer values have neither an interval nor a test: they are shown one by one."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Comparison:
         tried: Number of seeds either side was run with, scored or not.
         mean: Mean difference.
         median: Median difference.
-        std: Sample standard deviation; like all that follow None for a single seed.
-        t_interval: 95 % interval of the mean by Student's t.
+        std: Sample standard deviation; None for a single seed.
+        t_interval: 95 % interval of the mean by Student's t; like all that follow None for fewer
+            than `MIN_RUNS` seeds and where all differ by the same.
         p: Two-sided p-value of the paired t-test.
         p_holm: The same after Holm's correction over the tasks of one comparison.
         cohen_dz: Mean over standard deviation of the differences.
-        hedges_gz: Cohen's d_z with the small-sample correction; None for fewer than three seeds.
-        why: Reason that there is no interval and no test; empty if there are.
+        hedges_gz: Cohen's d_z with the small-sample correction.
     """
 
     differences: dict[int, float]
@@ -47,37 +47,30 @@ class Comparison:
     p_holm: float | None = None
     cohen_dz: float | None = None
     hedges_gz: float | None = None
-    why: str = ""
 
 
 def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int) -> Comparison:
-    """Compare two sets of scores seed by seed.
+    """Compare two sets of scores seed by seed: first minus second.
 
     Args:
         first: Seed -> score.
         second: Seed -> score of the other side; at least one seed is in both.
         tried: Number of seeds either side was run with.
-
-    Returns:
-        First minus second; without interval and test for a single pair or constant differences.
     """
     seeds = sorted(first.keys() & second.keys())
     values = np.array([first[seed] - second[seed] for seed in seeds])
+    std = float(values.std(ddof=1)) if len(values) > 1 else None
     differences = dict(zip(seeds, values.tolist()))
-    comparison = Comparison(differences, tried, float(values.mean()), float(np.median(values)))
-    if len(values) < 2:
-        return replace(comparison, why="there is one pair")
-    if np.allclose(values, values[0], rtol=0, atol=1e-9):
-        return replace(comparison, std=0.0, why="all pairs differ by the same")
-    std, degrees = float(values.std(ddof=1)), len(values) - 1
-    effect = comparison.mean / std
+    mean, median = float(values.mean()), float(np.median(values))
+    comparison = Comparison(differences, tried, mean, median, std)
+    if std is None or len(values) < MIN_RUNS or np.allclose(values, values[0], rtol=0, atol=1e-9):
+        return comparison
     return replace(
         comparison,
-        std=std,
         t_interval=t_interval(values),
         p=float(stats.ttest_1samp(values, 0.0).pvalue),
-        cohen_dz=effect,
-        hedges_gz=effect * (1 - 3 / (4 * degrees - 1)) if degrees > 1 else None,
+        cohen_dz=mean / std,
+        hedges_gz=mean / std * (1 - 3 / (4 * len(values) - 5)),
     )
 
 
@@ -98,7 +91,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def holm_corrected(family: Mapping[Key, Comparison]) -> dict[Key, Comparison]:
+def holm_corrected(family: Mapping[str, Comparison]) -> dict[str, Comparison]:
     """Fill in `p_holm` of the comparisons of a family that have a p-value."""
     tested = {key: c.p for key, c in family.items() if c.p is not None}
     values = dict(zip(tested, holm(list(tested.values()))))

@@ -6,17 +6,18 @@ LaTeX and HTML.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import Difference, verdicts
+from finetune.report.differences import MINUS, Difference, control_gains, counting_tasks
 from finetune.report.runs import (
+    CONTROLS,
     GROUPS,
     TaskGroup,
     average,
     format_number,
-    shown_configurations,
     task_title,
 )
 from finetune.report.statistics import Comparison
@@ -43,7 +44,7 @@ class Table:
 
     Attributes:
         title: Stands above it.
-        frame: Text; empty if there are only remarks.
+        frame: Text.
         remarks: Sentences that stand below it.
     """
 
@@ -52,34 +53,89 @@ class Table:
     remarks: list[str] = field(default_factory=list)
 
 
-def group_tables(
-    group: TaskGroup,
-    pairs: Sequence[Difference],
-    controls: Sequence[Difference],
-    no_pairs: str = "",
-) -> list[Table]:
-    """All tables of a group that have something to show.
+def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
+    """All tables of a group that have something to show, the differences first."""
+    gains = control_gains(group)
+    tables = [pair_table(group, same, gains) for same in by_protocol(pairs).values()]
+    tables += [score_table(group), gain_table(group, gains), problem_table(group)]
+    return [table for table in tables if len(table.frame)]
 
-    Args:
-        group: Its runs.
-        pairs: Differences between two models.
-        controls: Differences between a model and its random weights.
-        no_pairs: The reason that `pairs` is empty.
-    """
-    tables = [score_table(group)]
+
+def by_protocol(pairs: Sequence[Difference]) -> dict[str, list[Difference]]:
+    """Protocol -> the differences under it."""
+    protocols = dict.fromkeys(pair.protocol for pair in pairs)
+    return {name: [pair for pair in pairs if pair.protocol == name] for name in protocols}
+
+
+def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
+    """Say on which tasks each protocol's differences count, and which models are compared."""
+    gains, sentences = control_gains(group), []
+    for same in by_protocol(pairs).values():
+        found = counting_tasks(same, gains)
+        counting = [group.titles[label] for label, counts in found.items() if counts]
+        names = f"{': ' if counting else ''}{'; '.join(counting)}"
+        sentences.append(
+            f"{pair_name(same[0])} counts on {len(counting)} of {len(found)} tasks{names}."
+        )
     if pairs:
-        tables.append(pair_table(group, pairs, verdicts(group, pairs, controls)))
-    else:
-        tables.append(Table("", pd.DataFrame(), [no_pairs]))
-    if controls:
-        tables.append(control_table(group, controls))
-    problems = problem_table(group)
-    return [*tables, problems] if len(problems.frame) else tables
+        sides = [[getattr(pair, side) for pair in pairs] for side in ("first", "second")]
+        models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
+        who = "; ".join(f"{n}: {', '.join(found)}" for n, found in zip(pairs[0].names, models))
+        sentences.append(f"{who}.")
+    unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["label"].unique()
+    for absent, labels in unjudged.items():
+        titles = "; ".join(group.titles[label] for label in labels)
+        sentences.append(f"Not judged, because there are {absent}: {titles}.")
+    return sentences
+
+
+def pair_name(pair: Difference) -> str:
+    """Both models and the protocol, without the pretraining seed."""
+    return ", ".join(filter(None, (f" {MINUS} ".join(pair.names), pair.protocol)))
+
+
+def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFrame) -> Table:
+    """Differences between two models under one protocol, a row for each task."""
+    cells = {
+        pair.part or "difference": {k: comparison_text(c) for k, c in pair.comparisons()}
+        for pair in pairs
+    }
+    cells["counts"] = {
+        label: "yes" if found else "no" for label, found in counting_tasks(pairs, gains).items()
+    }
+    labels = dict.fromkeys(label for texts in cells.values() for label in texts)
+    names = {**group.titles, "average": group.average_name(pairs[0].tasks)}
+    rows = [
+        {"task": names[label], **{name: texts.get(label, DASH) for name, texts in cells.items()}}
+        for label in names
+        if label in labels
+    ]
+    missing = [
+        f"{pair.title}, {label}: "
+        f"{'not run with all of them' if pair.over else 'no seed with a score on both sides'}."
+        for pair in pairs
+        for label in pair.missing
+    ]
+    return Table(pair_name(pairs[0]), pd.DataFrame(rows), missing)
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Mean with interval and corrected p; the single differences where these are not defined."""
+    values, text = list(comparison.differences.values()), f"{comparison.mean:+.2f}"
+    if comparison.t_interval is not None:
+        low, high = comparison.t_interval
+        text += f" [{low:+.2f}, {high:+.2f}]"
+        p = comparison.p if comparison.p_holm is None else comparison.p_holm
+        text += "" if p is None else f", p {'< 0.001' if p < 0.0005 else f'{p:.3f}'}"
+    elif len(values) > 1:
+        text += f" ({', '.join(f'{value:+.2f}' for value in values)})"
+    missing = len(values) < comparison.tried
+    return text + (f", {len(values)} of {comparison.tried} seeds" if missing else "")
 
 
 def score_table(group: TaskGroup) -> Table:
     """Mean and spread over seeds of every configuration on every task, and the average."""
-    cells = {(row, label): score_text(runs) for row, label, runs in group.cells()}
+    cells = {key: score_text(runs) for key, runs in group.cells().items()}
     rows = []
     for configuration, runs in group.runs.groupby("configuration", sort=False):
         row = {"model": configuration}
@@ -102,7 +158,7 @@ def score_text(runs: pd.DataFrame) -> str:
         for split in task.validation_splits
     ]
     text = "/".join(map(spread_text, splits)) if len(scored) else DASH
-    if first["kind"] == "majority":
+    if first["kind"] in ("majority", "features"):
         return text
     count = f"{len(scored)}" if len(scored) == len(runs) else f"{len(scored)} of {len(runs)}"
     outcomes = outcome_counts(runs)
@@ -136,99 +192,56 @@ def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
         return DASH
     mean, by_seed = found
     scored = runs.dropna(subset="score").groupby("label")["seed"].count()
-    if runs["kind"].iloc[0] == "majority" or (scored != len(by_seed)).any():
+    fixed = runs["kind"].iloc[0] in ("majority", "features")
+    if fixed or (scored != len(by_seed)).any():
         return f"{mean:.1f}"
     return f"{spread_text(list(by_seed.values()))} ({len(by_seed)})"
 
 
-def pair_table(group: TaskGroup, pairs: Sequence[Difference], verdict: Sequence[str]) -> Table:
-    """Differences between two models, one row a task; columns that nothing fills are left out."""
+def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
+    """What each pretrained configuration is above its best control, one column a task."""
     rows = []
-    for pair in pairs:
-        for label, comparison in pair.comparisons():
-            task = group.titles.get(label, group.average_name(pair.tasks))
-            rows.append({"difference": pair.title, "task": task, **comparison_texts(comparison)})
-    missing = [
-        f"{pair.title}, {label}: "
-        f"{'not run with all of them' if pair.over else 'no seed with a score on both sides'}."
-        for pair in pairs
-        for label in pair.missing
-    ]
-    frame = pd.DataFrame(rows).replace("", pd.NA).dropna(axis=1, how="all").fillna(DASH)
-    return Table("Differences, seed by seed", frame, [*missing, *verdict])
+    for configuration, found in gains.groupby("configuration", sort=False):
+        texts = {row.label: gain_text(row) for row in found.itertuples()}
+        row = {"model": configuration}
+        rows.append(row | {title: texts.get(k, DASH) for k, title in group.titles.items()})
+    remark = (
+        "Mean difference from the best of random weights (the same architecture and head), majority"
+        " class and simple features; in brackets the larger standard deviation over seeds of the "
+        "two. A difference between two models counts on a task where both gain more than that."
+    )
+    return Table("Above the best control without pretraining", pd.DataFrame(rows), [remark])
 
 
-def comparison_texts(comparison: Comparison) -> dict[str, str]:
-    """A comparison in words; "" for what is not defined."""
-    count, effect = len(comparison.differences), comparison.hedges_gz
-    return {
-        "seeds": f"{count}" if count == comparison.tried else f"{count} of {comparison.tried}",
-        "mean": f"{comparison.mean:+.2f}",
-        "median": f"{comparison.median:+.2f}" if count > 1 else "",
-        "95 % t interval": "" if comparison.t_interval is None
-        else "[{:+.2f}, {:+.2f}]".format(*comparison.t_interval),
-        "p (paired t)": p_text(comparison.p),
-        "p (Holm)": p_text(comparison.p_holm),
-        "effect size g_z": "" if effect is None else f"{effect:+.2f}",
-    }  # fmt: skip
-
-
-def p_text(p: float | None) -> str:
-    """A p-value with three digits."""
-    if p is None:
-        return ""
-    return "< 0.001" if p < 0.0005 else f"{p:.3f}"
-
-
-def control_table(group: TaskGroup, controls: Sequence[Difference]) -> Table:
-    """Pretrained minus random weights, one row a configuration and one column a task."""
-    rows = []
-    for control in controls:
-        texts = {label: control_text(c) for label, c in control.comparisons()}
-        row = {"difference": control.title}
-        row |= {title: texts.get(label, DASH) for label, title in group.titles.items()}
-        if len(group.titles) > 1:
-            complete = control.tasks.keys() == group.titles.keys()
-            mean = texts.get("average", DASH) if complete else DASH
-            row[group.average_name(group.titles)] = mean
-        rows.append(row)
-    remark = "Mean difference, [95 % t interval], p of the paired t-test."
-    title = "Pretrained against random weights, seed by seed"
-    return Table(title, pd.DataFrame(rows), [remark])
-
-
-def control_text(comparison: Comparison) -> str:
-    """A comparison in one cell."""
-    text = f"{comparison.mean:+.1f}"
-    if comparison.t_interval is None:
-        return text
-    low, high = comparison.t_interval
-    return f"{text} [{low:+.1f}, {high:+.1f}] p {p_text(comparison.p)}"
+def gain_text(row: Any) -> str:
+    """A gain in one cell."""
+    if not row.control:
+        return DASH
+    spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
+    return f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
 
 
 def problem_table(group: TaskGroup) -> Table:
-    """Runs that collapsed, diverged or failed."""
-    runs = group.runs[(group.runs["kind"] != "majority") & (group.runs["best_of"] == "")]
-    runs = runs[(runs["status"] != "done") | runs["collapsed"]]
-    one_answer = "one answer for every example"
+    """Runs that diverged or failed; those that collapsed have scores and are counted there."""
+    runs = group.fine_tuned()
     rows = [
         {
             "model": run.configuration,
             "task": group.titles[run.label],
             "seed": str(run.seed),
-            "outcome": "collapsed" if run.collapsed else run.status,
-            "reason": " ".join(run.result.get("error", one_answer).split())[:160],
+            "outcome": run.status,
+            "reason": " ".join(run.result.get("error", "").split())[:160],
         }
-        for run in runs.itertuples()
+        for run in runs[runs["status"] != "done"].itertuples()
     ]
-    return Table(f"Runs that collapsed, diverged or failed: {len(rows)}", pd.DataFrame(rows))
+    return Table(f"Runs that diverged or failed: {len(rows)}", pd.DataFrame(rows))
 
 
 def paper_table(group: TaskGroup) -> Table:
     """The paper's GLUE scores and those of our pretrained models, each with its split."""
     columns = ["row", "split of its numbers", *(task_title(TASKS[task]) for task in PAPER_TASKS)]
     rows: list[Sequence[str]] = [(name, *values) for name, values in PAPER.items()]
-    cells = {(row, label): score_text(runs) for row, label, runs in group.cells()}
+    cells = {key: score_text(runs) for key, runs in group.cells().items()}
     models = set(group.runs.loc[group.runs["kind"] == "model", "configuration"])
     for row in filter(models.__contains__, shown_configurations(group)):
         scores = [cells.get((row, label)) for label in PAPER_TASKS]
@@ -237,3 +250,17 @@ def paper_table(group: TaskGroup) -> Table:
             rows.append((f"{row}, ours", "validation (development set)", *texts))
     title = "GLUE as printed by Su et al. 2021 (arXiv:2104.09864), and ours"
     return Table(title, pd.DataFrame(rows, columns=columns), [PAPER_REMARK])
+
+
+def shown_configurations(group: TaskGroup) -> list[str]:
+    """Configurations without single learning rates that a best-of configuration stands for."""
+    labels = {c: set(runs["label"]) for c, runs in group.runs.groupby("configuration")}
+    heads = group.runs[group.runs["kind"].isin(["model", "random"])]
+    heads = heads.drop_duplicates("configuration")
+    best = heads[heads["best_of"] != ""]
+    covering = {run.family: labels[run.configuration] for run in best.itertuples()}
+    return [
+        run.configuration
+        for run in heads.itertuples()
+        if run.best_of or not labels[run.configuration] <= covering.get(run.family, set())
+    ]

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from finetune import results
 from finetune.results import (
+    RECIPE_DEFAULTS,
     RunLocks,
     append_result,
     prediction_file,
@@ -129,3 +130,12 @@ def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
         assert run_key({**RUN, name: "other"}) == run_key(RUN)
     for name in RUN.keys() - {"output", "cache", "test", "attention", "save", "status"}:
         assert run_key({**RUN, name: "other"}) != run_key(RUN)
+
+
+def test_a_record_made_before_the_protocol_had_a_head_is_that_of_the_models_own(tmp_path):
+    old = {name: RUN[name] for name in RUN.keys() - RECIPE_DEFAULTS.keys()}
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(old) + "\n")
+    assert read_results(str(file)) == [RUN]
+    assert run_key(old) == run_key(RUN)
+    assert prediction_file("x", old, "y") == prediction_file("x", RUN, "y")
