@@ -77,11 +77,11 @@ encodings performer: setup ## position encodings; linear attention with and with
 	PATH=$(BIN):$$PATH configs/sweeps/$@.sh $(or $(SCALE),small) $(TEXT)
 comparisons-smoke: setup ## every step of both in a minute: tiny models, installed documentation
 	$(MAKE) encodings performer SCALE=tiny TEXT=
-bench: setup ## speed of training and inference against transformers' models on this CPU: 8 to 15 minutes
-	$(BIN)/python -m train.bench
+bench: setup ## speed of training and inference against transformers' models on this CPU (ARGS='--parts [defaults]' for one table)
+	$(BIN)/python -m train.bench $(ARGS)
 GPU_PYTHON ?= $(PYTHON)
 bench-gpu: ## the same on an NVIDIA GPU; GPU_PYTHON needs torch for CUDA, transformers and accelerate
-	$(GPU_PYTHON) -m train.bench --device cuda --output results/bench-gpu.json
+	$(GPU_PYTHON) -m train.bench --device cuda --output results/bench-gpu.json $(ARGS)
 help: ## what each target does
 	@awk -F ':.*## ' '/^[a-z-]+( [a-z-]+)?:.*## / {printf "%-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 clean: ## remove environments and caches; runs/ and results/ stay

@@ -149,7 +149,7 @@ def command_line_page() -> str:
     """Every command with its flags."""
     text = ["# Command line\n"]
     text += ["`train.pretrain`, `finetune.glue` and `finetune.grid` also start under"]
-    text += ["`accelerate launch` and `torchrun`: `accelerate launch train/pretrain.py`.\n"]
+    text += ["`accelerate launch` and `torchrun`: `accelerate launch --quiet train/pretrain.py`.\n"]
     for command, (module, settings) in command_settings().items():
         text.append(f"## {command}\n\n```text\n{help_text(module, settings)}\n```\n")
     return "\n".join(text)

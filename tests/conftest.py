@@ -73,6 +73,13 @@ def config() -> roformer.RoFormerConfig:
 
 
 @pytest.fixture
+def warnings_once(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Records of warnings that are logged once a process, as if none had been logged before."""
+    transformers.utils.logging.warning_once.cache_clear()
+    return caplog
+
+
+@pytest.fixture
 def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile flex_attention with aot_eager: the same masks, without minutes of C++ compilation."""
     compiled = torch.compile(flex_attention, backend="aot_eager")

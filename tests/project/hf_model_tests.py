@@ -95,6 +95,9 @@ class RoFormerTest(ModelTesterMixin):
         roformer.RoFormerForQuestionAnswering,
         roformer.RoFormerForMultipleChoice,
     )
+
+    test_sdpa_can_dispatch_non_composite_models = None
+    """Expects sdpa by default; here the default is `auto` (tests/roformer/kernels)."""
     test_can_init_all_missing_weights_before_2023 = True  # the year is read from a copyright line
     all_generative_model_classes = ()  # the distribution holds no tests of `generate`
 

@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -67,6 +69,31 @@ def test_every_documented_command_exists_and_takes_the_flags_given(flags):
             key = flag[2:]
             accepted = re.search(rf"--{re.escape(key)}[\s+]", flags[module])
             assert accepted or key.startswith("model.config."), f"{page}: {module} {flag}"
+
+
+def test_a_mistake_in_the_launched_commands_of_the_readme_is_all_that_they_print(tmp_path):
+    lines = "\n".join(blocks(ROOT / "README.md", "")).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line) for line in lines if "accelerate launch" in line]
+    assert len(commands) == 2
+    for words in commands:
+        launch = words[words.index("launch") :]
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launch]
+        done = subprocess.run(
+            [*command, "--no_such_setting", "1"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode != 0
+        assert re.fullmatch(r"error: .*--no_such_setting.*\n", done.stdout + done.stderr)
+
+
+def test_every_launch_command_is_quiet_so_that_an_error_is_the_last_line():
+    """Without `--quiet` Accelerate's launcher adds a traceback of its own."""
+    files = [*PAGES, ROOT / "Makefile", *(ROOT / "configs").rglob("*.*")]
+    files += [*(ROOT / "results").rglob("README.md"), *(ROOT / "train").rglob("*.py")]
+    for file in [*files, *(ROOT / "finetune").rglob("*.py")]:
+        for line in re.findall(
+            "accelerate launch .*(?:train|finetune|config_file).*", file.read_text()
+        ):
+            assert "--quiet" in line, f"{file}: {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -46,4 +46,4 @@ loaded = roformer.RoFormerForMaskedLM.from_pretrained({str(tmp_path / "model")!r
 ids = torch.arange(20)[None]
 assert torch.equal(model(ids).logits, loaded(ids).logits)
 """
-    subprocess.run([python, "-c", code], check=True, cwd=tmp_path)
+    subprocess.run([python, "-I", "-c", code], check=True, cwd=tmp_path)
