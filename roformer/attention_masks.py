@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import has_hidden_values, is_plain, is_traced
+from .kernels.dispatch import has_forward_hooks, has_hidden_values, is_plain, is_traced
 from .padding import (
     PackedBatch,
     SplitLayout,
@@ -129,7 +129,7 @@ def may_unpad(
     Not if hidden states are returned, which have the rows of the batch, and not where values, on
     which the shapes would depend, cannot be read. "auto" leaves padding out on a CPU only, because
     other devices would have to be waited for; only where every row has a token, so that heads read
-    no zeros; and not under hooks, which expect the rows of the batch.
+    no zeros; and not under forward hooks, which expect the rows of the batch.
     """
     if output_hidden_states or is_traced() or has_hidden_values(hidden_states):
         return False
@@ -137,8 +137,7 @@ def may_unpad(
         return True
     if not is_plain(hidden_states) or batch.padding_mask is None:
         return False
-    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in encoder.modules())
-    return not has_hooks and bool(batch.padding_mask.any(dim=-1).all())
+    return not has_forward_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
 
 
 def warn_of_zeros(config: PreTrainedConfig) -> None:

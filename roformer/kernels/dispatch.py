@@ -98,6 +98,14 @@ def has_hidden_values(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
 
 
+def has_forward_hooks(model: nn.Module) -> bool:
+    """Return whether a module of the model has a forward hook; True where torch cannot tell.
+
+    Forward pre-hooks are not looked for.
+    """
+    return any(getattr(module, "_forward_hooks", True) for module in model.modules())
+
+
 def _is_functorch_active() -> bool:
     """Detect transforms of torch.func; True where this torch has no way to ask."""
     is_active = getattr(torch._C, "_are_functorch_transforms_active", None)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, vmap
 
 from roformer import (
@@ -13,6 +14,7 @@ from roformer import (
     RoFormerModel,
 )
 from roformer.kernels import attention
+from roformer.kernels.dispatch import has_forward_hooks
 from tiny import TINY_MODEL, enlarge
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -123,6 +125,17 @@ def test_hooks_on_layers_see_the_rows_of_the_batch(calls):
         steered = model(IDS, attention_mask=PADDED)[0]
     mask = PADDED.bool()
     torch.testing.assert_close(steered[mask], (plain + vectors)[mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_without_a_way_to_ask_for_hooks_padding_is_computed(is_known, monkeypatch):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert not has_forward_hooks(model)
+    if is_known:
+        model[0][0].register_forward_hook(lambda *x: None)
+    else:
+        monkeypatch.delattr(model[0][0], "_forward_hooks")
+    assert has_forward_hooks(model)
 
 
 def test_a_row_of_padding_alone_is_scored_as_without_the_other_rows():
