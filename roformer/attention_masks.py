@@ -1,4 +1,4 @@
-"""Attention masks: padding, causality and documents in the form each attention kernel expects.
+"""Attention masks: padding, causality and documents in the form of each implementation.
 
 Legend: B batch, L tokens, S keys, H heads.
 """
@@ -22,7 +22,7 @@ from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
 from .kernels.dispatch import has_forward_hooks, has_hidden_values, is_plain, is_traced
 from .padding import (
-    PackedBatch,
+    BatchMetadata,
     SplitLayout,
     UnpaddedLayout,
     unpadded_layout,
@@ -37,18 +37,18 @@ class AttentionInputs:
     """How the layers of a forward pass attend.
 
     Attributes:
-        implementation: Name of the attention kernel.
-        attention_mask: Mask in the form of that kernel, or None.
+        implementation: Name of the attention implementation.
+        attention_mask: Mask in the form of the implementation, or None.
         layout: Rows that the tokens are rearranged into for all layers, or None.
-        kernel_kwargs: Further keyword arguments of the kernel.
+        attention_kwargs: Further keyword arguments of the attention function.
     """
 
     implementation: str
     attention_mask: Any
     layout: UnpaddedLayout | SplitLayout | None = None
-    kernel_kwargs: dict[str, Any] = field(default_factory=dict)
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def unpad(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
+    def unpad_input(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
         """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
 
         Encodings that add a bias to the scores never have a layout.
@@ -57,26 +57,26 @@ class AttentionInputs:
             return hidden_states, position_embeddings
         if position_embeddings is not None:
             shape = (*hidden_states.shape[:2], -1)
-            cos, sin = (self.layout.pack(x.expand(shape)) for x in position_embeddings)
+            cos, sin = (self.layout.unpad_input(x.expand(shape)) for x in position_embeddings)
             position_embeddings = cos, sin
-        return self.layout.pack(hidden_states), position_embeddings
+        return self.layout.unpad_input(hidden_states), position_embeddings
 
-    def pad(self, hidden_states: Tensor) -> Tensor:
+    def pad_input(self, hidden_states: Tensor) -> Tensor:
         """Rearrange the layout's rows into [B, L, E] again, with zeros at padding."""
-        return hidden_states if self.layout is None else self.layout.unpack(hidden_states)
+        return hidden_states if self.layout is None else self.layout.pad_input(hidden_states)
 
 
 def select_implementation(
     config: PreTrainedConfig,
-    rope_config: RoFormerConfig,
+    roformer_config: RoFormerConfig,
     output_attentions: bool,
     masks: tuple[Any, ...],
 ) -> str:
-    """Return the attention kernel of this call: the configured one, or one that can compute it.
+    """Return the configured attention implementation, or another one that can compute this call.
 
     Args:
         config: Configuration with the chosen `attn_implementation`.
-        rope_config: Configuration that the model was built from.
+        roformer_config: Configuration that the model was built from.
         output_attentions: Whether attention probabilities are returned.
         masks: Masks of the call.
 
@@ -89,7 +89,7 @@ def select_implementation(
         is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
         # one function serves both; whether padding is left out is decided in `varlen_inputs`
         chosen = "sdpa" if is_plain_sdpa else UNPADDED
-    if output_attentions and rope_config.linear_attention is not None:
+    if output_attentions and roformer_config.linear_attention is not None:
         raise ValueError(
             "output_attentions must be False with linear_attention, got True: there are no "
             "probabilities; leave it out"
@@ -98,13 +98,13 @@ def select_implementation(
         if requested != AUTO:
             logger.warning_once(
                 f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
-                "output_attentions=True are computed by the eager kernel"
+                "output_attentions=True are computed by eager attention"
             )
         return "eager"
-    if rope_config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
+    if roformer_config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
         logger.warning_once(
             f"attn_implementation={chosen!r} takes no bias on the scores, which position_encoding "
-            f"{rope_config.position_encoding} needs; calls are computed by sdpa"
+            f"{roformer_config.position_encoding} needs; calls are computed by sdpa"
         )
         return "sdpa"
     if chosen == "flex_attention" and any(is_4d_mask(mask) for mask in masks):
@@ -119,7 +119,7 @@ def select_implementation(
 
 def may_unpad(
     config: PreTrainedConfig,
-    batch: PackedBatch,
+    batch: BatchMetadata,
     hidden_states: Tensor,
     encoder: nn.Module,
     output_hidden_states: bool,
@@ -141,7 +141,7 @@ def may_unpad(
 
 
 def warn_of_zeros(config: PreTrainedConfig) -> None:
-    """Warn once that outputs at padding are zeros, if that kernel was not chosen by name."""
+    """Warn once that outputs at padding are zeros, if the implementation was not chosen by name."""
     if config._attn_implementation == AUTO:
         logger.warning_once(
             "last_hidden_state is 0 at padding, where nothing is computed: pool it with the "
@@ -150,7 +150,7 @@ def warn_of_zeros(config: PreTrainedConfig) -> None:
 
 
 def is_flash_attention(implementation: str) -> bool:
-    """Return whether a kernel takes document lengths and no masks (kernels of the hub too)."""
+    """Return whether an implementation takes document lengths and no masks, from the hub too."""
     return "flash" in implementation
 
 
@@ -161,22 +161,22 @@ def is_4d_mask(mask: Any) -> bool:
 
 def varlen_inputs(
     implementation: str,
-    batch: PackedBatch,
+    batch: BatchMetadata,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     unpad: bool,
 ) -> AttentionInputs | None:
-    """Inputs of kernels that take document lengths in place of a mask.
+    """Inputs of implementations that take document lengths in place of a mask.
 
     Args:
-        implementation: Attention kernel.
+        implementation: Attention implementation.
         batch: Padding and documents.
         cu_seqlens: Cumulative lengths, if the documents already are one row without padding.
         max_seqlen: Length of the longest document, if known.
         unpad: Whether padding is removed for all layers.
 
     Returns:
-        None if the kernel or the call needs a mask.
+        None if the implementation or the call needs a mask.
     """
     if not (implementation == UNPADDED or is_flash_attention(implementation)):
         return None
@@ -205,11 +205,11 @@ def masked_inputs(
     position_bias: Tensor | None,
     has_position_bias: bool,
 ) -> AttentionInputs:
-    """Inputs of kernels that take a mask.
+    """Inputs of implementations that take a mask.
 
     Args:
         config: Configuration of the model.
-        implementation: Attention kernel.
+        implementation: Attention implementation.
         hidden_states: [B, L, E]; shape, dtype and device are read.
         attention_mask: As in `RoFormerModel.forward`.
         document_ids: [B, L], or None if every row is one document.
@@ -248,7 +248,7 @@ def self_attention_mask(
 
     Args:
         config: Configuration of the model.
-        implementation: Attention kernel that the mask is for.
+        implementation: Attention implementation that the mask is for.
         hidden_states: [B, L, E].
         attention_mask: As in `RoFormerModel.forward`.
         document_ids: [B, L], or None if every row is one document.
@@ -256,7 +256,7 @@ def self_attention_mask(
         past_key_values: Cache of a decoder.
 
     Raises:
-        ValueError: The kernel does not take such a mask, or none that keeps documents apart.
+        ValueError: The implementation takes no such mask, or none that keeps documents apart.
     """
     if is_4d_mask(attention_mask):
         return _convert_4d_mask(implementation, hidden_states, attention_mask)
@@ -305,7 +305,7 @@ def cross_attention_mask(
 
 
 def with_implementation(config: PreTrainedConfig, implementation: str) -> PreTrainedConfig:
-    """Return the configuration with another attention kernel, from which masks take their form."""
+    """Return the configuration with another implementation, from which masks take their form."""
     if implementation == config._attn_implementation:
         return config
     other = object.__new__(type(config))  # the compiler of torch 2.11 does not trace copy.copy
@@ -326,9 +326,9 @@ def add_bias_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -> Tensor:
-    """Bring a [B or 1, 1 or H, L or 1, S] mask into the form of a kernel.
+    """Bring a [B or 1, 1 or H, L or 1, S] mask into the form of an implementation.
 
-    Boolean masks stay boolean for sdpa and become additive for the other kernels.
+    Boolean masks stay boolean for sdpa and become additive for all others.
     """
     if is_flash_attention(implementation):
         raise ValueError(

@@ -15,7 +15,7 @@ def prepare_cache(
     past_key_values: Any,
     use_cache: bool,
     config: PreTrainedConfig,
-    rope_config: RoFormerConfig,
+    roformer_config: RoFormerConfig,
     has_encoder: bool,
 ) -> Cache | None:
     """Check the given cache, or create one for the next call if there is none.
@@ -24,25 +24,25 @@ def prepare_cache(
         past_key_values: Cache of earlier calls, or None.
         use_cache: Whether a cache is returned.
         config: Configuration that transformers' caches are made from.
-        rope_config: Configuration that the model was built from.
+        roformer_config: Configuration that the model was built from.
         has_encoder: Whether the decoder also attends to an encoder.
 
     Raises:
         ValueError: The model is no decoder, or its encoding cannot use such a cache.
     """
-    is_decoder = rope_config.is_decoder
+    is_decoder = roformer_config.is_decoder
     if past_key_values is not None:
-        _check_cache(past_key_values, rope_config, is_decoder)
+        _check_cache(past_key_values, roformer_config, is_decoder)
         return past_key_values
     if not (use_cache and is_decoder):
         return None
-    if rope_config.linear_attention is not None:
+    if roformer_config.linear_attention is not None:
         return LinearAttentionCache()
     cache = DynamicCache(config=config)
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder else cache
 
 
-def _check_cache(cache: Any, rope_config: RoFormerConfig, is_decoder: bool) -> None:
+def _check_cache(cache: Any, roformer_config: RoFormerConfig, is_decoder: bool) -> None:
     kind = type(cache).__name__
     if not (isinstance(cache, Cache) and is_decoder):
         found = kind if is_decoder else "a cache in an encoder"
@@ -50,18 +50,18 @@ def _check_cache(cache: Any, rope_config: RoFormerConfig, is_decoder: bool) -> N
             f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
             "is_decoder=True, or leave it out"
         )
-    if rope_config.has_position_bias and cache.is_compileable:
+    if roformer_config.has_position_bias and cache.is_compileable:
         raise ValueError(
             "past_key_values must be a cache that grows, because position_encoding "
-            f"{rope_config.position_encoding} adds a bias to the scores, got a {kind}; leave "
+            f"{roformer_config.position_encoding} adds a bias to the scores, got a {kind}; leave "
             "cache_implementation out"
         )
-    if rope_config.has_dynamic_rope:
+    if roformer_config.has_dynamic_rope:
         raise ValueError(
             "past_key_values must be None where the rotation depends on the length, because "
             "cached keys were rotated for a shorter row, got a cache; set use_cache=False"
         )
-    if rope_config.linear_attention is not None and not isinstance(cache, LinearAttentionCache):
+    if roformer_config.linear_attention is not None and not isinstance(cache, LinearAttentionCache):
         raise ValueError(
             "past_key_values must be a LinearAttentionCache with linear_attention, got a "
             f"{kind}; leave it out"

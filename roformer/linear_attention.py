@@ -28,7 +28,7 @@ from transformers import Cache
 from .attention_masks import AttentionInputs
 from .configuration_roformer import RoFormerConfig
 from .kernels import Linear
-from .padding import PackedBatch, split_documents
+from .padding import BatchMetadata, split_documents
 from .rotary import apply_rotary, at_least_float32
 
 CHUNK_LENGTH = 64
@@ -146,7 +146,7 @@ class RandomFeatureMap(FeatureMap):
     """FAVOR+ of Performer (Choromanski et al. 2020, arXiv:2009.14794, lemma 1).
 
     phi(x) = exp(w x - |x|^2 / 2) for M orthogonal random vectors w; products of features estimate
-    exp(q k / sqrt(D)), the kernel of softmax.
+    exp(q k / sqrt(D)), the kernel function of softmax.
 
     The vectors are a function of a saved seed and of the number of training steps so far: they are
     redrawn every `redraw_features` forward passes in training mode. All keys of a row and head
@@ -382,7 +382,7 @@ class RoFormerLinearSelfAttention(nn.Module):
 
 
 def linear_attention_inputs(
-    batch: PackedBatch, implementation: str, output_hidden_states: bool
+    batch: BatchMetadata, implementation: str, output_hidden_states: bool
 ) -> AttentionInputs:
     """Inputs of the layers: the padding mask, and packed documents in rows of their own.
 
@@ -403,7 +403,7 @@ def linear_attention_inputs(
             "True: inside, documents stand in rows of their own; give each a row"
         )
     layout = split_documents(batch.document_ids)
-    return AttentionInputs(implementation, layout.pack(batch.padding_mask), layout)
+    return AttentionInputs(implementation, layout.unpad_input(batch.padding_mask), layout)
 
 
 def count_training_call(encoder: nn.Module) -> None:

@@ -3,7 +3,7 @@
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), sections 3.2 and 3.3. Module and parameter
 names are those of transformers' own RoFormer, so that checkpoints load in both directions. Unlike
 there, positions come from `position_ids`, cos and sin are computed once in a forward pass for
-all layers, and every attention kernel works and keeps packed documents apart.
+all layers, and every attention implementation works and keeps packed documents apart.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
 """
@@ -46,7 +46,7 @@ from .linear_attention import (
     count_training_call,
     linear_attention_inputs,
 )
-from .padding import PackedBatch, describe_batch
+from .padding import BatchMetadata, describe_batch
 from .position_encodings import (
     RelativePositions,
     TransformerXLBias,
@@ -137,7 +137,7 @@ def eager_attention_forward(
         attention_mask: Added to the scores, broadcastable to [B, H, L, S], or None.
         scaling: Factor on the scores, 1 / sqrt(D).
         dropout: Probability of dropping an attention weight.
-        **kwargs: Options of other kernels, unused.
+        **kwargs: Options of other implementations, unused.
 
     Returns:
         [B, L, H, D], and the probabilities [B, H, L, S].
@@ -194,15 +194,15 @@ class RoFormerSelfAttention(nn.Module):
 
         Args:
             hidden_states: [B, L, E].
-            attention_mask: None, or the mask in the form of the kernel (additive or boolean).
+            attention_mask: Mask in the form of the implementation (additive or boolean), or None.
             position_embeddings: cos and sin for RoPE; see `PositionEmbeddings`.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
-            implementation: Name of the attention kernel.
-            **kwargs: Further arguments of the kernel.
+            implementation: Name of the attention implementation.
+            **kwargs: Further arguments of the attention function.
 
         Returns:
-            [B, L, E], and from the eager kernel the probabilities, [B, H, L, S].
+            [B, L, E], and from eager attention the probabilities, [B, H, L, S].
         """
         query = self._split_heads(self.query(hidden_states))  # [B, L, H, D]
         if self.relative is not None:
@@ -212,7 +212,7 @@ class RoFormerSelfAttention(nn.Module):
             query = self._rotate(query, position_embeddings)
         inputs = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key, value = self._key_value(inputs, position_embeddings, past_key_values)
-        # transformers searches the source for get_interface to know that kernels can be changed
+        # transformers searches the source for get_interface to know that attention can be changed
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         context, probabilities = attention(
             self,
@@ -382,11 +382,11 @@ class RoFormerEncoder(nn.Module):
 
         Args:
             hidden_states: [B, L, E].
-            attention_mask: Mask in the form of the attention kernel.
+            attention_mask: Mask in the form of the attention implementation.
             position_embeddings: See `PositionEmbeddings`; the same for all layers.
             encoder_hidden_states: [B, S, E], for cross-attention.
-            encoder_attention_mask: Its mask, in the form of the kernel.
-            **kwargs: `past_key_values`, `implementation` and further arguments of the kernel.
+            encoder_attention_mask: Its mask, in the form of the implementation.
+            **kwargs: `past_key_values`, `implementation`, and arguments of its attention function.
 
         Returns:
             [B, L, E].
@@ -453,7 +453,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     `from_pretrained` and `save_pretrained` are transformers'. `attn_implementation` may be eager,
     sdpa, flex_attention, flash_attention_2, `unpadded` (leaves padding out and needs no other
-    library) or `auto`, the default: the fastest exact kernel for each call.
+    library) or `auto`, the default: the fastest exact one for each call.
     """
 
     config: RoFormerConfig
@@ -488,7 +488,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """Return the name of the attention kernels; `auto` if none was requested."""
+        """Return the name of the attention implementations; `auto` if none was requested."""
         names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
         if requested_attention not in (None, *names):
             raise ValueError(  # begins as transformers' own, which omits names of packages
@@ -539,7 +539,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     def _set_interleave(self, config: RoFormerConfig, interleave: bool) -> None:
         config.rope_interleave = interleave
         for module in self.modules():
-            for name in ("config", "rope_config"):
+            for name in ("config", "roformer_config"):
                 if hasattr(module, name):
                     setattr(module, name, config)
 
@@ -579,7 +579,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.encoder = RoFormerEncoder(config)
         self.score_bias = build_position_bias(config)
         # EncoderDecoderModel replaces `config` by one of transformers' class, without rope settings
-        self.rope_config = config
+        self.roformer_config = config
         # the layers depend on these fields, so that editing them later would have no effect
         self.fixed_fields = {
             name: getattr(config, name) for name in ("position_encoding", "is_decoder")
@@ -639,10 +639,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 flattened rows, each of which ends a document. [0, L] makes one document of a row,
                 whatever its `position_ids` are.
             max_length_q: Length of the longest document.
-            unpad: Whether the kernels `auto` and `unpadded` may leave padding out, where
+            unpad: Whether the implementations `auto` and `unpadded` may leave padding out, where
                 `last_hidden_state` is then 0: True without a warning, None with one from `auto`.
-            **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by the
-                eager kernel) and `return_dict`.
+            **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by eager
+                attention) and `return_dict`.
 
         Returns:
             `last_hidden_state` [B, L, E], and what was requested.
@@ -654,12 +654,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """
         has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
         cache = prepare_cache(
-            past_key_values, bool(use_cache), self.config, self.rope_config, has_encoder
+            past_key_values, bool(use_cache), self.config, self.roformer_config, has_encoder
         )
         encoder = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         embeddings = self.get_input_embeddings()
-        check_inputs(self.rope_config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
+        check_inputs(self.roformer_config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
@@ -678,9 +678,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
         position_embeddings = self._position_embeddings(
             batch, past_length, position_ids is None, hidden_states.dtype
         )
-        # 3. masks in the form of the attention kernel
+        # 3. masks in the form of the attention implementation
         bias = None if self.score_bias is None else self.score_bias(position_embeddings)
-        # kernels without masks support neither a cache nor an encoder
+        # implementations without masks support neither a cache nor an encoder
         needs_mask = cache is not None or has_encoder
         document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
         masks = (attention_mask, encoder_attention_mask)
@@ -690,8 +690,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         encoder_mask = cross_attention_mask(
             self.config, attn_inputs.implementation, hidden_states, *encoder
         )
-        # 4. remove padding, for kernels that take document lengths in place of a mask
-        hidden_states, position_embeddings = attn_inputs.unpad(hidden_states, position_embeddings)
+        # 4. remove padding, for implementations that take document lengths in place of a mask
+        hidden_states, position_embeddings = attn_inputs.unpad_input(
+            hidden_states, position_embeddings
+        )
         # 5. encoder
         hidden_states = self.encoder(
             hidden_states,
@@ -701,16 +703,16 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_mask,
             past_key_values=cache,
             implementation=attn_inputs.implementation,
-            **(kwargs | attn_inputs.kernel_kwargs),
+            **(kwargs | attn_inputs.attention_kwargs),
         )
         # 6. put the padding back
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=attn_inputs.pad(hidden_states), past_key_values=cache
+            last_hidden_state=attn_inputs.pad_input(hidden_states), past_key_values=cache
         )
 
     def _position_embeddings(
         self,
-        batch: PackedBatch,
+        batch: BatchMetadata,
         past_length: int | Tensor,
         has_default_positions: bool,
         dtype: torch.dtype,
@@ -721,7 +723,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         uninitialised after loading on the meta device, and wrong after an edit of the
         configuration.
         """
-        config, position_ids = self.rope_config, batch.position_ids
+        config, position_ids = self.roformer_config, batch.position_ids
         for name, value in self.fixed_fields.items():
             if getattr(config, name) != value:
                 raise ValueError(
@@ -746,7 +748,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
     def _attention_inputs(
         self,
         hidden_states: Tensor,
-        batch: PackedBatch,
+        batch: BatchMetadata,
         position_bias: Tensor | None,
         masks: tuple[Any, Any],
         document_lengths: tuple[Tensor | None, int | None] | None,
@@ -754,7 +756,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         unpad: bool | None,
         kwargs: dict[str, Any],
     ) -> AttentionInputs:
-        """Choose the attention kernel, and bring padding, causality and documents into its form.
+        """Choose the implementation, and bring padding, causality and documents into its form.
 
         Args:
             hidden_states: [B, L, E] after the embeddings.
@@ -772,41 +774,41 @@ class RoFormerModel(RoFormerPreTrainedModel):
             for name in ("output_attentions", "output_hidden_states")
         }
         output_hidden_states = outputs["output_hidden_states"]
-        kernel = select_implementation(
-            self.config, self.rope_config, outputs["output_attentions"], masks
+        implementation = select_implementation(
+            self.config, self.roformer_config, outputs["output_attentions"], masks
         )
         attention_mask = masks[0]
-        if self.rope_config.linear_attention is not None:
+        if self.roformer_config.linear_attention is not None:
             if self.training:
                 count_training_call(self.encoder)
-            return linear_attention_inputs(batch, kernel, output_hidden_states)
-        if document_lengths is not None and not self.rope_config.has_position_bias:
+            return linear_attention_inputs(batch, implementation, output_hidden_states)
+        if document_lengths is not None and not self.roformer_config.has_position_bias:
             cu_seqlens, max_seqlen = document_lengths
             if not _is_one_row(hidden_states, attention_mask):
                 cu_seqlens = None
             may = unpad is not False and may_unpad(
                 self.config, batch, hidden_states, self.encoder, output_hidden_states
             )
-            found = varlen_inputs(kernel, batch, cu_seqlens, max_seqlen, may)
+            found = varlen_inputs(implementation, batch, cu_seqlens, max_seqlen, may)
             if found is not None:
                 if found.layout is not None and unpad is None:
                     warn_of_zeros(self.config)
                 return found
         return masked_inputs(
             self.config,
-            kernel,
+            implementation,
             hidden_states,
             attention_mask,
             batch.document_ids,
             self.is_causal,
             cache,
             position_bias,
-            self.rope_config.has_position_bias,
+            self.roformer_config.has_position_bias,
         )
 
 
 def _is_one_row(hidden_states: Tensor, attention_mask: Any) -> bool:
-    """Return whether the batch already is one row without padding, for variable-length kernels."""
+    """Return whether the batch already is one row without padding, for variable-length attention."""
     if attention_mask is not None or hidden_states.shape[0] != 1:
         return False
     # without a kernel for the device, lengths are read on the host, which no compiler can follow

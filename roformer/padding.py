@@ -1,7 +1,7 @@
 """Padding and packed documents: which tokens belong together, and layouts without padding.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
-each other. Here the document of each token is known to every attention kernel.
+each other. Here the document of each token is known to every attention implementation.
 
 Legend: B batch, L tokens of a row, T tokens of all documents without padding.
 """
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class PackedBatch:
+class BatchMetadata:
     """Positions, padding mask and document ids of a batch.
 
     Attributes:
@@ -62,7 +62,7 @@ def describe_batch(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     has_cache: bool = False,
-) -> PackedBatch:
+) -> BatchMetadata:
     """Read positions, padding and documents from the arguments of a forward pass.
 
     Args:
@@ -88,17 +88,17 @@ def describe_batch(
         document_ids = document_ids_from_cu_seqlens(cu_seqlens.to(device), (B, L))
         if position_ids is None:
             position_ids = positions_in_documents(document_ids)
-        return PackedBatch(position_ids, padding_mask, document_ids)
+        return BatchMetadata(position_ids, padding_mask, document_ids)
     if position_ids is None:
         position_ids = (torch.arange(L, device=device) + past_length)[None]
-        return PackedBatch(position_ids, padding_mask, None)
+        return BatchMetadata(position_ids, padding_mask, None)
     may_be_packed = L > 1 and not (has_cache and torch.compiler.is_compiling())
     if padding_mask is None or not may_be_packed or int(past_length) > 0:
-        return PackedBatch(position_ids, padding_mask, None)
+        return BatchMetadata(position_ids, padding_mask, None)
     found = document_ids_from_position_ids(position_ids, padding_mask) if B == 1 else None
     if found is None:
         _warn_of_partly_packed_rows(position_ids, padding_mask)
-    return PackedBatch(position_ids, padding_mask, found)
+    return BatchMetadata(position_ids, padding_mask, found)
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -174,7 +174,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UnpaddedLayout:
-    """All tokens of a batch in one row without padding, as variable-length kernels expect them.
+    """All tokens of a batch in one row without padding, as variable-length attention expects them.
 
     Attributes:
         indices: [T] int64, index of each token in the flattened [B * L].
@@ -188,11 +188,11 @@ class UnpaddedLayout:
     max_seqlen: int
     shape: tuple[int, int]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def unpad_input(self, x: Tensor) -> Tensor:
         """Remove padding: [B, L, ...] to [1, T, ...]; `unpad_input` in flash-attn."""
         return x.flatten(0, 1)[self.indices].unsqueeze(0)
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def pad_input(self, x: Tensor) -> Tensor:
         """Put zeros at padding: [1, T, ...] to [B, L, ...]; `pad_input` in flash-attn."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, self.indices, x[0]).unflatten(0, self.shape)
@@ -237,12 +237,12 @@ class SplitLayout:
     column: Tensor
     shape: tuple[int, int]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def unpad_input(self, x: Tensor) -> Tensor:
         """[B, L, ...] to [documents, longest, ...], with zeros after the end of a document."""
         rows = x.new_zeros(*self.shape, *x.shape[2:])
         return rows.index_put((self.row, self.column), x)
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def pad_input(self, x: Tensor) -> Tensor:
         """[documents, longest, ...] to [B, L, ...]."""
         return x[self.row, self.column]
 

@@ -6,7 +6,7 @@ the choice between kernels. What does not: anything that decides what is compute
 `ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """
 
-from .attention import unpadded_attention
+from .attention import auto_attention_forward
 from .dispatch import (
     AUTO,
     UNPADDED,
@@ -22,9 +22,9 @@ __all__ = [
     "UNPADDED",
     "Dropout",
     "Linear",
+    "auto_attention_forward",
     "kernels_enabled",
     "replace_by_torch_modules",
     "select_cpu_attention",
     "set_kernels_enabled",
-    "unpadded_attention",
 ]

@@ -25,7 +25,7 @@ CHUNK_SIZE = 2**20
 """Scores that `_chunked_attention` computes at a time, few enough to stay in the cache."""
 
 
-def unpadded_attention(
+def auto_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -165,5 +165,5 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 
 for _name in (AUTO, UNPADDED):
-    AttentionInterface.register(_name, unpadded_attention)
+    AttentionInterface.register(_name, auto_attention_forward)
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

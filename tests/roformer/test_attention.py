@@ -299,7 +299,7 @@ def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(con
         logging.getLogger("transformers").propagate = True
         for _ in range(2):
             output = model(ids, attention_mask=mask, output_attentions=True)
-    said = [r for r in caplog.records if "computed by the eager kernel" in r.getMessage()]
+    said = [r for r in caplog.records if "computed by eager attention" in r.getMessage()]
     assert len(said) == 1
     assert model.config._attn_implementation == "sdpa"
     for a, b in zip(output.attentions, expected.attentions):
