@@ -21,6 +21,20 @@ Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)
 
 
+def check_fixed_fields(config: RoFormerConfig, fixed_fields: dict[str, Any]) -> None:
+    """Check that fields which the layers were built from have not been edited.
+
+    Raises:
+        ValueError: One line that names the field.
+    """
+    for name, value in fixed_fields.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"config.{name} must stay {value} in a built model, got {getattr(config, name)!r}; "
+                "give it to from_pretrained"
+            )
+
+
 def check_inputs(
     config: RoFormerConfig,
     word_embeddings: nn.Module,

@@ -37,7 +37,7 @@ from .attention_masks import (
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
-from .input_checks import check_inputs, check_learned_positions
+from .input_checks import check_fixed_fields, check_inputs, check_learned_positions
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
@@ -51,7 +51,7 @@ from .position_encodings import (
     RelativePositions,
     TransformerXLBias,
     build_position_bias,
-    relative_positions,
+    compute_relative_positions,
     sinusoidal_embeddings,
 )
 from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
@@ -59,10 +59,6 @@ from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 logger = logging.get_logger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
-
-PositionEmbeddings = tuple[Tensor, Tensor] | RelativePositions | None
-"""What the layers receive of positions: cos and sin for RoPE, distances for encodings that add a
-bias to the scores, and None for encodings that were added to the embeddings."""
 
 
 def build_norm(config: RoFormerConfig, size: int) -> nn.Module:
@@ -184,10 +180,11 @@ class RoFormerSelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        position_embeddings: PositionEmbeddings,
+        position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: Tensor | None,
         past_key_values: Cache | None,
         implementation: str,
+        relative_positions: RelativePositions | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the tokens themselves, or to an encoder's.
@@ -195,10 +192,11 @@ class RoFormerSelfAttention(nn.Module):
         Args:
             hidden_states: [B, L, E].
             attention_mask: Mask in the form of the implementation (additive or boolean), or None.
-            position_embeddings: cos and sin for RoPE; see `PositionEmbeddings`.
+            position_embeddings: cos and sin for RoPE, else None.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
             implementation: Name of the attention implementation.
+            relative_positions: Distances of the tokens, for Transformer-XL.
             **kwargs: Further arguments of the attention function.
 
         Returns:
@@ -206,7 +204,7 @@ class RoFormerSelfAttention(nn.Module):
         """
         query = self._split_heads(self.query(hidden_states))  # [B, L, H, D]
         if self.relative is not None:
-            query, bias = self.relative(query, position_embeddings)
+            query, bias = self.relative(query, relative_positions)
             attention_mask = add_bias_to_mask(attention_mask, bias * self.scaling)
         elif self.has_rotary:
             query = self._rotate(query, position_embeddings)
@@ -236,7 +234,7 @@ class RoFormerSelfAttention(nn.Module):
     def _key_value(
         self,
         inputs: Tensor,
-        position_embeddings: PositionEmbeddings,
+        position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute keys and values, [B, H, S, D], and put those of earlier calls before them."""
@@ -292,7 +290,7 @@ class RoFormerAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        position_embeddings: PositionEmbeddings,
+        position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: Tensor | None,
         past_key_values: Cache | None,
         **kwargs: Any,
@@ -337,7 +335,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        position_embeddings: PositionEmbeddings,
+        position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
         past_key_values: Cache | None = None,
@@ -373,7 +371,7 @@ class RoFormerEncoder(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any,
-        position_embeddings: PositionEmbeddings,
+        position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
         **kwargs: Any,
@@ -383,10 +381,11 @@ class RoFormerEncoder(nn.Module):
         Args:
             hidden_states: [B, L, E].
             attention_mask: Mask in the form of the attention implementation.
-            position_embeddings: See `PositionEmbeddings`; the same for all layers.
+            position_embeddings: cos and sin for RoPE, else None; the same for all layers.
             encoder_hidden_states: [B, S, E], for cross-attention.
             encoder_attention_mask: Its mask, in the form of the implementation.
-            **kwargs: `past_key_values`, `implementation`, and arguments of its attention function.
+            **kwargs: `past_key_values`, `implementation` with the arguments of its function, and
+                `relative_positions`.
 
         Returns:
             [B, L, E].
@@ -659,6 +658,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         encoder = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         embeddings = self.get_input_embeddings()
+        check_fixed_fields(self.roformer_config, self.fixed_fields)
         check_inputs(self.roformer_config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
@@ -675,11 +675,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
         # 2. positions, once for all layers
-        position_embeddings = self._position_embeddings(
-            batch, past_length, position_ids is None, hidden_states.dtype
-        )
+        position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
+        distances = self._relative_positions(batch, past_length, position_ids is None)
         # 3. masks in the form of the attention implementation
-        bias = None if self.score_bias is None else self.score_bias(position_embeddings)
+        bias = None if self.score_bias is None else self.score_bias(distances)
         # implementations without masks support neither a cache nor an encoder
         needs_mask = cache is not None or has_encoder
         document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
@@ -703,6 +702,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_mask,
             past_key_values=cache,
             implementation=attn_inputs.implementation,
+            relative_positions=distances,
             **(kwargs | attn_inputs.attention_kwargs),
         )
         # 6. put the padding back
@@ -711,30 +711,15 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
 
     def _position_embeddings(
-        self,
-        batch: BatchMetadata,
-        past_length: int | Tensor,
-        has_default_positions: bool,
-        dtype: torch.dtype,
-    ) -> PositionEmbeddings:
-        """Compute what the layers need of positions.
+        self, batch: BatchMetadata, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute cos and sin for RoPE; None for other encodings.
 
         Computed from the configuration in every call: a buffer would be cast by `.bfloat16()`,
         uninitialised after loading on the meta device, and wrong after an edit of the
         configuration.
         """
         config, position_ids = self.roformer_config, batch.position_ids
-        for name, value in self.fixed_fields.items():
-            if getattr(config, name) != value:
-                raise ValueError(
-                    f"config.{name} must stay {value} in a built model, got "
-                    f"{getattr(config, name)!r}; give it to from_pretrained"
-                )
-        if config.has_position_bias:
-            # only the table of Transformer-XL must reach as far as the largest distance
-            has_gaps = not has_default_positions or batch.document_ids is not None
-            has_gaps = has_gaps and config.position_encoding == "transformer_xl"
-            return relative_positions(position_ids, int(past_length), has_gaps)
         if config.position_encoding != "rope":
             return None
         if not torch.compiler.is_compiling():
@@ -744,6 +729,17 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, row_lengths, position_ids.device
         )
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
+
+    def _relative_positions(
+        self, batch: BatchMetadata, past_length: int | Tensor, has_default_positions: bool
+    ) -> RelativePositions | None:
+        """Compute distances for encodings that add a bias to the scores; None for others."""
+        if not self.roformer_config.has_position_bias:
+            return None
+        # only the table of Transformer-XL must reach as far as the largest distance
+        has_gaps = not has_default_positions or batch.document_ids is not None
+        has_gaps = has_gaps and self.roformer_config.position_encoding == "transformer_xl"
+        return compute_relative_positions(batch.position_ids, int(past_length), has_gaps)
 
     def _attention_inputs(
         self,
@@ -808,7 +804,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
 
 def _is_one_row(hidden_states: Tensor, attention_mask: Any) -> bool:
-    """Return whether the batch already is one row without padding, for variable-length attention."""
+    """Return whether the batch already is one row without padding."""
     if attention_mask is not None or hidden_states.shape[0] != 1:
         return False
     # without a kernel for the device, lengths are read on the host, which no compiler can follow

@@ -65,7 +65,9 @@ class RelativePositions(NamedTuple):
     max_distance: int
 
 
-def relative_positions(position_ids: Tensor, past_length: int, has_gaps: bool) -> RelativePositions:
+def compute_relative_positions(
+    position_ids: Tensor, past_length: int, has_gaps: bool
+) -> RelativePositions:
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
     Args:
