@@ -45,6 +45,9 @@ RUN_KEY = (
 INPUT_HASHES = ("weights", "data")
 """Fields with hashes of the files that `model` and `glue_dir` of the key name."""
 
+SIMPLE_FEATURES = "simple-features"
+"""`model` of the lines of `finetune.simple_features`."""
+
 
 def run_key(values: Mapping[str, Any]) -> tuple:
     """Get the key of a run from its line or its settings."""

@@ -24,6 +24,7 @@ from finetune.data import hash_task_files, read_split_columns
 from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
+    SIMPLE_FEATURES,
     append_result,
     hash_differs,
     prediction_file,
@@ -38,8 +39,6 @@ from train.command_line import run_command
 from train.environment import git_commit
 from train.settings import require
 
-SIMPLE_FEATURES = "simple-features"
-"""`model` of these lines in a results file."""
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
 

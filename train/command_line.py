@@ -16,7 +16,6 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import jsonargparse
-import torch
 import yaml
 
 from train.settings import InputError, require
@@ -54,7 +53,8 @@ def run_command(
     except InputError as error:
         if is_local_main:
             print(f"error: {error}", file=sys.stderr)
-        if torch.distributed.is_initialized():
+        torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
+        if torch is not None and torch.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(2)  # threads of torch.distributed can abort a normal exit

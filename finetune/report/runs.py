@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import RECIPE_FIELDS, RUN_KEY, run_name
-from finetune.simple_features import SIMPLE_FEATURES
+from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, run_name
 from finetune.tasks import TASKS, Task
 from train.atomic_dir import model_name, split_seed
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from finetune import simple_features
 from finetune.metrics import score
-from finetune.results import prediction_file, read_predictions, read_results
+from finetune.results import SIMPLE_FEATURES, prediction_file, read_predictions, read_results
 from finetune.simple_features import SimpleFeaturesSettings, features, score_tasks
 from finetune.tasks import TASKS
 from tiny_glue import write_mnli, write_split, write_sst2, write_stsb
@@ -83,4 +82,4 @@ def test_the_command_of_a_record_is_the_command(folder):
     score_tasks(settings)
     (record,) = read_results(settings.output)
     assert record["command"].startswith("python -m finetune.simple_features --tasks '[sst2]'")
-    assert record["model"] == simple_features.SIMPLE_FEATURES
+    assert record["model"] == SIMPLE_FEATURES

@@ -6,7 +6,7 @@ from scipy import stats
 
 from finetune.report.differences import MINUS, control_gains
 from finetune.report.tables import DASH, Table, group_tables, verdicts
-from finetune.simple_features import SIMPLE_FEATURES
+from finetune.results import SIMPLE_FEATURES
 from tiny_results import BERT, RECIPE, ROFORMER, line, report, seeds, texts
 
 

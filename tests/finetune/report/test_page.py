@@ -1,6 +1,8 @@
 import csv
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import html5lib
@@ -169,3 +171,8 @@ def test_names_that_are_markup_stay_text(tmp_path):
     document = html5lib.HTMLParser(strict=True).parse(text)
     assert not elements(document, "script")
     assert any("alert(1)" in text_of(cell) for cell in elements(document, "th"))
+
+
+def test_a_report_starts_without_torch():
+    code = "import sys, finetune.report.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
