@@ -32,10 +32,12 @@ from transformers import (
 import roformer
 from finetune.data import (
     Examples,
+    check_splits,
     check_tokenizer,
     epoch_batches,
     find_split_file,
-    load_examples,
+    make_examples,
+    read_split_columns,
 )
 from finetune.metrics import score_splits
 from finetune.publish.model_card import check_save_folder, save_model
@@ -43,12 +45,13 @@ from finetune.results import (
     append_result,
     delete_stale_predictions,
     prediction_file,
+    write_answers,
     write_predictions,
 )
 from finetune.run_info import describe_run, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
-from finetune.tasks import TASKS, Task
+from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data import stateless_rng
 from train.loop.launch import start_accelerator
@@ -89,7 +92,7 @@ def main(
     Raises:
         InputError: Settings, model and data do not fit together.
     """
-    started, task = time.perf_counter(), TASKS[settings.task]
+    started, task = time.perf_counter(), load_task(settings.task)
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
         check_save_folder(settings.save)
@@ -113,6 +116,10 @@ def main(
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
         write_outcome(settings.output, result, logits, labels)
+        if task.train is not None and "test" in logits:
+            texts = read_split_columns(task, "test", None)
+            texts.pop("label")
+            write_answers(answer_file(settings, result), texts, task.labels, logits["test"])
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -172,9 +179,14 @@ def fine_tune(
                 on_step(step, total_steps, loss.item() / max(1, len(shard)))
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
     splits = (split for split in data if split != "train")
-    num_labels = TASKS[settings.task].num_labels
+    num_labels = load_task(settings.task).num_labels
     logits = {s: predict(model, data[s], batch_size, num_labels, accelerator) for s in splits}
     return losses, logits
+
+
+def answer_file(settings: GlueSettings, result: dict[str, Any]) -> Path:
+    """Locate the .csv of a run's predictions for the test rows of your own task."""
+    return prediction_file(settings.output, result, "test").with_suffix(".csv")
 
 
 def write_outcome(output: str, result: dict[str, Any], logits: Logits, labels: Labels) -> None:
@@ -274,17 +286,11 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     """
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     splits |= test_splits(settings) if settings.test else {}
-    return {
-        name: load_examples(
-            *source,
-            settings.glue_dir,
-            tokenizer,
-            settings.length,
-            settings.cache,
-            settings.pair_encoding,
-        )
-        for name, source in splits.items()
-    }
+    columns = {name: read_split_columns(*x, settings.glue_dir) for name, x in splits.items()}
+    if task.train is not None:
+        check_splits(task, columns)
+    options = tokenizer, settings.length, settings.cache, settings.pair_encoding
+    return {name: make_examples(splits[name][0], x, *options) for name, x in columns.items()}
 
 
 def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
@@ -292,11 +298,14 @@ def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
 
     AX belongs to MNLI. Reduced data may have no test splits.
     """
-    task, folder = TASKS[settings.task], settings.glue_dir
+    task, folder = load_task(settings.task), settings.glue_dir
     splits = {split: (task, split) for split in task.splits if split.startswith("test")}
     if task.name == "mnli":
         splits["ax"] = TASKS["ax"], "test"
-    return {k: v for k, v in splits.items() if folder is None or find_split_file(*v, folder)}
+    is_own = task.train is not None
+    return {
+        k: v for k, v in splits.items() if is_own or folder is None or find_split_file(*v, folder)
+    }
 
 
 def load_model(settings: GlueSettings, config: Any) -> Model:
@@ -314,7 +323,7 @@ def load_model(settings: GlueSettings, config: Any) -> Model:
         return load_weights(AutoModelForSequenceClassification, settings, config)
     encoder = load_weights(AutoModel, settings, config)
     torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
-    task = TASKS[settings.task]
+    task = load_task(settings.task)
     texts = len(task.columns) if settings.pair_encoding == "separate" else 1
     head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
     model = SharedHeadClassifier(encoder, head)
@@ -404,6 +413,8 @@ def command(settings: GlueSettings) -> None:
     accelerator = start_accelerator()
     result = main(settings, accelerator)
     accelerator.print(format_result(result))
+    if answer_file(settings, result).exists():
+        accelerator.print(f"test rows with predictions: {answer_file(settings, result)}")
     accelerator.end_training()
     if result["status"] != "done":
         sys.exit(1)

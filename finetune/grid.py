@@ -36,7 +36,7 @@ from finetune.results import (
 from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
-from finetune.tasks import TASKS
+from finetune.tasks import describe_task, load_task
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, start_accelerator
 from train.settings import InputError, require
@@ -175,7 +175,7 @@ def check_runs(runs: list[GlueSettings]) -> None:
     """
     unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
     for run in unique.values():
-        task = TASKS[run.task]
+        task = load_task(run.task)
         config, tokenizer = glue.load_config_and_tokenizer(run, task)
         data = glue.load_data(run, task, tokenizer)
         glue.check_forward(glue.load_model(run, config), data, task)
@@ -279,6 +279,7 @@ def collect_line(future: Future, run: GlueSettings) -> Line | None:
     values = asdict(run)
     line = {
         **values,
+        **describe_task(load_task(run.task)),
         **hash_inputs(run),
         "status": "failed",
         "error": message,

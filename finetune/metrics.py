@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from finetune.tasks import TASKS, Task
+from finetune.tasks import Task
 
 Values = NDArray[np.float64]
 Metric = Callable[[Values, Values], float]
@@ -31,6 +31,12 @@ def accuracy(references: Values, predictions: Values) -> float:
 def f1(references: Values, predictions: Values) -> float:
     """F1 of class 1; 0.0 when that class is neither present nor predicted."""
     return float(sklearn_metrics.f1_score(references, predictions, zero_division=0.0))
+
+
+def macro_f1(references: Values, predictions: Values) -> float:
+    """Mean F1 over the classes that are present or predicted."""
+    scores = sklearn_metrics.f1_score(references, predictions, average="macro", zero_division=0.0)
+    return float(scores)
 
 
 def _correlation(function: Callable[[Values, Values], Any]) -> Metric:
@@ -52,23 +58,25 @@ METRICS: dict[str, Metric] = {
     "matthews": matthews,
     "accuracy": accuracy,
     "f1": f1,
+    "macro_f1": macro_f1,
     "pearson": _correlation(stats.pearsonr),
     "spearman": _correlation(stats.spearmanr),
 }
 
 
 class GlueMetric(evaluate.Metric):
-    """The metrics of one task: `GlueMetric("mrpc").compute(predictions=..., references=...)`.
+    """The metrics of a task: `GlueMetric(task).compute(predictions=..., references=...)`.
 
     Predictions are class ids, or values for a regression; the result maps metric names to floats.
     """
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: Task) -> None:
+        self.task = task
         # in memory: leaves no file, and concurrent runs do not wait for a lock
-        super().__init__(config_name=task, keep_in_memory=True)
+        super().__init__(config_name=task.name, keep_in_memory=True)
 
     def _info(self) -> evaluate.MetricInfo:
-        kind = "float64" if TASKS[self.config_name].labels is None else "int64"
+        kind = "float64" if self.task.labels is None else "int64"
         return evaluate.MetricInfo(
             description="The metrics GLUE reports for one task.",
             citation="Wang et al. 2019, arXiv:1804.07461",
@@ -79,18 +87,18 @@ class GlueMetric(evaluate.Metric):
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         values = np.asarray(references), np.asarray(predictions)
-        return {name: METRICS[name](*values) for name in TASKS[self.config_name].metrics}
+        return {name: METRICS[name](*values) for name in self.task.metrics}
 
 
 def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
     """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
-    return GlueMetric(task.name).compute(predictions=predictions, references=labels)
+    return GlueMetric(task).compute(predictions=predictions, references=labels)
 
 
 def score_splits(
     task: Task, logits: Mapping[str, NDArray], labels: Mapping[str, NDArray]
 ) -> dict[str, Any]:
-    """Score the validation splits.
+    """Score the validation splits, and a test split of your own whose rows all have labels.
 
     Args:
         task: The task.
@@ -98,18 +106,27 @@ def score_splits(
         labels: Split -> [N].
 
     Returns:
-        The fields `collapsed`, `metrics` and `headline` of a line of the results.
+        The fields `collapsed`, `metrics`, `headline` and perhaps `test_metrics` of a line of the
+        results.
     """
-    scores = {}
-    for split in task.validation_splits:
+    scores, splits = {}, task.validation_splits
+    is_scored = task.test is not None and "test" in logits and is_labelled(task, labels["test"])
+    for split in (*splits, *["test"] * is_scored):
         values = logits[split]
         predictions = values[:, 0] if task.labels is None else values.argmax(axis=1)
         scores[split] = score(task, predictions, labels[split])
+    test = {"test_metrics": scores.pop("test")} if is_scored else {}
     return {
-        "collapsed": all(is_collapsed(task, logits[split]) for split in task.validation_splits),
+        "collapsed": all(is_collapsed(task, logits[x], labels[x]) for x in splits),
         "metrics": scores,
         "headline": headline(task, scores),
-    }
+    } | test
+
+
+def is_labelled(task: Task, labels: NDArray) -> bool:
+    """Whether every row has a label; missing ones are nan or, where labels are bounded, -1."""
+    is_bounded = task.labels is not None or task.value_range is not None
+    return bool((~np.isnan(labels) & ((labels != -1) | (not is_bounded))).all())
 
 
 def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:
@@ -123,8 +140,8 @@ def headline(task: Task, scores: Scores) -> float:
     return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
 
 
-def is_collapsed(task: Task, logits: NDArray) -> bool:
-    """Whether all rows get the same class, or values within 0.01 on the scale from 0 to 5."""
+def is_collapsed(task: Task, logits: NDArray, labels: NDArray) -> bool:
+    """Whether all rows get one class, or values within 0.2 % of the range of the labels."""
     if task.labels is None:
-        return float(np.ptp(logits)) < 1e-2
+        return float(np.ptp(logits)) < 2e-3 * float(np.ptp(task.value_range or labels))
     return len(np.unique(logits.argmax(axis=1))) == 1

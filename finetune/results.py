@@ -2,6 +2,7 @@
 
     results.jsonl                               one line a run
     predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (-1 on test splits), logits
+    predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
-from pyarrow import parquet
+from pyarrow import csv, parquet
+from scipy.special import softmax
 
 from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
@@ -62,7 +64,7 @@ def run_key(values: Mapping[str, Any]) -> tuple:
 def run_name(values: Mapping[str, Any]) -> str:
     """Name the folder of a run's predictions: readable, and unique to its key."""
     digest = hashlib.sha256(json.dumps(run_key(values)).encode()).hexdigest()[:10]
-    return f"{values['task']}-{model_name(values['model'])}-{digest}"
+    return f"{Path(values['task']).stem}-{model_name(values['model'])}-{digest}"
 
 
 def hash_weights(model: str, random: bool = False) -> str | None:
@@ -111,9 +113,29 @@ def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) 
     unfinished.replace(file)
 
 
+def write_answers(
+    file: Path, texts: Mapping[str, list[str]], names: Sequence[str] | None, logits: NDArray
+) -> None:
+    """Write texts and predictions as .csv, in the order of the rows.
+
+    Args:
+        file: The file.
+        texts: Column -> N strings.
+        names: Of the classes; None for a regression.
+        logits: [N, num_labels].
+    """
+    columns: dict[str, Any] = dict(texts)
+    if names is None:
+        columns["prediction"] = logits[:, 0]
+    else:
+        columns["prediction"] = [names[index] for index in logits.argmax(axis=1)]
+        columns["probability"] = softmax(logits.astype(np.float64), axis=1).max(axis=1).round(4)
+    csv.write_csv(pyarrow.table(columns), file)
+
+
 def delete_stale_predictions(results: str, line: Mapping[str, Any], kept: Collection[str]) -> None:
     """Delete predictions of an earlier run with the same key, except for the splits `kept`."""
-    for file in prediction_file(results, line, "any").parent.glob("*.parquet"):
+    for file in prediction_file(results, line, "any").parent.glob("*.*"):
         if file.stem not in kept:
             file.unlink()
 

@@ -14,7 +14,7 @@ from finetune.data import hash_task_files
 from finetune.metrics import headline, score_majority
 from finetune.results import RUN_KEY, hash_weights
 from finetune.settings import GlueSettings
-from finetune.tasks import TASKS, Task
+from finetune.tasks import Task, describe_task, load_task
 from train.environment import git_commit
 
 
@@ -32,7 +32,7 @@ def describe_run(
         labels: Those of train and the validation splits, [N] each; other splits are ignored.
         accelerator: Accelerator of the run.
     """
-    task, values = TASKS[settings.task], dataclasses.asdict(settings)
+    task, values = load_task(settings.task), dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     return {
         **{name: values[name] for name in RUN_KEY},
@@ -59,6 +59,7 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
     rows = {split: len(labels[split]) for split in ("train", *validation)}
     majority = score_majority(task, labels["train"], validation)
     return {
+        **describe_task(task),
         "label": task.result_label(rows),
         "official": task.is_official(rows),
         "rows": rows,
@@ -71,7 +72,8 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
     """Hash the weights and the data of a run (`INPUT_HASHES`); None for what is on the hub."""
     weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
-    return {"weights": weights, "data": hash_task_files(TASKS[settings.task], settings.glue_dir)}
+    data = hash_task_files(load_task(settings.task), settings.glue_dir)
+    return {"weights": weights, "data": data}
 
 
 def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
@@ -106,7 +108,9 @@ def format_result(result: dict[str, Any]) -> str:
     if result["status"] != "done":
         return f"{name}: {result['status']}: {result['error']}"
     collapsed = ", one answer for every row" if result["collapsed"] else ""
+    metric = result["headline_metric"]
+    test = f", test {100 * result['test_metrics'][metric]:.1f}" if "test_metrics" in result else ""
     return (
-        f"{name}: {result['headline_metric']} {100 * result['headline']:.1f} "
-        f"(majority {100 * result['majority']:.1f}{collapsed}), {result['seconds']:.0f} s"
+        f"{name}: {metric} {100 * result['headline']:.1f} "
+        f"(majority {100 * result['majority']:.1f}{collapsed}){test}, {result['seconds']:.0f} s"
     )

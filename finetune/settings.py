@@ -10,7 +10,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
-from finetune.tasks import TASKS
+from finetune.tasks import load_task
 from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, check_seed, require
 
@@ -38,7 +38,8 @@ class Recipe:
     cache: str = "runs/tokens"
     """Folder of cached tokens, shared by all runs."""
     test: bool = False
-    """Also predict the test splits that exist, and AX after MNLI, for a submission."""
+    """Also predict the test splits that exist: for a submission, with AX after MNLI, or the test
+    rows of your own task."""
     length: int = 128
     """Longest input in tokens, special tokens included; of a pair the longer text is truncated."""
     batch_size: int = 32
@@ -95,7 +96,8 @@ class GlueSettings(Recipe):
     model: str
     """Folder or hub id of a model that has a sequence-classification class."""
     task: str
-    """Task by the name of its folder: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, ..."""
+    """cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, a demo task, or the YAML file of a task
+    of your own (`finetune.describe_task` writes one)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; null means the model's own."""
     seed: int = 0
@@ -110,13 +112,10 @@ class GlueSettings(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        normalize_paths(self, "model", "tokenizer", "mnli")
-        known = [name for name, task in TASKS.items() if "train" in task.splits]
-        remedy = "fine-tune mnli, which predicts ax" if self.task == "ax" else "take one of them"
-        rule = f"must be one of {', '.join(known)}"
-        require(self.task in known, "task", rule, repr(self.task), remedy)
+        normalize_paths(self, "model", "tokenizer", "mnli", "task")
+        task = load_task(self.task)
         check_seed(self.seed, "seed")
-        has_data = self.glue_dir is not None or TASKS[self.task].official
+        has_data = self.glue_dir is not None or task.official or task.train is not None
         rule = "must name the folder of a demo task"
         require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")
         both, rule = self.mnli is not None and self.random_weights, "needs pretrained weights"
@@ -130,7 +129,7 @@ class GridSettings(Recipe):
     models: list[str]
     """Folders or hub ids, like `model` of a single run."""
     tasks: list[str]
-    """Tasks by name."""
+    """Tasks by name, or YAML files of your own tasks."""
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of fine-tuning, one run each."""
     learning_rates: list[float] | None = None
@@ -148,7 +147,7 @@ class GridSettings(Recipe):
         super().__post_init__()
         for name in ("models", "tasks", "seeds"):
             require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
-        normalize_paths(self, "models")
+        normalize_paths(self, "models", "tasks")
         require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
         valid = not self.from_mnli or "mnli" in self.tasks
         require(valid, "tasks", "must contain mnli for from_mnli", self.tasks, "add mnli")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
-from finetune.data import hash_task_files, read_split_columns
+from finetune.data import Columns, hash_task_files, read_split_columns
 from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
@@ -34,13 +34,9 @@ from finetune.results import (
 )
 from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
-from finetune.tasks import TASKS, Task
+from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.environment import git_commit
-from train.settings import require
-
-Columns = dict[str, Any]
-"""Text columns, N strings each, and `label`, [N]."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +44,16 @@ class SimpleFeaturesSettings:
     """Score simple features on tasks and append a record for each to the results."""
 
     tasks: list[str]
-    """Tasks by name."""
+    """Tasks by name, or YAML files of your own tasks."""
     glue_dir: str | None = None
     """Folder of the data, as for finetune/glue.py; null reads the hub."""
     output: str = "results.jsonl"
     """Results file of the runs that are compared."""
 
     def __post_init__(self) -> None:
-        normalize_paths(self, "glue_dir")
+        normalize_paths(self, "glue_dir", "tasks")
         for task in self.tasks:
-            known = task in TASKS and "train" in TASKS[task].splits
-            rule = "must be tasks of finetune/tasks.py with a training split"
-            require(known, "tasks", rule, task, "correct the name")
+            load_task(task)
 
 
 def score_tasks(settings: SimpleFeaturesSettings) -> None:
@@ -71,9 +65,10 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
     for name in settings.tasks:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
-        data = hash_task_files(TASKS[name], settings.glue_dir)
+        task = load_task(name)
+        data = hash_task_files(task, settings.glue_dir)
         if not is_finished(settings.output, key, data):
-            record = score_task(TASKS[name], settings, {**key, "weights": None, "data": data})
+            record = score_task(task, settings, {**key, "weights": None, "data": data})
             print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
 
 
@@ -92,7 +87,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]
     labels = {split: columns[split]["label"] for split in splits}
     logits = predict(task, columns)
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
-    command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{task.name}]'", *folder]
+    command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{key['task']}]'", *folder]
     record = {
         **key,
         "model_type": SIMPLE_FEATURES,

@@ -1,41 +1,110 @@
-"""The table of tasks: columns, labels, splits with their official sizes, and metrics.
+"""Tasks: data, columns, labels and metrics, as rows of a table or as a YAML file of your own.
 
-Source: Wang et al. 2019, "GLUE" (arXiv:1804.07461); column names and label ids are those of
-`nyu-mll/glue`, headline metrics those of the RoFormer paper (F1 for MRPC and QQP, Spearman for
-STS-B, accuracy otherwise) and Matthews for CoLA. The demo tasks have GLUE's schemas but are not
+Source of the table: Wang et al. 2019, "GLUE" (arXiv:1804.07461); column names and label ids are
+those of `nyu-mll/glue`, headline metrics those of the RoFormer paper (F1 for MRPC and QQP, Spearman
+for STS-B, accuracy otherwise) and Matthews for CoLA. The demo tasks have GLUE's schemas but are not
 GLUE. Results on a split without its official number of rows are not official either.
 """
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.command_line import parse_settings
+from train.settings import InputError, check_seed, require
 
 HUB_DATA = "nyu-mll/glue"
 """Hub id of GLUE."""
+CLASS_METRICS = ("accuracy", "macro_f1", "f1", "matthews")
+VALUE_METRICS = ("spearman", "pearson")
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task: one row of the table.
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """A task as a YAML file describes it."""
 
-    Attributes:
-        name: Folder name, and configuration name in `nyu-mll/glue`.
-        title: Name in tables.
-        columns: One or two text columns, in the order of the model's input.
-        labels: Names of the classes in the order of their ids; None for a regression on [0, 5].
-        splits: Split -> official number of rows, None for the demo tasks.
-        metrics: Keys of `finetune.metrics.METRICS`, all reported.
-        headline: The one of `metrics` that tables show.
-        official: Whether GLUE has this task.
-    """
-
-    name: str
-    title: str
+    name: str = ""
+    """Name in results and tables; empty means the name of the YAML file."""
+    title: str = ""
+    """Heading in tables; empty means the name."""
     columns: tuple[str, ...]
-    labels: tuple[str, ...] | None
-    splits: Mapping[str, int | None]
-    metrics: tuple[str, ...]
-    headline: str
-    official: bool = True
+    """One or two text columns, in the order of the model's input."""
+    label_column: str = "label"
+    """Column of the labels: names or ids of classes, or numbers for a regression."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes in the order of their ids; null for a regression."""
+    value_range: tuple[float, float] | None = None
+    """Lowest and highest label of a regression; null allows all numbers."""
+    metrics: tuple[str, ...] = ()
+    """Scores to report: of accuracy, macro_f1, f1 (of class 1 of two) and matthews; for a
+    regression of spearman and pearson. Empty means the first two."""
+    headline: str = ""
+    """The metric that tables show; empty means the first one."""
+    train: str | None = None
+    """Training rows: a .csv, .tsv, .jsonl or .parquet file, or with `hub` the name of a split."""
+    validation: str | None = None
+    """Rows to score, as `train`; null holds out a share of the training rows."""
+    test: str | None = None
+    """Rows to predict and, if all have labels, to score with `--test true`; as `train`."""
+    hub: str | None = None
+    """Hub id of the data set whose splits are named above; null means files."""
+    hub_config: str | None = None
+    """Configuration of the data set, if it has several."""
+    validation_share: float = 0.1
+    """Share of the distinct training texts that is held out where `validation` is null."""
+    split_seed: int = 0
+    """Seed of the choice of the rows held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(TaskSettings):
+    """A task: a row of `TASKS`, or a YAML file with the keys of `TaskSettings`."""
+
+    def __post_init__(self) -> None:
+        known = VALUE_METRICS if self.labels is None else CLASS_METRICS
+        metrics = tuple(self.metrics or known[:2])
+        values = {
+            "title": self.title or self.name,
+            "columns": tuple(self.columns),  # a line of the results has lists
+            "labels": None if self.labels is None else tuple(self.labels),
+            "metrics": metrics,
+            "headline": self.headline or metrics[0],
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        columns, share = (*self.columns, self.label_column), self.validation_share
+        distinct = len(set(columns)) == len(columns) and len(columns) in (2, 3)
+        rule = "must be one or two text columns beside the label column"
+        require(distinct, "columns", rule, ", ".join(columns), "name other columns")
+        unknown = [name for name in self.metrics if name not in known]
+        rule = f"must be of {', '.join(known)}"
+        require(not unknown, "metrics", rule, ", ".join(unknown), "leave it out for the default")
+        rule = f"must be one of {', '.join(self.metrics)}"
+        require(self.headline in self.metrics, "headline", rule, self.headline, "leave it out")
+        classes = self.labels if self.labels is not None else ("", "value")
+        found = ", ".join(classes) or "none"
+        distinct = len(set(classes)) == len(classes) >= 2
+        rule, remedy = "must be at least two different classes", "null is a regression"
+        require(distinct, "labels", rule, found, remedy)
+        usable, rule = len(classes) == 2 or "f1" not in self.metrics, "must be macro_f1 here"
+        require(usable, "metrics", rule, f"f1 for {len(classes)} classes", "correct it")
+        rule = "must be above 0 and below 1"
+        require(0 < share < 1, "validation_share", rule, share, "0.1 is usual")
+        check_seed(self.split_seed, "split_seed")
+
+    @property
+    def splits(self) -> Mapping[str, int | None]:
+        """Split -> official number of rows, None for tasks that are not GLUE's."""
+        own = {"train": None, "validation": None} | ({"test": None} if self.test else {})
+        return OFFICIAL_ROWS.get(self.name, own)
+
+    @property
+    def official(self) -> bool:
+        """Whether GLUE has this task."""
+        return self.name in OFFICIAL_ROWS
 
     @property
     def validation_splits(self) -> tuple[str, ...]:
@@ -59,50 +128,98 @@ class Task:
         return f"{self.name} ({f'{train / 1000:.0f}k' if train >= 1000 else train})"
 
 
+OFFICIAL_ROWS: dict[str, dict[str, int | None]] = {
+    "cola": {"train": 8551, "validation": 1043, "test": 1063},
+    "sst2": {"train": 67349, "validation": 872, "test": 1821},
+    "mrpc": {"train": 3668, "validation": 408, "test": 1725},
+    "stsb": {"train": 5749, "validation": 1500, "test": 1379},
+    "qqp": {"train": 363846, "validation": 40430, "test": 390965},
+    "mnli": {
+        "train": 392702,
+        "validation_matched": 9815,
+        "validation_mismatched": 9832,
+        "test_matched": 9796,
+        "test_mismatched": 9847,
+    },
+    "qnli": {"train": 104743, "validation": 5463, "test": 5463},
+    "rte": {"train": 2490, "validation": 277, "test": 3000},
+    "wnli": {"train": 635, "validation": 71, "test": 146},
+    "ax": {"test": 1104},
+}
+"""GLUE's tasks: split -> number of rows."""
+
+
+def _row(
+    name: str,
+    title: str,
+    columns: tuple[str, ...],
+    labels: tuple[str, ...] | None,
+    *metrics: str,
+    **options: Any,
+) -> Task:
+    options |= {"name": name, "title": title, "columns": columns, "labels": labels}
+    return Task(metrics=metrics, **options)
+
+
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("premise", "hypothesis")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
-_DEMO_SPLITS = {"train": None, "validation": None}
-
-
-def _rows(train: int, validation: int, test: int) -> dict[str, int | None]:
-    return {"train": train, "validation": validation, "test": test}
-
-
-_MNLI_ROWS: dict[str, int | None] = {
-    "train": 392702,
-    "validation_matched": 9815,
-    "validation_mismatched": 9832,
-    "test_matched": 9796,
-    "test_mismatched": 9847,
-}
+_SIMILARITY: dict[str, Any] = {"headline": "spearman", "value_range": (0, 5)}
 
 _ROWS = (
-    Task("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), _rows(8551, 1043, 1063),
-         ("matthews",), "matthews"),
-    Task("sst2", "SST-2", ("sentence",), ("negative", "positive"), _rows(67349, 872, 1821),
-         ("accuracy",), "accuracy"),
-    Task("mrpc", "MRPC", _PAIR, ("not_equivalent", "equivalent"), _rows(3668, 408, 1725),
-         ("f1", "accuracy"), "f1"),
-    Task("stsb", "STS-B", _PAIR, None, _rows(5749, 1500, 1379),
-         ("pearson", "spearman"), "spearman"),
-    Task("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
-         _rows(363846, 40430, 390965), ("f1", "accuracy"), "f1"),
-    Task("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, _MNLI_ROWS, ("accuracy",), "accuracy"),
-    Task("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"),
-         _rows(104743, 5463, 5463), ("accuracy",), "accuracy"),
-    Task("rte", "RTE", _PAIR, ("entailment", "not_entailment"), _rows(2490, 277, 3000),
-         ("accuracy",), "accuracy"),
-    Task("wnli", "WNLI", _PAIR, ("not_entailment", "entailment"), _rows(635, 71, 146),
-         ("accuracy",), "accuracy"),
+    _row("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
+    _row("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
+    _row("mrpc", "MRPC", _PAIR, ("not_equivalent", "equivalent"), "f1", "accuracy"),
+    _row("stsb", "STS-B", _PAIR, None, "pearson", "spearman", **_SIMILARITY),
+    _row("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
+         "f1", "accuracy"),
+    _row("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
+    _row("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    _row("rte", "RTE", _PAIR, ("entailment", "not_entailment"), "accuracy"),
+    _row("wnli", "WNLI", _PAIR, ("not_entailment", "entailment"), "accuracy"),
     # the diagnostic set, predicted by models fine-tuned on mnli
-    Task("ax", "AX", _NLI, _NLI_LABELS, {"test": 1104}, ("matthews",), "matthews"),
-    Task("demo-order", "demo-order", ("sentence",), ("natural", "shuffled"), _DEMO_SPLITS,
-         ("accuracy",), "accuracy", official=False),
-    Task("demo-next", "demo-next", _PAIR, ("other", "next"), _DEMO_SPLITS,
-         ("accuracy",), "accuracy", official=False),
-    Task("demo-overlap", "demo-overlap", _PAIR, None, _DEMO_SPLITS,
-         ("pearson", "spearman"), "spearman", official=False),
+    _row("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
+    _row("demo-order", "", ("sentence",), ("natural", "shuffled"), "accuracy"),
+    _row("demo-next", "", _PAIR, ("other", "next"), "accuracy"),
+    _row("demo-overlap", "", _PAIR, None, "pearson", "spearman", **_SIMILARITY),
 )  # fmt: skip
 
 TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
+
+
+def load_task(name: str) -> Task:
+    """Get a task to train on: a row of `TASKS` by its name, or a YAML file by its path.
+
+    Raises:
+        InputError: There is no such task, it has no training rows, or the file is wrong.
+    """
+    if name in TASKS and "train" in TASKS[name].splits:
+        return TASKS[name]
+    if Path(name).suffix in (".yaml", ".yml"):
+        require(Path(name).is_file(), "task", "must be a file", name, "check the path")
+        return _read_task(name, Path(name).stat().st_mtime_ns)
+    known = ", ".join(name for name, task in TASKS.items() if "train" in task.splits)
+    remedy = "fine-tune mnli, which predicts ax" if name == "ax" else "take one of them"
+    raise InputError(f"task must be one of {known}, or a YAML file, got {name!r}; {remedy}")
+
+
+@functools.cache  # a grid asks for each run
+def _read_task(file: str, _: int) -> Task:
+    values = vars(parse_settings(TaskSettings, ["--config", file]))
+    name = values["name"] or Path(file).stem
+    task = Task(**values | {"name": name, "title": values["title"] or name})
+    rule = "must not be that of a task of the table"
+    require(task.name not in TASKS, f"name in {file}", rule, task.name, "choose another")
+    rule = "must name the training rows"
+    require(task.train is not None, f"train in {file}", rule, "null", "name a file")
+    return task
+
+
+def recorded_task(result: Mapping[str, Any]) -> Task:
+    """Get the task of a line of the results: a row of `TASKS`, or the description in the line."""
+    return TASKS.get(result["task"]) or Task(**result["description"])
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    """Make the field `description` of a line of the results; rows of `TASKS` need none."""
+    return {} if task.name in TASKS else {"description": dataclasses.asdict(task)}

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
 from finetune.shared_head import ENCODER, HEAD_FILES
-from finetune.tasks import HUB_DATA, TASKS
+from finetune.tasks import HUB_DATA, TASKS, recorded_task
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.settings import InputError, require
 
@@ -35,6 +35,7 @@ MODEL_FILES = (
 METRICS = {
     "accuracy": ("accuracy", "accuracy"),
     "f1": ("f1", "F1"),
+    "macro_f1": ("f1", "macro F1"),
     "matthews": ("matthews_correlation", "Matthews correlation"),
     "pearson": ("pearsonr", "Pearson correlation"),
     "spearman": ("spearmanr", "Spearman correlation"),
@@ -116,10 +117,11 @@ def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
         result: The run's line in results.jsonl.
         model_type: As in the saved config.json; it may differ from that of the line.
     """
-    task = TASKS[result["task"]]
+    task = recorded_task(result)
     facts = {name: result[name] for name in ("seed", *RECIPE_FIELDS)}
     facts |= {name: result[name] for name in ("precision", "device", "processes", "seconds")}
     facts |= {"tokenizer": result["tokenizer"] or "the model's", "training loss": result["loss"]}
+    value = "a value from {:g} to {:g}".format(*task.value_range) if task.value_range else "a value"
     answers = ", ".join(f"{index} {name}" for index, name in enumerate(task.labels or ()))
     return render_card(
         "finetuned.md.j2",
@@ -127,7 +129,7 @@ def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
         title=_title(result),
         run=result,
         task=task,
-        answers=answers or "a value from 0 to 5",
+        answers=answers or value,
         metrics={name: METRICS[name][1] for name in task.metrics},
         model_type=model_type,
         example=EXAMPLE,
@@ -143,14 +145,14 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
     tags = [result["model_type"]]
     tags += [tag for tag in ("collapsed", "random_weights") if result[tag]]
     return ModelCardData(
-        language="en",
+        language="en" if result["task"] in TASKS else None,
         license="unknown",  # of the weights; the text says what is known
         library_name="transformers" if result["pooling"] == "own" else None,
         pipeline_tag="text-classification",
         base_model=result["model"] if _is_on_hub(result) else None,
         datasets=[HUB_DATA] if official else None,
         tags=[*tags, "glue"] if official else tags,
-        metrics=[METRICS[name][0] for name in TASKS[result["task"]].metrics],
+        metrics=[METRICS[name][0] for name in recorded_task(result).metrics],
         model_name=_title(result),
         eval_results=[
             EvalResult(

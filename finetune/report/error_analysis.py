@@ -13,6 +13,7 @@ import html
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from finetune.metrics import accuracy, matthews
 from finetune.report.markdown_table import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
-from finetune.tasks import TASKS, Task
+from finetune.tasks import TASKS, Task, recorded_task
 from train.command_line import run_command
 from train.settings import InputError, first_line, require
 
@@ -70,11 +71,8 @@ class ErrorAnalysisSettings:
     """Markdown file to write; null only prints."""
 
     def __post_init__(self) -> None:
-        normalize_paths(self, "model", "glue_dir")
-        known = [name for name, task in TASKS.items() if "train" in task.splits]
-        remedy = "ax is part of mnli" if self.task == "ax" else "take one of them"
-        rule = f"must be one of {', '.join(known)}"
-        require(self.task in known, "task", rule, repr(self.task), remedy)
+        normalize_paths(self, "model", "glue_dir", "task")
+        require(self.task != "ax", "task", "must be that of a run", "ax", "it is part of mnli")
         usable = self.diagnostic is None or self.task == "mnli"
         require(usable, "diagnostic", "is for task mnli", self.task, "leave it out")
         folder = self.output is not None and Path(self.output).is_dir()
@@ -87,7 +85,8 @@ def main(settings: ErrorAnalysisSettings) -> str:
     Raises:
         InputError: There is no such run, or its predictions, data or categories do not match.
     """
-    result, task = find_run(settings), TASKS[settings.task]
+    result = find_run(settings)
+    task = recorded_task(result)
     flags = {name: value for name, value in vars(settings).items() if value is not None}
     command = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()]
     parts = [
@@ -166,7 +165,9 @@ def analyse_split(
         shown = frame.map("{:.2f}".format).assign(error=frame["error"].map("{:+.2f}".format))
         heading = f"### The {len(worst)} largest errors"
         table = _with_row_numbers(shown.join(texts).loc[worst.index])
-        return [f"{len(labels):,} rows", errors_by_label(frame), heading, table]
+        lowest, highest = task.value_range or (float(labels.min()), float(labels.max()))
+        by_label = errors_by_label(frame, lowest, highest)
+        return [f"{len(labels):,} rows", by_label, heading, table]
     names, answers = np.array(task.labels), logits.argmax(axis=1)
     probability = pd.Series(softmax(logits.astype(np.float64), axis=1).max(axis=1))
     ids = labels.astype(np.int64)
@@ -189,14 +190,16 @@ def confusion_table(counts: NDArray[np.int64], names: NDArray) -> str:
     return markdown_table(frame.assign(rows=[f"{n:,}" for n in counts.sum(axis=1)]))
 
 
-def errors_by_label(frame: pd.DataFrame) -> str:
-    """Mean errors of a regression for labels in [0, 1), [1, 2), ..., [4, 5]."""
+def errors_by_label(frame: pd.DataFrame, lowest: float, highest: float) -> str:
+    """Mean errors of a regression in five intervals of labels, [0, 1), ..., [4, 5] from 0 to 5."""
+    edges = np.linspace(lowest, highest, 6)
     frame = frame.assign(absolute=frame["error"].abs())
-    bins = frame.groupby(np.clip(np.floor(frame["label"]), 0, 4).astype(int))
+    index = np.searchsorted(edges, frame["label"], side="right") - 1
+    bins = frame.groupby(np.clip(index, 0, 4))
     means = bins.mean().reindex(range(5)).map(lambda mean: "-" if np.isnan(mean) else f"{mean:.2f}")
     means.columns = [f"mean {x}" for x in ("label", "prediction", "error", "absolute error")]
-    ranges = [f"{low} to below {low + 1}" for low in range(4)]
-    means.insert(0, "label", [*ranges, "4 to 5"])
+    ranges = [f"{low:.4g} to below {high:.4g}" for low, high in pairwise(edges[:5])]
+    means.insert(0, "label", [*ranges, f"{edges[4]:.4g} to {highest:.4g}"])
     means.insert(1, "rows", [f"{n:,}" for n in bins.size().reindex(range(5), fill_value=0)])
     return markdown_table(means)
 

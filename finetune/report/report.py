@@ -23,7 +23,7 @@ from finetune.report.markdown_table import escape_cell, markdown_table
 from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, average, build_groups
 from finetune.report.tables import Table, group_tables, outcome_counts, paper_table, verdicts
 from finetune.results import RECIPE_FIELDS, read_results
-from finetune.tasks import TASKS
+from finetune.tasks import recorded_task
 from train.settings import InputError, require
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -255,7 +255,7 @@ def score_records(group: TaskGroup) -> Iterable[dict[str, Any]]:
 
 def _metrics(cell: pd.DataFrame) -> Iterable[tuple[str, str, dict[int, float]]]:
     """Split, metric, seed -> score."""
-    task, scored = TASKS[cell["task"].iloc[0]], cell.dropna(subset="score")
+    task, scored = recorded_task(cell["result"].iloc[0]), cell.dropna(subset="score")
     seeds = scored["seed"].tolist()
     for split in task.validation_splits:
         for metric in task.metrics:

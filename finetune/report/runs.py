@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, run_name
-from finetune.tasks import TASKS, Task
+from finetune.tasks import TASKS, Task, recorded_task
 from train.atomic_dir import model_name, split_seed
 
 Result = dict[str, Any]
@@ -25,10 +25,17 @@ GROUPS = {
     "official": "GLUE, development set",
     "reduced": "GLUE tasks with rows missing (not the official splits, not a GLUE score)",
     "demo": "demo tasks (not GLUE)",
+    "own": "tasks of your own",
     "unplaced": "tasks of which every run failed",
 }
 GLUE_TASKS = {name for name, task in TASKS.items() if task.official and "train" in task.splits}
-METRIC_NAMES = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
+METRIC_NAMES = {
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
 RECIPE_TEXT = {
     "learning_rate": "rate {}",
     "epochs": "{} epochs",
@@ -106,11 +113,12 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
 
 def is_complete(result: Result) -> bool:
     """Whether a line is of a known task and has the fields its status implies; warns if not."""
-    task, status = TASKS.get(result["task"]), result.get("status")
+    known, status = result["task"] in TASKS or "description" in result, result.get("status")
     described = {"label", "official", "model_type"}
     needed = {"done": {*described, "collapsed"}, "diverged": described, "failed": set()}
-    complete = task is not None and status in needed and needed[status] <= result.keys()
-    if task is not None and status == "done":
+    complete = known and status in needed and needed[status] <= result.keys()
+    if complete and status == "done":
+        task = recorded_task(result)
         tables = [result.get(field) or {} for field in ("metrics", "majority_metrics")]
         splits = [table.get(split) or {} for table in tables for split in task.validation_splits]
         scores = [split.get(metric) for split in splits for metric in task.metrics]
@@ -184,9 +192,10 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
         known[result["task"]] = known[result["task"], result["glue_dir"]] = location
     rows: list[dict[str, Any]] = []
     for result in results:
-        task, model = TASKS[result["task"]], result["model"]
-        unknown = "unplaced" if task.official else "demo", task.name
-        location = known.get((task.name, result["glue_dir"]), known.get(task.name, unknown))
+        task, model = recorded_task(result), result["model"]
+        unknown = "unplaced" if task.official else _group(result), task.name
+        location = known.get(result["task"], unknown)
+        location = known.get((result["task"], result["glue_dir"]), location)
         group, label = (_group(result), result["label"]) if "label" in result else location
         row = {name: result.get(name) for name in (*RUN_KEY, "weights", "data", "precision")}
         row |= {"group": group, "label": label, "status": result["status"], "best_of": ""}
@@ -199,14 +208,14 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
         row |= {"parameters": result.get("parameters", np.nan)}
         row |= {"result": result, "run_id": run_name(result)[-10:]}
         rows.append(row | _scores(task, result.get("metrics")))
-    order = list(TASKS)
+    order = list(dict.fromkeys([*TASKS, *(result["task"] for result in results)]))
     rows.sort(key=lambda row: (order.index(row["task"]), row["label"], row["seed"]))
     return pd.DataFrame(rows).fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub"})
 
 
 def _group(result: Result) -> str:
-    if not TASKS[result["task"]].official:
-        return "demo"
+    if not recorded_task(result).official:
+        return "demo" if result["task"] in TASKS else "own"
     return "official" if result["official"] else "reduced"
 
 
@@ -343,7 +352,7 @@ def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
     usual = {field: Counter(tasks[field].dropna()).most_common(1)[0][0] for field in by_task}
     titles = {}
     for run in tasks.sort_index().to_dict("records"):
-        task = TASKS[run["task"]]
+        task = recorded_task(run["result"])
         name = "" if run["label"] == task.name else run["label"]
         unusual = [f for f in by_task if run[f] != usual[f] and run["kind"] != "features"]
         titles[run["label"]] = _join(task_title(task, name), _recipe_text(run, unusual))
@@ -377,7 +386,7 @@ def _best_rate(runs: pd.DataFrame) -> float:
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     """The majority class as a configuration: its scores are part of every scored line."""
     last = runs[runs["status"] == "done"].drop_duplicates("label", keep="last")
-    scores = [_scores(TASKS[x["task"]], x["majority_metrics"]) for x in last["result"]]
+    scores = [_scores(recorded_task(x), x["majority_metrics"]) for x in last["result"]]
     majority = last.assign(kind="majority", collapsed=False)
     return majority.assign(**pd.DataFrame(scores, index=last.index)) if scores else majority
 

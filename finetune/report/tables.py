@@ -21,7 +21,7 @@ from finetune.report.runs import (
     task_title,
 )
 from finetune.report.statistics import Comparison
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, recorded_task
 
 DASH = "–"  # noqa: RUF001 an empty cell
 
@@ -151,7 +151,7 @@ def score_table(group: TaskGroup) -> Table:
 
 def score_text(runs: pd.DataFrame) -> str:
     """Mean ± standard deviation for each validation split, and the number of seeds of a cell."""
-    task, first = TASKS[runs["task"].iloc[0]], runs.iloc[0]
+    task, first = recorded_task(runs["result"].iloc[0]), runs.iloc[0]
     scored = runs.dropna(subset="score")
     splits = [
         [100 * metrics[split][task.headline] for metrics in scored["metrics"]]

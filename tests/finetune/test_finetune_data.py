@@ -10,9 +10,9 @@ from transformers import BertConfig
 
 import roformer
 from finetune import data
-from finetune.data import check_tokenizer, epoch_batches, load_examples
+from finetune.data import check_tokenizer, epoch_batches
 from finetune.tasks import TASKS
-from tiny_glue import tiny_tokenizer, write_split, write_stsb
+from tiny_glue import load_examples, tiny_tokenizer, write_split, write_stsb
 from train.settings import InputError
 
 

@@ -8,12 +8,20 @@ import torch
 from transformers import AutoModel, pipeline
 
 from finetune import glue
-from finetune.data import load_examples, read_split_columns
+from finetune.data import read_split_columns
 from finetune.results import prediction_file, read_predictions
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
 from finetune.tasks import TASKS
-from tiny_glue import other_model, tiny_model, tiny_tokenizer, write_mnli, write_sst2, write_stsb
+from tiny_glue import (
+    load_examples,
+    other_model,
+    tiny_model,
+    tiny_tokenizer,
+    write_mnli,
+    write_sst2,
+    write_stsb,
+)
 from train.settings import InputError
 
 MEAN = {"pooling": "mean"}

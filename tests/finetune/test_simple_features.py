@@ -71,7 +71,7 @@ def test_a_task_is_scored_once_for_the_same_data(folder, capsys):
 
 
 def test_a_task_without_a_training_split_is_refused(tmp_path):
-    with pytest.raises(InputError, match="tasks .* got ax"):
+    with pytest.raises(InputError, match="task .* got 'ax'"):
         ask(tmp_path, "ax")
     with pytest.raises(InputError, match="glue_dir"):
         score_tasks(ask(tmp_path, "rte"))

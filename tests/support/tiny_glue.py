@@ -14,6 +14,8 @@ from transformers import (
 )
 
 import roformer
+from finetune.data import Examples, make_examples, read_split_columns
+from finetune.tasks import Task
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -77,6 +79,11 @@ def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)
     return file
+
+
+def load_examples(task: Task, split: str, glue_dir: str | None, *options) -> Examples:
+    """Read and tokenize a split; `options` are those of `make_examples`."""
+    return make_examples(task, read_split_columns(task, split, glue_dir), *options)
 
 
 PAIR = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}

@@ -341,8 +341,7 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "ax"}, "task must be one of .*, got 'ax'; ax is part of mnli"),
-        ({"task": "nli"}, "task must be one of .*; take one of them"),
+        ({"task": "ax"}, "task .*, got ax; it is part of mnli"),
         ({"diagnostic": "f.tsv"}, "diagnostic is for task mnli, got rte; leave it out"),
         ({"output": "."}, "output must name a file"),
     ],

@@ -1,0 +1,313 @@
+"""Tasks of one's own: from a file to predictions, and what is refused on the way."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+import torch
+import yaml
+from pyarrow import parquet
+from sklearn.metrics import accuracy_score, f1_score
+
+from finetune import data, glue
+from finetune.data import hash_task_files, read_split_columns
+from finetune.describe_task import DescribeSettings, main
+from finetune.metrics import METRICS, is_collapsed, score_splits
+from finetune.publish.model_card import finetuned_card
+from finetune.report import error_analysis, report
+from finetune.report.error_analysis import ErrorAnalysisSettings
+from finetune.results import read_results, run_name
+from finetune.settings import GlueSettings
+from finetune.simple_features import SimpleFeaturesSettings, score_tasks
+from finetune.tasks import CLASS_METRICS, TASKS, VALUE_METRICS, Task, load_task, recorded_task
+from tiny import ROOT
+from tiny_glue import sentences, tiny_model
+from train.command_line import run_command
+from train.settings import InputError
+
+NAMES = ("negative", "positive")
+COLORS = ["red", "green", "blue"] * 4
+TEXTS = [f"good film {row}" for row in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    data._warn.cache_clear()
+    yield
+    torch.set_num_threads(threads)
+
+
+def write(file: str, columns: dict[str, list]) -> str:
+    """Write columns in the format of the file's name."""
+    if file.endswith(".parquet"):
+        parquet.write_table(pyarrow.table(columns), file)
+    elif file.endswith(".jsonl"):
+        rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with Path(file).open("w", newline="") as stream:
+            writer = csv.writer(stream, delimiter="\t" if file.endswith(".tsv") else ",")
+            writer.writerows([list(columns), *zip(*columns.values())])
+    return file
+
+
+def describe(train: str, **changes) -> Task:
+    values = {"columns": ("text",), "label_column": "color", "output": "own.yaml", **changes}
+    main(DescribeSettings(train=train, **values))
+    return load_task(values["output"])
+
+
+def read_csv(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def refused(call, *words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+COMMANDS = {
+    "finetune.describe_task": (main, DescribeSettings),
+    "finetune.glue": (glue.command, GlueSettings),
+    "finetune.report.error_analysis": (error_analysis.main, ErrorAnalysisSettings),
+}
+
+
+def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(capsys, monkeypatch):
+    """Word for word, in this process: a launcher only starts the script that it names."""
+    guide = (ROOT / "docs/guides/your-own-task.md").read_text()
+    section = guide.split("## From a .csv")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    commands = [block for language, block in blocks if not language]
+    assert len(commands) == 4
+    torch.manual_seed(0)
+    tiny_model(Path("runs/mine/model"), "roformer")
+    texts, labels = sentences(400, 0)
+    names = [NAMES[label] for label in labels]
+    write("reviews.csv", {"review": texts, "stars": labels, "sentiment": names})
+    write("new.csv", {"review": texts[:9]})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for command in commands[:3]:
+        words = shlex.split(command)
+        if words[0] == "accelerate":
+            script = words.index("finetune/glue.py")
+            module, flags = "finetune.glue", words[script + 1 :]
+            flags += ["--epochs", "8", "--batch_size", "8", "--length", "32"]  # the model is tiny
+            flags += ["--learning_rate", "5e-3"]
+        else:
+            assert words[:2] == ["python", "-m"]
+            module, flags = words[2], words[3:]
+        run_command(*COMMANDS[module], flags)
+    printed = capsys.readouterr().out
+    code = re.fullmatch(r"python - <<'END'\n(.*)END\n", commands[3], re.DOTALL)[1]
+    exec(compile(code, "guide", "exec"), {})
+    found = yaml.safe_load(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [x["label"] for x in found] == ["positive", "negative"]
+    assert re.search(r"## validation: 0 of \d\d rows wrong", printed)
+    rows = read_csv(Path(re.search("test rows with predictions: (.*)", printed)[1]))
+    assert [row["review"] for row in rows] == texts[:9]
+    assert [row["prediction"] for row in rows] == names[:9]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
+@pytest.mark.parametrize("values", [COLORS, [3, 10, 2] * 4, [2.0, 3.0, 10.0] * 4])
+def test_files_of_all_types_and_labels_of_all_kinds_are_the_same_task(suffix, values, capsys):
+    task = describe(write(f"own.{suffix}", {"text": TEXTS, "color": values}), validation_share=0.25)
+    is_text = suffix in ("csv", "tsv")  # a number is what the file says
+    names = [str(x) if is_text else str(x).removesuffix(".0") for x in values]
+    expected = tuple(sorted(set(names), key=str if values is COLORS else float))
+    assert task.labels == expected
+    splits = [read_split_columns(task, split, None) for split in ("train", "validation")]
+    assert [len(columns["label"]) for columns in splits] == [9, 3]
+    found = {text: label for x in splits for text, label in zip(x["text"], x["label"])}
+    assert {text: expected[label] for text, label in found.items()} == dict(zip(TEXTS, names))
+    assert "validation: 3 rows" in capsys.readouterr().out
+
+
+def test_a_csv_file_may_hold_quotes_lines_and_names_of_missing_values():
+    texts = ['a "day",', "two\nlines", "NA", "null", "2020-01-01", "12"]
+    columns = {"text": texts, "color": ["no", "yes"] * 3}
+    task = describe(write("own.csv", columns), validation=write("v.csv", columns))
+    assert read_split_columns(task, "train", None)["text"] == texts
+    assert task.labels == ("no", "yes")  # which YAML reads as truth values without quotes
+
+
+def test_ids_are_read_where_the_rows_have_no_names():
+    train = write("own.csv", {"text": TEXTS, "color": [0, 1, 2] * 4})
+    task = describe(train, labels=("blue", "green", "red"), validation=train)
+    assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 2] * 4
+
+
+def test_held_out_rows_depend_on_the_seed_and_equal_texts_stay_together(capsys):
+    file = write("own.csv", {"text": TEXTS * 3, "color": COLORS * 3})
+    tasks = [describe(file, split_seed=seed, output=f"{seed}.yaml") for seed in (0, 0, 1)]
+    held = [set(read_split_columns(task, "validation", None)["text"]) for task in tasks]
+    assert held[0] == held[1] != held[2]
+    assert not held[0] & set(read_split_columns(tasks[0], "train", None)["text"])
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
+    train = write("own.csv", {"text": TEXTS, "color": COLORS})
+    other = write("v.csv", {"text": [*TEXTS[:2], "other"], "color": COLORS[:3]})
+    describe(train, validation=other)
+    assert capsys.readouterr().err == "warning: 2 of 3 rows of own/validation are also in train\n"
+
+
+GOOD = {"text": TEXTS, "color": COLORS}
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "words"),
+    [
+        ({"body": TEXTS, "color": COLORS}, {}, ["own.csv", "text, color", "got body, color"]),
+        ({**GOOD, "text": ["", *TEXTS[1:]]}, {}, ["column text", "'' in row"]),
+        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "an empty label"]),
+        ({**GOOD, "color": ["red"] * 12}, {}, ["labels", "two different classes", "got red"]),
+        ({**GOOD, "color": [0.5] * 12}, {}, ["color", "got 0.5", "--regression true"]),
+        (GOOD, {"regression": True}, ["color of own/train", "numbers", "'red' in row"]),
+        (GOOD, {"labels": ("red", "green")}, ["color of own/train", "red, green", "'blue' in"]),
+        (GOOD, {"labels": ("red", "red")}, ["labels", "different"]),
+        (GOOD, {"metrics": ("f1",)}, ["metrics", "macro_f1", "3 classes"]),
+        (GOOD, {"metrics": ("rouge",)}, ["metrics", "accuracy", "got rouge"]),
+        (GOOD, {"headline": "matthews"}, ["headline", "accuracy, macro_f1", "got matthews"]),
+        (GOOD, {"columns": ("text", "text")}, ["columns", "one or two"]),
+        (GOOD, {"validation_share": 1.0}, ["validation_share", "below 1"]),
+        (GOOD, {"validation": "none.csv"}, ["validation of own", "none.csv"]),
+        (GOOD, {"validation": "own.txt"}, ["validation of own", ".csv", "own.txt"]),
+        (GOOD, {"name": "rte"}, ["name", "rte"]),
+        ({"text": ["a", "a"], "color": ["x", "y"]}, {}, ["train of own", "different texts"]),
+        ({**GOOD, "color": [1] * 12}, {"regression": True}, ["color", "1.0 in all 11 rows"]),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_in_one_line(columns, changes, words):
+    refused(lambda: describe(write("own.csv", columns), **changes), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("columns: [text]\nlabels: [a, b]\n", ["train in own.yaml", "null"]),
+        ("colums: [text]\n", ["colums", "columns"]),
+        ("columns: [text]\ntrain: a.csv\nlabels: [a]\n", ["labels", "got a"]),
+    ],
+)
+def test_a_wrong_description_is_refused_in_one_line(text, words):
+    Path("own.yaml").write_text(text)
+    refused(lambda: GlueSettings(model="m", task="own.yaml"), *words)
+
+
+def test_a_file_of_another_origin_is_never_overwritten():
+    train = write("own.csv", GOOD)
+    Path("own.yaml").write_text("mine\n")
+    refused(lambda: describe(train), "output", "own.yaml")
+    assert Path("own.yaml").read_text() == "mine\n"
+
+
+def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "color": datasets.ClassLabel(names=["red", "green"])}
+    )
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "color": [1, 0, 1]}, features)
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        return rows
+
+    monkeypatch.setattr(data.datasets, "load_dataset", load_dataset)
+    options = {"hub": "me/colors", "hub_config": "small", "validation": "valid"}
+    task = describe("train[:9]", **options)
+    assert set(asked) == {("me/colors", "small", "train[:9]"), ("me/colors", "small", "valid")}
+    assert task.labels == ("green", "red")
+    assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 0]
+
+
+def own_run(**changes) -> tuple[dict, GlueSettings]:
+    recipe = {"length": 32, "batch_size": 16, "epochs": 6, "learning_rate": 5e-3}
+    values = {"model": "model", "task": "own.yaml", "cache": "tokens", **recipe, **changes}
+    settings = GlueSettings(**values)
+    torch.manual_seed(0)
+    tiny_model(Path("model"), "roformer")
+    return glue.main(settings), settings
+
+
+def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
+    """From files to the report and the card, beside a control, without the YAML file."""
+    (first, a), (second, b) = sentences(240, 0), sentences(240, 1)
+    names = [("none", "one", "both")[x + y] for x, y in zip(a, b)]
+    columns = {"one": first, "two": second, "color": names}
+    for file, rows in (("own.csv", slice(200)), ("test.csv", slice(200, 240))):
+        write(file, {name: values[rows] for name, values in columns.items()})
+    task = describe("own.csv", test="test.csv", columns=("one", "two"))
+    assert task.labels == ("both", "none", "one")
+    result, _ = own_run(test=True)
+    (file,) = Path("predictions").rglob("test.csv")
+    answers = [row["prediction"] for row in read_csv(file)]
+    expected = {
+        "accuracy": accuracy_score(names[200:], answers),
+        "macro_f1": f1_score(names[200:], answers, average="macro"),
+    }
+    assert result["test_metrics"] == pytest.approx(expected)
+    score_tasks(SimpleFeaturesSettings(tasks=["own.yaml"]))
+    Path("own.yaml").unlink()
+    records = read_results("results.jsonl")
+    assert recorded_task(records[0]) == task
+    assert [run_name(record).rpartition("-")[0] for record in records] == [
+        "own-model",
+        "own-simple-features",
+    ]
+    card = str(finetuned_card(result, "roformer"))
+    assert f"| test | all | {100 * expected['accuracy']:.1f} |" in card
+    assert "English" not in card
+    assert "language" not in card
+    report.main(report.ReportSettings(results="results.jsonl"))
+    printed = capsys.readouterr().out
+    assert "tasks of your own" in printed
+
+
+def test_a_regression_of_any_range_is_scored_and_predicted():
+    texts, labels = sentences(80, 0)
+    write("own.jsonl", {"text": texts, "color": [10.0 * label - 3 for label in labels]})
+    write("test.jsonl", {"text": texts[:3]})
+    task = describe("own.jsonl", regression=True, test="test.jsonl")
+    assert task.metrics == VALUE_METRICS
+    result, _ = own_run(test=True, epochs=1)
+    assert "test_metrics" not in result
+    (file,) = Path("predictions").rglob("test.csv")
+    assert [float(row["prediction"]) for row in read_csv(file)]
+    values = np.array([[-1.0], [2.0]], np.float32)
+    logits = dict.fromkeys(("validation", "test"), values)
+    scores = score_splits(task, logits, dict.fromkeys(logits, np.array([-1.0, 7.0])))
+    assert scores["test_metrics"]["spearman"] == pytest.approx(1)  # -1 is a label like any other
+    assert is_collapsed(task, values, np.array([0.0, 2000.0]))
+
+
+def test_the_hash_covers_what_decides_the_rows():
+    file = write("own.csv", GOOD)
+    same = [describe(file), describe(file, title="Own"), describe(file, metrics=("matthews",))]
+    other = [describe(file, split_seed=1), describe(file, labels=("green", "red", "blue"))]
+    Path("own.csv").write_text(Path("own.csv").read_text() + "more,red\n")
+    changed = describe(file)
+    hashes = [hash_task_files(task, None) for task in (*same, *other)]
+    assert len({*hashes[:3]}) == 1
+    assert len({*hashes}) == 3
+    assert hash_task_files(changed, None) == hash_task_files(same[0], None)
+
+
+def test_every_metric_has_a_name_in_descriptions():
+    assert set(METRICS) == {*CLASS_METRICS, *VALUE_METRICS}
+    assert {name for task in TASKS.values() for name in task.metrics} <= set(METRICS)
