@@ -217,6 +217,9 @@ def masked_inputs(
         past_key_values: Cache of a decoder.
         position_bias: Added to the scores of all layers, or None.
         has_position_bias: Whether the layers add a bias, so that the mask must be additive.
+
+    Raises:
+        ValueError: The implementation takes no such mask, or none that keeps documents apart.
     """
     if document_ids is not None and is_flash_attention(implementation):
         logger.warning_once(
@@ -226,7 +229,7 @@ def masked_inputs(
         )
         implementation = "sdpa"
     form = "eager" if has_position_bias else implementation  # the eager mask is additive
-    mask = self_attention_mask(
+    mask = _self_attention_mask(
         config, form, hidden_states, attention_mask, document_ids, is_causal, past_key_values
     )
     if position_bias is not None:
@@ -235,7 +238,7 @@ def masked_inputs(
     return AttentionInputs(implementation, mask)
 
 
-def self_attention_mask(
+def _self_attention_mask(
     config: PreTrainedConfig,
     implementation: str,
     hidden_states: Tensor,
@@ -244,20 +247,7 @@ def self_attention_mask(
     is_causal: bool,
     past_key_values: Cache | None,
 ) -> Any:
-    """Create the mask of a self-attention.
-
-    Args:
-        config: Configuration of the model.
-        implementation: Attention implementation that the mask is for.
-        hidden_states: [B, L, E].
-        attention_mask: As in `RoFormerModel.forward`.
-        document_ids: [B, L], or None if every row is one document.
-        is_causal: Whether tokens attend to earlier ones only.
-        past_key_values: Cache of a decoder.
-
-    Raises:
-        ValueError: The implementation takes no such mask, or none that keeps documents apart.
-    """
+    """Create the mask of a self-attention; arguments as above."""
     if is_4d_mask(attention_mask):
         return _convert_4d_mask(implementation, hidden_states, attention_mask)
     if isinstance(attention_mask, BlockMask) and implementation != "flex_attention":

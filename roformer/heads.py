@@ -1,7 +1,8 @@
 """Models with a head: masked and causal language models, classification, question answering.
 
 Class and parameter names are those of transformers' RoFormer, so that checkpoints load in both
-directions.
+directions. Losses are divided by `num_items_in_batch` where transformers' Trainer passes it, except
+in question answering.
 
 Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
 """
@@ -106,35 +107,17 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         In training with `config.sparse_prediction` they are computed at labelled tokens only: the
         same loss for a sixth of the head's arithmetic at the usual 15 %.
 
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but the last two.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            encoder_hidden_states: [B, S, E].
-            encoder_attention_mask: [B, S].
-            labels: [B, L] original ids where a token was masked, -100 elsewhere.
-            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
+        `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
+        arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V], or of n labelled tokens [n, V] in row-major order; `loss`, the mean
             over labelled tokens, when `labels` are given.
         """
-        outputs = self.roformer(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            **(
-                ENCODER_KWARGS
-                | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
-                | kwargs
-            ),
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        encoder = encoder_hidden_states, encoder_attention_mask
+        own = ENCODER_KWARGS | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
+        outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
         hidden_states = outputs.last_hidden_state
         vocab_size = self.config.vocab_size
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
@@ -191,39 +174,25 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
     ) -> CausalLMOutputWithCrossAttentions:
         """Compute logits of the next token at every token.
 
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels` and `logits_to_keep`.
-            attention_mask: [B, S] or [B, 1, L, S].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            encoder_hidden_states: [B, S, E].
-            encoder_attention_mask: [B, S].
-            past_key_values: Cache of earlier calls.
-            labels: [B, L] the ids of `input_ids` (the shift is made here), -100 for none, or those
-                of the tokens that `logits_to_keep` names. In packed rows give -100 to the first
-                token of each document, which none before it predicts.
-            use_cache: Return the cache for the next call.
-            logits_to_keep: Number of last tokens to score, or indices of tokens; 0 means all.
-            **kwargs: As `RoFormerModel.forward`, and `num_items_in_batch` of transformers' losses.
+        `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
+        packed rows give -100 to the first token of each document, which none before it predicts.
+        `logits_to_keep` is the number of last tokens to score, or the indices of tokens, which
+        `labels` then name alone; 0 means all. All other arguments are those of
+        `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
             `past_key_values`.
         """
-        outputs = self.roformer(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            return_dict=True,
-            **({"unpad": may_leave_out_padding(self, labels, attention_mask, shift=1)} | kwargs),
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        encoder = encoder_hidden_states, encoder_attention_mask
+        own = {
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "return_dict": True,
+            "unpad": may_leave_out_padding(self, labels, attention_mask, shift=1),
+        }
+        outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
@@ -280,16 +249,10 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Score the labels of each sequence.
+        """Score the labels of each sequence from its first token that is not padding.
 
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels`.
-            attention_mask: [B, L]; the first token that is not padding is pooled.
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            labels: [B] class ids, [B] values for a regression, [B, labels] for several labels.
-            **kwargs: As `RoFormerModel.forward`.
+        `labels` are [B] class ids, [B] values of a regression, or [B, labels] for several labels.
+        All other arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
@@ -353,14 +316,9 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
     ) -> MultipleChoiceModelOutput:
         """Score the choices.
 
-        Args:
-            input_ids: [B, choices, L].
-            attention_mask: [B, choices, L].
-            token_type_ids: [B, choices, L].
-            position_ids: [B, choices, L], or [L] for all.
-            inputs_embeds: [B, choices, L, embedding_size].
-            labels: [B] index of the right choice.
-            **kwargs: As `RoFormerModel.forward`.
+        `labels` are [B], the index of the right choice. All other arguments are those of
+        `RoFormerModel.forward` with a dimension for the choices, [B, choices, L], except that
+        `position_ids` may be [L] for all.
 
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
@@ -416,14 +374,8 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
     ) -> TokenClassifierOutput:
         """Score the labels of each token.
 
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but `labels`.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            labels: [B, L] class ids, -100 for tokens without one.
-            **kwargs: As `RoFormerModel.forward`.
+        `labels` are [B, L] class ids, -100 for tokens without one. All other arguments are those of
+        `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
@@ -467,15 +419,9 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
     ) -> QuestionAnsweringModelOutput:
         """Score every token as the start and as the end of the answer.
 
-        Args:
-            input_ids: As `RoFormerModel.forward`, like all but the last two.
-            attention_mask: [B, L] or [B, 1, L, L].
-            token_type_ids: [B, L].
-            position_ids: [L] or [B, L].
-            inputs_embeds: [B, L, embedding_size].
-            start_positions: [B] index of the first token of the answer; ignored beyond the text.
-            end_positions: [B] index of its last token; likewise.
-            **kwargs: As `RoFormerModel.forward`.
+        `start_positions` and `end_positions` are [B], the indices of the first and the last token
+        of the answer; both are ignored beyond the text. All other arguments are those of
+        `RoFormerModel.forward`.
 
         Returns:
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.

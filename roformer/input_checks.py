@@ -50,26 +50,14 @@ def check_inputs(
 ) -> None:
     """Check the arguments of `RoFormerModel.forward` against each other and the configuration.
 
-    Args:
-        config: Configuration of the model.
-        word_embeddings: The table of word embeddings, which may have been resized.
-        input_ids: As in `RoFormerModel.forward`, like all that follow.
-        inputs_embeds: Embeddings in place of ids.
-        token_type_ids: Segments.
-        position_ids: Positions.
-        attention_mask: Padding, or a four-dimensional mask.
-        cu_seqlens: `cu_seq_lens_q`.
-        encoder_hidden_states: For cross-attention.
-        encoder_attention_mask: Its padding.
-        cache: Cache of earlier tokens.
+    `word_embeddings` is the table of word embeddings, which may have been resized.
 
     Raises:
         ValueError: One line that names the argument.
     """
     num_embeddings = getattr(word_embeddings, "num_embeddings", config.vocab_size)
     _check_tokens(config, num_embeddings, input_ids, inputs_embeds, token_type_ids, position_ids)
-    inputs = input_ids if inputs_embeds is None else inputs_embeds
-    assert inputs is not None, "one of the two has been given"
+    inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
     _check_masks(config, inputs, cache, attention_mask, cu_seqlens)
     _check_encoder(config, inputs, encoder_hidden_states, encoder_attention_mask)
 
@@ -113,10 +101,6 @@ def _check_tokens(
 
 def check_learned_positions(position_ids: Tensor, num_positions: int) -> None:
     """Check positions against the rows of a table of learned ones.
-
-    Args:
-        position_ids: [1 or B, L].
-        num_positions: Rows of the table.
 
     Raises:
         ValueError: A position has no row.

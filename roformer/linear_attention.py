@@ -17,7 +17,6 @@ Legend: B batch, L tokens, E hidden size, H heads, D head size, M features, C to
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,18 +77,8 @@ class LinearAttentionCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the batch, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch."""
-        self._map(lambda x: x[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.states = {i: KVState(*map(function, state)) for i, state in self.states.items()}
+        states = self.states.items()
+        self.states = {layer: KVState(*(x[beam_idx] for x in state)) for layer, state in states}
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: tokens cannot be removed from a sum.

@@ -26,8 +26,8 @@ class BatchMetadata:
     Attributes:
         position_ids: [1 or B, L] integers.
         padding_mask: [B, L] bool, False for padding; None if only a four-dimensional mask is known.
-        document_ids: [B, L] int64, equal for tokens of the same document of a row; None if every
-            row is one document.
+        document_ids: [B, L] int64, numbered from 0 over all rows; None if every row is one
+            document.
     """
 
     position_ids: Tensor
@@ -109,7 +109,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> 
         shape: (B, L).
 
     Returns:
-        [B, L] int64, growing by one from document to document.
+        [B, L] int64, growing by one from document to document, over all rows.
     """
     tokens = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
     ids = torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True)
@@ -212,14 +212,12 @@ def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> Unpadd
     """
     B, L = padding_mask.shape  # noqa: N806
     indices = padding_mask.flatten().nonzero().flatten()
-    # ids that differ between rows too
-    ids = torch.arange(B, device=padding_mask.device).repeat_interleave(L) * L
-    if document_ids is not None:
-        ids = ids + document_ids.flatten() - document_ids[:, :1].repeat_interleave(L)
-    is_start = F.pad(ids[indices].diff() != 0, (1, 1), value=True)
-    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
     if not len(indices):
         return None
+    if document_ids is None:
+        document_ids = torch.arange(B, device=indices.device)[:, None].expand(B, L)
+    is_start = F.pad(document_ids.flatten()[indices].diff() != 0, (1, 1), value=True)
+    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
     return UnpaddedLayout(indices, cu_seqlens, int(cu_seqlens.diff().max()), (B, L))
 
 
@@ -228,33 +226,30 @@ class SplitLayout:
     """Every document in a row of its own, for attention that cannot mask documents of one row.
 
     Attributes:
-        row: [B, L] int64, the new row of each token.
-        column: [B, L] int64, its index in that row.
+        document_ids: [B, L] int64, the new row of each token.
+        positions: [B, L] int64, its index in that row.
         shape: Number of documents, length of the longest.
     """
 
-    row: Tensor
-    column: Tensor
+    document_ids: Tensor
+    positions: Tensor
     shape: tuple[int, int]
 
     def unpad_input(self, x: Tensor) -> Tensor:
         """[B, L, ...] to [documents, longest, ...], with zeros after the end of a document."""
         rows = x.new_zeros(*self.shape, *x.shape[2:])
-        return rows.index_put((self.row, self.column), x)
+        return rows.index_put((self.document_ids, self.positions), x)
 
     def pad_input(self, x: Tensor) -> Tensor:
         """[documents, longest, ...] to [B, L, ...]."""
-        return x[self.row, self.column]
+        return x[self.document_ids, self.positions]
 
 
 def split_documents(document_ids: Tensor) -> SplitLayout:
     """Give each document of [B, L] ids a row of its own; waits for the device."""
-    B, L = document_ids.shape  # noqa: N806
-    first_ids = torch.arange(B, device=document_ids.device)[:, None] * L
-    ids = (document_ids - document_ids[:, :1] + first_ids).flatten()
-    row = F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
-    column = positions_in_documents(row)
-    return SplitLayout(row, column, (int(row.max()) + 1, int(column.max()) + 1))
+    positions = positions_in_documents(document_ids)
+    shape = int(document_ids.max()) + 1, int(positions.max()) + 1
+    return SplitLayout(document_ids, positions, shape)
 
 
 def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
