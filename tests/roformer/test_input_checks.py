@@ -161,6 +161,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, co
     ("arguments", "message"),
     [
         ({"input_ids": torch.zeros(2, 5)}, "input_ids must be int32 or int64, got torch.float32"),
+        ({"position_ids": torch.rand(2, 5)}, "position_ids must be integers, got torch.float32"),
         ({"input_ids": [[1] * 5] * 2}, "input_ids must be a tensor, got a list"),
         ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
         ({"attention_mask": np.ones((2, 5))}, "attention_mask must be a tensor, got a ndarray"),

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from roformer import (
     RoFormerForTokenClassification,
     RoFormerModel,
 )
-from tiny import TINY_MODEL, command, enlarge
+from tiny import enlarge
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -170,26 +169,6 @@ def test_a_model_of_float64_computes_in_float64(fields):
     for kernel in ("eager", "sdpa", "unpadded"):
         model.set_attn_implementation(kernel)
         assert torch.autograd.gradcheck(lambda x: model(inputs_embeds=x).last_hidden_state, words)
-
-
-class Transposed(torch.nn.Linear):
-    """As a layer that keeps its input in another form."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.conv1d(
-            x.transpose(1, 2), self.weight[..., None], self.bias
-        ).transpose(1, 2)
-
-
-def test_replaced_layers_get_the_gradients_of_the_original(config):
-    found = []
-    for replaced in (False, True):
-        model = enlarge(RoFormerForMaskedLM(config))
-        for layer in model.roformer.encoder.layer if replaced else []:
-            layer.output.dense.__class__ = Transposed
-        model(**example()).loss.backward()
-        found.append(gradients(model))
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
 
 
 def test_torch_func_differentiates_the_model(config):
@@ -345,58 +324,6 @@ def test_inductor_compiles_a_training_step_and_changes_no_gradient(config):
     torch._dynamo.reset()
 
 
-SHARDED = f"""
-import copy, os, torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from tiny import enlarge
-from roformer import RoFormerConfig, RoFormerForMaskedLM
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-config = RoFormerConfig(vocab_size=60, **{TINY_MODEL}, hidden_dropout_prob=0.0,
-                        attention_probs_dropout_prob=0.0)
-plain = enlarge(RoFormerForMaskedLM(config)).train()
-model = copy.deepcopy(plain)
-mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
-wrapped = set(model._no_split_modules)
-parts = [m for m in model.modules() if type(m).__name__ in wrapped and "Layer" in type(m).__name__]
-assert len(parts) == 2
-for part in parts:
-    fully_shard(part, mesh=mesh)
-fully_shard(model, mesh=mesh)
-torch.manual_seed(dist.get_rank())
-ids = torch.randint(5, 60, (2, 24))
-for step in range(3):
-    losses = []
-    for m in (plain, model):
-        loss = m(ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-    for p in plain.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-    assert abs(losses[0] - losses[1]) < 1e-6 * losses[0], losses
-    with torch.no_grad():
-        for m in (plain, model):
-            for p in m.parameters():
-                p -= 1e-3 * p.grad
-                p.grad = None
-for (name, a), b in zip(plain.named_parameters(), model.parameters()):
-    torch.testing.assert_close(b.full_tensor(), a, atol=1e-6, rtol=1e-5, msg=name)
-print("equal", flush=True)
-dist.barrier()
-os._exit(0)  # now and then a thread of torch's own aborts an orderly end
-"""
-
-
-def test_sharded_weights_train_like_whole_ones(tmp_path):
-    (tmp_path / "sharded.py").write_text(SHARDED)
-    run = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    done = command(*run, tmp_path / "sharded.py", PYTHONPATH="tests/support")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") == 2
-
-
 class StorageTracker(TorchDispatchMode):
     """Records every storage that operations create, to measure which of them stay alive.
 
@@ -444,27 +371,6 @@ def test_backward_keeps_at_most_62_percent_of_the_bytes_of_stock(dropout, record
         dropout, mine / 1e6, theirs / 1e6, 100 * share,
     )  # fmt: skip
     assert share <= 0.62 or dropout
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        torch.autograd.graph.save_on_cpu,
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-    ],
-)
-def test_hooks_of_the_users_own_are_left_alone(hooks):
-    """Offloading must have the tensors, and where hooks are forbidden we set none."""
-    torch.manual_seed(0)
-    model = RoFormerModel(RoFormerConfig(vocab_size=60, **TINY_MODEL)).eval()
-    ids, gradients = torch.randint(5, 60, (2, 8)), []
-    for context in (nullcontext, hooks):
-        model.zero_grad()
-        with context():
-            model(ids).last_hidden_state.pow(2).sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for plain, hooked in zip(*gradients):
-        torch.testing.assert_close(plain, hooked)
 
 
 def test_training_in_half_precision_is_warned_of_once(config, warnings_once):

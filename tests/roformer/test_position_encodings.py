@@ -14,7 +14,6 @@ from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM, R
 from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
 from roformer.position_encodings import (
     alibi_slopes,
-    build_position_bias,
     sinusoidal_embeddings,
     t5_buckets,
 )
@@ -332,11 +331,3 @@ def test_transformer_xl_reaches_as_far_as_positions_with_gaps():
     mask[:, ::5] = 1  # the same gaps, as masked tokens in between
     gaps = hidden(model, sparse[:, ::5], position_ids=torch.arange(0, 5 * L, 5))
     same(gaps, hidden(model, sparse, attention_mask=mask)[:, ::5])
-
-
-def test_a_position_bias_without_a_class_is_no_model_without_positions(monkeypatch):
-    monkeypatch.setattr("roformer.position_encodings.POSITION_BIASES", ("t5", "alibi", "new"))
-    config = RoFormerConfig(**TINY_MODEL)
-    config.position_encoding = "new"
-    with pytest.raises(KeyError, match="new"):
-        build_position_bias(config)
