@@ -35,8 +35,8 @@ from .losses import (
     check_labels,
     check_sequence_labels,
     compute_loss,
-    is_cheaper_apart,
-    may_leave_out_padding,
+    is_sparse_loss_faster,
+    loss_ignores_padding,
 )
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
@@ -116,13 +116,13 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         encoder = encoder_hidden_states, encoder_attention_mask
-        own = ENCODER_KWARGS | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
+        own = ENCODER_KWARGS | {"unpad": loss_ignores_padding(self, labels, attention_mask)}
         outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
         hidden_states = outputs.last_hidden_state
         vocab_size = self.config.vocab_size
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
         is_sparse = self.training and self.config.sparse_prediction
-        if labels is None or not (is_sparse or is_cheaper_apart(labels, hidden_states)):
+        if labels is None or not (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
             logits = scored = self.cls(hidden_states)
         else:
             labelled = labels != IGNORE_INDEX
@@ -190,7 +190,7 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             "past_key_values": past_key_values,
             "use_cache": use_cache,
             "return_dict": True,
-            "unpad": may_leave_out_padding(self, labels, attention_mask, shift=1),
+            "unpad": loss_ignores_padding(self, labels, attention_mask, shift=1),
         }
         outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
         indices: Any = logits_to_keep
@@ -381,7 +381,7 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        own = ENCODER_KWARGS | {"unpad": may_leave_out_padding(self, labels, attention_mask)}
+        own = ENCODER_KWARGS | {"unpad": loss_ignores_padding(self, labels, attention_mask)}
         outputs = self.roformer(*tokens, **(own | kwargs))
         hidden_states = outputs.last_hidden_state
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)

@@ -112,7 +112,7 @@ def compute_loss(
     return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
-def may_leave_out_padding(
+def loss_ignores_padding(
     model: PreTrainedModel, labels: Tensor | None, attention_mask: Any, shift: int = 0
 ) -> bool:
     """Return False if the loss needs outputs at padding.
@@ -135,7 +135,7 @@ def may_leave_out_padding(
     return not bool((labels[:, shift:][at_padding] != IGNORE_INDEX).any())
 
 
-def is_cheaper_apart(labels: Tensor, hidden_states: Tensor) -> bool:
+def is_sparse_loss_faster(labels: Tensor, hidden_states: Tensor) -> bool:
     """Return whether the loss should have logits of its own, of the labelled tokens only.
 
     Running the head again on fewer than half of the tokens takes less time than its backward pass
