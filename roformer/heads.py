@@ -116,8 +116,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         encoder = encoder_hidden_states, encoder_attention_mask
-        own = ENCODER_KWARGS | {"unpad": loss_ignores_padding(self, labels, attention_mask)}
-        outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
+        unpad = loss_ignores_padding(self, labels, attention_mask)
+        outputs = self.roformer(*tokens, *encoder, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
         hidden_states = outputs.last_hidden_state
         vocab_size = self.config.vocab_size
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
@@ -186,13 +186,15 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         encoder = encoder_hidden_states, encoder_attention_mask
-        own = {
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "return_dict": True,
-            "unpad": loss_ignores_padding(self, labels, attention_mask, shift=1),
-        }
-        outputs = self.roformer(*tokens, *encoder, **(own | kwargs))
+        unpad = loss_ignores_padding(self, labels, attention_mask, shift=1)
+        outputs = self.roformer(
+            *tokens,
+            *encoder,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **({"unpad": unpad} | kwargs),
+        )
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
@@ -381,8 +383,8 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        own = ENCODER_KWARGS | {"unpad": loss_ignores_padding(self, labels, attention_mask)}
-        outputs = self.roformer(*tokens, **(own | kwargs))
+        unpad = loss_ignores_padding(self, labels, attention_mask)
+        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
         hidden_states = outputs.last_hidden_state
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
         logits = self.classifier(self.dropout(hidden_states))

@@ -782,14 +782,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cu_seqlens, max_seqlen = document_lengths
             if not _is_one_row(hidden_states, attention_mask):
                 cu_seqlens = None
-            may = unpad is not False and may_unpad(
+            is_allowed = unpad is not False and may_unpad(
                 self.config, batch, hidden_states, self.encoder, output_hidden_states
             )
-            found = varlen_inputs(implementation, batch, cu_seqlens, max_seqlen, may)
-            if found is not None:
-                if found.layout is not None and unpad is None:
+            inputs = varlen_inputs(implementation, batch, cu_seqlens, max_seqlen, is_allowed)
+            if inputs is not None:
+                if inputs.layout is not None and unpad is None:
                     warn_of_zeros(self.config)
-                return found
+                return inputs
         return masked_inputs(
             self.config,
             implementation,
