@@ -318,13 +318,6 @@ def test_unpadded_attention_computes_no_padding(config):
     assert not output[mask == 0].any()
 
 
-def test_unpadded_attention_returns_hidden_states_in_rows(config):
-    ids, mask = padded("right")
-    model = model_with(config, "unpadded")
-    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    assert [s.shape for s in states] == [(4, 24, 32)] * 3
-
-
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
 @pytest.mark.parametrize(
     ("decoder", "backend"),

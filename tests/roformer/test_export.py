@@ -365,13 +365,6 @@ def test_chinese_text_passes_through_a_saved_folder_into_the_model(
     assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_a_chinese_vocabulary_file_is_read_into_a_dictionary_first(chinese, tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(CHINESE_VOCABULARY) + "\n")
-    pieces = (tmp_path / "vocab.txt").read_text().split()
-    tokenizer = transformers.RoFormerTokenizer(vocab={p: i for i, p in enumerate(pieces)})
-    assert tokenizer(CHINESE).data == chinese(CHINESE).data
-
-
 def test_transformers_loses_the_words_of_a_bare_chinese_vocabulary_file(tmp_path):
     # it looks them up in the path of the file; when this fails, the README need not warn of it
     (tmp_path / "vocab.txt").write_text("\n".join(CHINESE_VOCABULARY) + "\n")
