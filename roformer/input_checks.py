@@ -75,45 +75,24 @@ def _check_tokens(
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
     if is_traced():
         return
-    given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    given |= {"token_type_ids": token_type_ids, "position_ids": position_ids}
-    for name, value in given.items():
-        _check_tensor(name, value)
     rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
         check_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
         rows = tuple(inputs_embeds.shape[:2])
     if input_ids is not None:
         check_shape("input_ids", input_ids, (None, None))
-        _check_ids("input_ids", input_ids, num_embeddings)
+        check_ids("input_ids", input_ids, num_embeddings)
         rows = tuple(input_ids.shape)
     if 0 in rows:
         name = "inputs_embeds" if input_ids is None else "input_ids"
         raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
     if token_type_ids is not None:
         check_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
-        _check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
+        check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
     if position_ids is not None:
         check_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
-
-
-def check_learned_positions(position_ids: Tensor, num_positions: int) -> None:
-    """Check positions against the rows of a table of learned ones.
-
-    Raises:
-        ValueError: A position has no row.
-    """
-    if is_traced() or not is_plain(position_ids) or not position_ids.numel():
-        return
-    first, last = int(position_ids.min()), int(position_ids.max())
-    if first < 0 or last >= num_positions:
-        raise ValueError(
-            f"position_ids must be in the {num_positions} rows of the table of learned positions, "
-            f"got {first if first < 0 else last}; shorten the text, or use a "
-            "position_encoding without a table"
-        )
 
 
 def _check_masks(
@@ -252,7 +231,12 @@ def _check_tensor(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a tensor, got a {type(value).__name__}; {remedy}")
 
 
-def _check_ids(name: str, ids: Tensor, size: int) -> None:
+def check_ids(name: str, ids: Tensor, size: int, remedy: str = "") -> None:
+    """Check ids against the number of rows of their table.
+
+    Raises:
+        ValueError: An id is no integer or has no row.
+    """
     if ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
     if not is_plain(ids) or not ids.numel():
@@ -260,4 +244,4 @@ def _check_ids(name: str, ids: Tensor, size: int) -> None:
     least, most = ids.aminmax()
     if least < 0 or most >= size:
         found = int(least if least < 0 else most)
-        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}")
+        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}{remedy}")

@@ -37,7 +37,7 @@ from .attention_masks import (
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
-from .input_checks import check_fixed_fields, check_inputs, check_learned_positions
+from .input_checks import check_fixed_fields, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
@@ -100,7 +100,8 @@ class RoFormerEmbeddings(nn.Module):
         """Embed [B, L] ids, or take [B, L, embedding_size] vectors; returns the latter shape."""
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.position_embeddings is not None:
-            check_learned_positions(position_ids, self.position_embeddings.num_embeddings)
+            remedy = "; shorten the text, or use a position_encoding without a table"
+            check_ids("position_ids", position_ids, self.position_embeddings.num_embeddings, remedy)
             embeddings = embeddings + self.position_embeddings(position_ids)
         elif self.is_sinusoidal:  # scaled to the size of sinusoids: Vaswani et al., section 3.4
             size = embeddings.shape[-1]
