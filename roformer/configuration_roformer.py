@@ -17,7 +17,6 @@ from .configuration_rules import (
     check_rules,
     field_rules,
     rope_rules,
-    summary_rules,
 )
 
 PLUS_MODEL_TYPE = "roformer_plus"
@@ -270,14 +269,6 @@ class RoFormerConfig(PreTrainedConfig):
             ValueError: A setting breaks its rule.
         """
         check_rules(self, rope_rules)
-
-    def check_summary(self) -> None:
-        """Check the fields that only `RoFormerForMultipleChoice` reads.
-
-        Raises:
-            ValueError: A field breaks its rule.
-        """
-        check_rules(self, summary_rules)
 
 
 class RoFormerPlusConfig(RoFormerConfig):

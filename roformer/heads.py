@@ -28,6 +28,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
+from .configuration_rules import check_rules, summary_rules
 from .input_checks import check_shape
 from .losses import (
     IGNORE_INDEX,
@@ -300,7 +301,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.config.check_summary()
+        check_rules(self.config, summary_rules)
         self.roformer = RoFormerModel(self.config)
         self.classifier = nn.Linear(self.config.hidden_size, 1)
         self.post_init()
