@@ -1,29 +1,25 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
-Writes report.md, .tex, .json, .csv, .html and report-*.png. report.html is one file that opens from
-disk, with pictures and the command of every run. report.json and report.csv have every metric of
-every seed.
+Writes report.md, .tex, .csv, .html and report-*.png. report.html is one file that opens from disk,
+with pictures and the command of every run. report.csv has every metric of every run.
 """
 
 import base64
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, control_gains, pair_differences
+from finetune.report.differences import MINUS, Difference, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.markdown_table import escape_cell, markdown_table
-from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, average, build_groups
-from finetune.report.tables import Table, group_tables, outcome_counts, paper_table, verdicts
-from finetune.results import RECIPE_FIELDS, read_results
-from finetune.tasks import recorded_task
+from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, build_groups
+from finetune.report.tables import Table, group_tables, paper_table, verdicts
+from finetune.results import RUN_KEY, read_results
 from train.settings import InputError, require
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -87,7 +83,7 @@ def main(settings: ReportSettings) -> str:
         raise InputError(f"output must be writable, got {error}; choose another") from error
     print(text)
     print(f"With the command of each run: {folder}/report.html")
-    print("Beside it: report.md, .tex, .json, .csv and report-*.png")
+    print("Beside it: report.md, .tex, .csv and report-*.png")
     return text
 
 
@@ -119,7 +115,7 @@ def compare_groups(
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     """Write the report in all its forms; returns it as Markdown."""
-    sections, records = make_sections(reports, folder), json_report(reports)
+    sections = make_sections(reports, folder)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -140,8 +136,7 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     files = {
         **text,
         "tex": latex_tables(table for section in sections for table in section.tables),
-        "json": json.dumps(records, indent=1, allow_nan=False) + "\n",
-        "csv": csv_report([*records["scores"], *records["differences"]]),
+        "csv": csv_report(reports),
     }
     for suffix, content in files.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
@@ -207,93 +202,9 @@ def latex_tables(tables: Iterable[Table]) -> str:
     return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 
 
-def json_report(reports: Sequence[GroupReport]) -> dict[str, Any]:
-    """Every metric of every seed, every difference, and the run behind each number."""
-    fields = ("model", "task", "seed", "status", "collapsed", "error", "seconds", "command")
-    runs = {
-        run.run_id: {name: run.result.get(name) for name in fields}
-        for x in reports
-        for run in x.group.runs.itertuples()
-    }
-    groups = {
-        x.group.name: {
-            "title": GROUPS[x.group.name],
-            "average": x.group.average_name(x.group.titles),
-            "average_over": list(x.group.titles),
-            "verdicts": [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
-        }
-        for x in reports
-    }
-    gains = pd.concat([control_gains(x.group).assign(group=x.group.name) for x in reports])
-    return {
-        "groups": groups,
-        "scores": [record for x in reports for record in score_records(x.group)],
-        "differences": [record for x in reports for record in difference_records(x)],
-        "gains": gains.astype(object).where(gains.notna(), None).to_dict("records"),
-        "runs": runs,
-    }
-
-
-def score_records(group: TaskGroup) -> Iterable[dict[str, Any]]:
-    """For each cell every metric of every split and the two means that tables show; averages."""
-    for configuration, runs in group.runs.groupby("configuration", sort=False):
-        first = runs.iloc[0]
-        head = {"group": group.name, "kind": first["kind"], "row": configuration}
-        head |= {name: first[name] for name in ("model_type", "tokenizer", "protocol")}
-        head |= {"selected_by_reported_split": bool(first["best_of"])}
-        for label, cell in runs.groupby("label", sort=False):
-            recipe = {name: cell["result"].iloc[0][name] for name in RECIPE_FIELDS}
-            facts = {**head, "model": cell["model"].iloc[0], "task": label, **recipe}
-            facts |= {**outcome_counts(cell), "run_ids": cell["run_id"].tolist()}
-            for split, metric, scores in _metrics(cell):
-                yield {**facts, "split": split, "metric": metric, **_statistics(scores)}
-        found = average(runs, group.titles)
-        if found is not None and len(group.titles) > 1:
-            head |= {"task": "average", "metric": group.average_name(group.titles)}
-            yield {**head, **_statistics(found[1]), "mean": found[0]}
-
-
-def _metrics(cell: pd.DataFrame) -> Iterable[tuple[str, str, dict[int, float]]]:
-    """Split, metric, seed -> score."""
-    task, scored = recorded_task(cell["result"].iloc[0]), cell.dropna(subset="score")
-    seeds = scored["seed"].tolist()
-    for split in task.validation_splits:
-        for metric in task.metrics:
-            values = [100 * metrics[split][metric] for metrics in scored["metrics"]]
-            yield split, metric, dict(zip(seeds, values))
-    yield "all", "headline", dict(zip(seeds, scored["score"].tolist()))
-    yield "all", "mean of metrics", dict(zip(seeds, scored["glue_score"].tolist()))
-
-
-def _statistics(scores: dict[int, float]) -> dict[str, Any]:
-    """Mean, sample standard deviation and median over seeds; None where there are too few."""
-    values = list(scores.values())
-    mean, median = (float(f(values)) if values else None for f in (np.mean, np.median))
-    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return {"mean": mean, "std": std, "median": median, "seeds": scores}
-
-
-def difference_records(report: GroupReport) -> Iterable[dict[str, Any]]:
-    """For each difference every task, then the average."""
-    for pair in report.pairs:
-        models = [side["model"].iloc[0] for side in (pair.first, pair.second)]
-        head = {"group": report.group.name, "kind": "pair", "row": pair.title}
-        head |= {"model": models[0], "minus": models[1]}
-        for label, comparison in pair.comparisons():
-            values = asdict(comparison)
-            low, high = values.pop("t_interval") or (None, None)
-            values |= {"t_interval_low": low, "t_interval_high": high}
-            values["seeds"] = values.pop("differences")
-            average_name = report.group.average_name(pair.tasks)
-            metric = average_name if label == "average" else "headline"
-            yield {**head, "task": label, "metric": metric, **values}
-
-
-def csv_report(records: Sequence[dict[str, Any]]) -> str:
-    """The records of report.json as one table; seeds as SEED:SCORE, separated by spaces."""
-    frame = pd.DataFrame(records)
-    frame["seeds"] = [
-        " ".join(f"{seed}:{score:.6g}" for seed, score in seeds.items()) for seeds in frame["seeds"]
-    ]
-    frame["run_ids"] = [" ".join(record.get("run_ids", [])) for record in records]
-    return frame.to_csv(index=False)
+def csv_report(reports: Sequence[GroupReport]) -> str:
+    """One line for each run, with what its record says and every metric of every split."""
+    runs = pd.concat([x.group.fine_tuned() for x in reports])
+    metrics = pd.json_normalize(runs["metrics"].map(lambda found: found or {}).tolist(), sep=" ")
+    table = runs[["group", "configuration", *RUN_KEY, "status", "collapsed", "run_id"]]
+    return table.reset_index(drop=True).join(metrics).to_csv(index=False)

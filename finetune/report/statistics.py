@@ -1,4 +1,4 @@
-"""Paired comparison of two configurations over seeds: interval, test, effect size.
+"""Paired comparison of two configurations over seeds: interval and test.
 
 The seeds are those of fine-tuning (classification head, order of examples, dropout) of two fixed
 checkpoints, or those of pretraining, each represented by its mean over fine-tuning. The validation
@@ -27,26 +27,18 @@ class Comparison:
         differences: Seed -> difference.
         tried: Number of seeds either side was run with, scored or not.
         mean: Mean difference.
-        median: Median difference.
-        std: Sample standard deviation; None for a single seed.
         t_interval: 95 % interval of the mean by Student's t; like all that follow None for fewer
             than `MIN_RUNS` seeds and where all differ by the same.
         p: Two-sided p-value of the paired t-test.
         p_holm: The same after Holm's correction over the tasks of one comparison.
-        cohen_dz: Mean over standard deviation of the differences.
-        hedges_gz: Cohen's d_z with the small-sample correction.
     """
 
     differences: dict[int, float]
     tried: int
     mean: float
-    median: float
-    std: float | None = None
     t_interval: Interval | None = None
     p: float | None = None
     p_holm: float | None = None
-    cohen_dz: float | None = None
-    hedges_gz: float | None = None
 
 
 def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int) -> Comparison:
@@ -59,19 +51,12 @@ def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int)
     """
     seeds = sorted(first.keys() & second.keys())
     values = np.array([first[seed] - second[seed] for seed in seeds])
-    std = float(values.std(ddof=1)) if len(values) > 1 else None
     differences = dict(zip(seeds, values.tolist()))
-    mean, median = float(values.mean()), float(np.median(values))
-    comparison = Comparison(differences, tried, mean, median, std)
-    if std is None or len(values) < MIN_RUNS or np.allclose(values, values[0], rtol=0, atol=1e-9):
+    comparison = Comparison(differences, tried, float(values.mean()))
+    if len(values) < MIN_RUNS or np.ptp(values) < 1e-9:  # rounding of equal differences
         return comparison
-    return replace(
-        comparison,
-        t_interval=t_interval(values),
-        p=float(stats.ttest_1samp(values, 0.0).pvalue),
-        cohen_dz=mean / std,
-        hedges_gz=mean / std * (1 - 3 / (4 * len(values) - 5)),
-    )
+    p = float(stats.ttest_1samp(values, 0.0).pvalue)
+    return replace(comparison, t_interval=t_interval(values), p=p)
 
 
 def t_interval(values: ArrayLike) -> Interval:

@@ -44,7 +44,6 @@ def test_differences_are_scipys_on_the_scores_of_shared_seeds():
         test = stats.ttest_rel(100 * ours[i], 100 * theirs[i])
         assert found.tasks[task].p == pytest.approx(test.pvalue)
         assert found.tasks[task].mean == pytest.approx(100 * (ours[i] - theirs[i]).mean())
-        assert found.tasks[task].cohen_dz == pytest.approx(test.statistic / np.sqrt(5))
     assert found.tasks["cola"].tried == 6
     test = stats.ttest_rel(ours.mean(axis=0), theirs.mean(axis=0))
     assert found.average.p == pytest.approx(test.pvalue)

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.special import gammaln
 
 from finetune.report.statistics import compare, holm, holm_corrected, t_interval
 
@@ -20,16 +19,10 @@ def test_a_comparison_is_what_scipy_and_numpy_say(seed, count):
     found, test = compare(first, second, count), stats.ttest_rel(a, b)
     assert found.p == pytest.approx(test.pvalue)
     assert found.mean == pytest.approx((a - b).mean())
-    assert found.median == pytest.approx(np.median(a - b))
-    assert found.std == pytest.approx(np.std(a - b, ddof=1))
-    assert found.cohen_dz == pytest.approx(test.statistic / np.sqrt(count))
     error = stats.sem(a - b)
     assert found.t_interval == pytest.approx(
         stats.t.interval(0.95, count - 1, loc=(a - b).mean(), scale=error)
     )
-    n = count - 1  # Hedges' exact factor, which the usual fraction approximates
-    factor = np.exp(gammaln(n / 2) - gammaln((n - 1) / 2)) / np.sqrt(n / 2)
-    assert found.hedges_gz == pytest.approx(found.cohen_dz * factor, rel=0.02)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says_even_at_two_seeds():
@@ -42,7 +35,6 @@ def test_exchanging_the_sides_mirrors_everything():
     first, second = scores(4, 5)
     there, back = compare(first, second, 5), compare(second, first, 5)
     assert back.mean == -there.mean
-    assert back.hedges_gz == -there.hedges_gz
     assert back.p == there.p
     assert back.t_interval == pytest.approx((-there.t_interval[1], -there.t_interval[0]))
 
@@ -57,15 +49,13 @@ def test_scores_are_paired_by_seed_whatever_their_order():
 def test_three_pairs_or_fewer_have_neither_an_interval_nor_a_test(count):
     found = compare(*scores(0, count), count)
     assert len(found.differences) == count
-    assert (found.std is None) == (count == 1)
-    assert (found.t_interval, found.p, found.cohen_dz, found.hedges_gz) == (None,) * 4
+    assert (found.t_interval, found.p) == (None, None)
 
 
 def test_equal_differences_have_no_test_even_with_rounding_noise():
     found = compare({s: 0.1 + s for s in range(4)}, {s: 0.3 + s for s in range(4)}, 4)
     assert found.mean == pytest.approx(-0.2)
-    assert found.std == pytest.approx(0.0)
-    assert (found.p, found.hedges_gz, found.t_interval) == (None, None, None)
+    assert (found.p, found.t_interval) == (None, None)
 
 
 def test_holm_is_the_worked_example_and_never_below_the_plain_value():
