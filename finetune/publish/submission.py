@@ -1,7 +1,6 @@
 """The zip for gluebenchmark.com, built from the saved test predictions of one model's runs.
 
     python -m finetune.publish.submission --results results.jsonl --model MODEL --output s.zip
-    python -m finetune.publish.submission --check submission.zip
 
 Eleven files of `index<TAB>prediction`, one for each test split; AX is predicted by the run on MNLI.
 The format is that of jiant, by the benchmark's authors: class names for MNLI, AX, QNLI and RTE,
@@ -12,10 +11,8 @@ Of several runs of a task the best on validation is used, as by Devlin et al. 20
 
 import io
 import os
-import re
 import sys
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +32,11 @@ from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.settings import InputError, first_line, require
+from train.settings import InputError, require
 
 Result = dict[str, Any]
 
 HEADER = "index\tprediction"
-NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
-"""A score; float() accepts more (nan, inf, 1_0, blanks)."""
-ZIP_ERRORS = (
-    EOFError, OSError, OverflowError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
-"""Raised by zipfile for a file that is no zip, or is damaged, encrypted or of an unknown kind."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +61,6 @@ class ServerFile:
         task, split = ("ax", "test") if self.split == "ax" else (self.task, self.split)
         return TASKS[task].splits[split] or 0
 
-    def accepts(self, answer: str) -> bool:
-        """Whether the server takes this prediction."""
-        if self.labels is not None:
-            return answer in self.labels
-        return NUMBER.fullmatch(answer) is not None and float(answer) <= 5
-
 
 _IDS, _NLI = ("0", "1"), TASKS["mnli"].labels
 FILES = (
@@ -93,27 +78,22 @@ FILES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SubmissionSettings:
-    """Write the zip for GLUE's test server, or check one."""
+    """Write the zip for GLUE's test server."""
 
     results: str = "results.jsonl"
     """File of runs made with `--test true`; their predictions lie beside it."""
-    model: str | None = None
+    model: str
     """The model, as it is named there; of its runs of a task the best on validation is used."""
     output: str = "submission.zip"
     """The zip."""
     placeholders: bool = False
     """Fill files without predictions with the first class, because the server requires all files;
     its scores for those and its average are then meaningless."""
-    check: str | None = None
-    """Check this zip, wherever it was made, and write none."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model")
-        given = [name for name in ("model", "check") if getattr(self, name) is not None]
-        found, remedy = " and ".join(given) or "neither", "model writes a zip, check reads one"
-        require(len(given) == 1, "submission", "needs one of model and check", found, remedy)
         usable = self.output.endswith(".zip") and not os.path.isdir(self.output)
         rule = "must name a file that ends in .zip"
         require(usable, "output", rule, self.output, "choose another name")
@@ -134,15 +114,11 @@ class Source:
 
 
 def main(settings: SubmissionSettings) -> None:
-    """Write the zip, completely or not at all, or check one; print what is in it.
+    """Write the zip, completely or not at all; print what is in it.
 
     Raises:
-        InputError: Predictions are missing or do not fit, or the server would refuse the zip.
+        InputError: Predictions are missing or do not fit.
     """
-    if settings.check is not None:
-        check_zip(settings.check, "check")
-        print(f"{settings.check}: all {len(FILES)} files are as the server takes them")
-        return
     sources = choose_runs(settings)
     missing = {file: source.note for file, source in sources.items() if source.result is None}
     if missing and not settings.placeholders:
@@ -158,7 +134,6 @@ def main(settings: SubmissionSettings) -> None:
     remedy = f"run finetune.grid with --test true and --output {settings.results}"
     require(len(missing) < len(FILES), "placeholders", rule, f"none ({reasons})", remedy)
     packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
-    check_zip(io.BytesIO(packed), settings.output)
     output = Path(settings.output)
     unfinished = output.with_name(f"{output.name}.tmp")
     with report_full_disk(output.parent, "output"):
@@ -185,7 +160,7 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Source]:
     require(bool(results), "model", rule, settings.model, f"there: {models}")
     direct = [x for x in results if x["mnli"] is None and x.get("weights")]
     last = direct[-1]["weights"] if direct else None
-    weights = hash_weights(str(settings.model)) or last
+    weights = hash_weights(settings.model) or last
     sources = {file: best_run(settings.results, results, file.task, weights) for file in FILES}
     for file, source in sources.items():
         run = source.result
@@ -258,45 +233,6 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def check_zip(file: str | io.BytesIO, key: str) -> None:
-    """Refuse what the server would refuse.
-
-    Args:
-        file: The zip.
-        key: Its name in error messages.
-
-    Raises:
-        InputError: It is no zip, has other files, or a line of one is wrong.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            contents = {name: archive.read(name) for name in names}
-    except ZIP_ERRORS as error:
-        raise InputError(f"{key} must be a zip, got {first_line(error)}; make it again") from error
-    wanted = [member.name for member in FILES]
-    faults = [f"{name!a:.80}" for name in names if name not in wanted or names.count(name) > 1]
-    faults += [f"no {name}" for name in wanted if name not in names]
-    rule = f"must hold {', '.join(wanted)} once and nothing else"
-    require(not faults, key, rule, ", ".join(faults), "zip these files alone, without a folder")
-    for member in FILES:
-        _check_lines(contents[member.name], member, f"{key}: {member.name}")
-
-
-def _check_lines(content: bytes, file: ServerFile, key: str) -> None:
-    lines = content.decode(errors="replace").removesuffix("\n").split("\n")
-    answers = "a number from 0 to 5" if file.labels is None else f"one of {', '.join(file.labels)}"
-    for number, line in enumerate(lines, 1):
-        index, _, answer = line.partition("\t")
-        valid = line == HEADER if number == 1 else index == str(number - 2) and file.accepts(answer)
-        if not valid:
-            rule = repr(HEADER) if number == 1 else f"{number - 2}, a tab and {answers}"
-            found = f"{line[:80]!a}"
-            require(False, f"{key} line {number}", f"must be {rule}", found, "correct it")
-    rule, found = f"must have the {file.rows} rows of the test split", f"{len(lines) - 1}"
-    require(len(lines) == file.rows + 1, key, rule, found, "predict the official split")
-
-
 def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:
     """Print for each file the run that predicted it and its score on validation."""
     print(f"{'file':<12} {'validation':<14} run")
@@ -311,7 +247,7 @@ def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:
             facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
             facts.append(source.note)
         print(f"{file.name:<12} {score:<14} {', '.join(facts)}")
-    print(f"written and checked: {output}")
+    print(f"written: {output}")
     gaps = [file.name for file, source in sources.items() if source.result is None]
     if gaps:
         print(

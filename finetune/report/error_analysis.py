@@ -1,14 +1,10 @@
-"""Errors of one run: confusion of classes, its most confident mistakes, AX by category.
+"""Errors of one run: confusion of classes and its most confident mistakes.
 
     python -m finetune.report.error_analysis --results results.jsonl --model M --task rte
-    python -m finetune.report.error_analysis --model M --task mnli --diagnostic diagnostic-full.tsv
 
 Texts are read again from the data, whose labels are compared with those stored beside the logits.
-AX has no labels of its own; GLUE publishes them, with the categories of each row, as
-diagnostic-full.tsv, whose texts are compared with the data row by row.
 """
 
-import csv
 import html
 import re
 import shlex
@@ -24,29 +20,16 @@ from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.data import read_split_columns
-from finetune.metrics import accuracy, matthews
 from finetune.report.markdown_table import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
-from finetune.tasks import TASKS, Task, recorded_task
+from finetune.tasks import Task, recorded_task
 from train.command_line import run_command
-from train.settings import InputError, first_line, require
+from train.settings import InputError, require
 
 NUM_MISTAKES = 20
 MAX_CHARACTERS = 240
 """Characters of a text that are shown."""
-CATEGORIES = ("Lexical Semantics", "Predicate-Argument Structure", "Logic", "Knowledge", "Domain")
-DIAGNOSTIC = (*CATEGORIES, "Premise", "Hypothesis", "Label")
-"""Columns of diagnostic-full.tsv, tab-separated; categories of a cell are separated by `;`."""
-AX = TASKS["ax"]
-NO_AX_LABELS = (
-    "No scores: GLUE's AX data hold no labels (-1). It publishes labels and categories apart, as "
-    "diagnostic-full.tsv (gluebenchmark.com/diagnostics): give that file as --diagnostic FILE."
-)
-AX_REMARK = (
-    "Matthews correlation over the three classes x 100, 0.0 where labels or predictions are one "
-    "class. A row with several categories counts in each."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +41,18 @@ class ErrorAnalysisSettings:
     model: str
     """The run's model, as it was given."""
     task: str
-    """The run's task; AX is part of mnli."""
+    """The run's task."""
     seed: int = 0
     """The run's seed."""
     run: str | None = None
     """Folder of the run in predictions/, if several runs match; null leaves out random weights."""
     glue_dir: str | None = None
     """Folder of the data; null takes the run's."""
-    diagnostic: str | None = None
-    """GLUE's diagnostic-full.tsv, for AX by category."""
     output: str | None = None
     """Markdown file to write; null only prints."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model", "glue_dir", "task")
-        require(self.task != "ax", "task", "must be that of a run", "ax", "it is part of mnli")
-        usable = self.diagnostic is None or self.task == "mnli"
-        require(usable, "diagnostic", "is for task mnli", self.task, "leave it out")
         folder = self.output is not None and Path(self.output).is_dir()
         require(not folder, "output", "must name a file", self.output, "add /mistakes.md")
 
@@ -83,7 +61,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
     """Print the analysis as Markdown, and write it if asked to.
 
     Raises:
-        InputError: There is no such run, or its predictions, data or categories do not match.
+        InputError: There is no such run, or its predictions or data do not match.
     """
     result = find_run(settings)
     task = recorded_task(result)
@@ -105,9 +83,6 @@ def main(settings: ErrorAnalysisSettings) -> str:
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
         scores = f"{', '.join(metrics)} (x 100, development set)."
         parts += [f"## {split}: {title}", scores, *tables]
-    if task.name == "mnli":
-        file = prediction_file(settings.results, result, "ax")
-        parts += analyse_ax(file, settings.diagnostic, glue_dir)
     text = "\n\n".join(parts) + "\n"
     print(text)
     try:
@@ -202,81 +177,6 @@ def errors_by_label(frame: pd.DataFrame, lowest: float, highest: float) -> str:
     means.insert(0, "label", [*ranges, f"{edges[4]:.4g} to {highest:.4g}"])
     means.insert(1, "rows", [f"{n:,}" for n in bins.size().reindex(range(5), fill_value=0)])
     return markdown_table(means)
-
-
-def analyse_ax(file: Path, diagnostic: str | None, glue_dir: str | None) -> list[str]:
-    """Scores of AX by category, and its errors; only a remark without a file of its labels."""
-    if not file.exists():
-        remedy = "make the run again with --test true"
-        rule = "needs the run's predictions of ax"
-        require(diagnostic is None, "diagnostic", rule, "none", remedy)
-        return []
-    hidden_labels, logits = read_predictions(file)
-    title = f"## {AX.title}: {len(logits):,} rows"
-    if diagnostic is None:
-        return [title, NO_AX_LABELS]
-    columns = read_split_columns(AX, "test", glue_dir)
-    check_same_labels(hidden_labels, columns["label"], "ax/test")
-    table = read_diagnostic(diagnostic, columns)
-    labels = table["Label"].map((AX.labels or ()).index).to_numpy()
-    by_category = category_table(labels, logits.argmax(axis=1), table)
-    return [title, by_category, AX_REMARK, *analyse_split(AX, labels, logits, columns)[1:]]
-
-
-def category_table(labels: NDArray, answers: NDArray, table: pd.DataFrame) -> str:
-    """Scores of all rows, of each coarse category, and of the fine ones in it."""
-    groups: dict[str, NDArray] = {"all": np.ones(len(labels), dtype=bool)}
-    for coarse in CATEGORIES:
-        fine = [[part.strip() for part in cell.split(";")] for cell in table[coarse]]
-        groups[f"**{coarse}**"] = np.array([any(parts) for parts in fine])
-        for name in sorted({part for parts in fine for part in parts if part}):
-            groups[escape_text(name)] = np.array([name in parts for parts in fine])
-    rows = [
-        {
-            "category": name,
-            "rows": f"{rows.sum():,}",
-            "Matthews": f"{100 * matthews(labels[rows], answers[rows]):.1f}",
-            "accuracy": f"{100 * accuracy(labels[rows], answers[rows]):.1f}",
-        }
-        for name, rows in groups.items()
-        if rows.any()
-    ]
-    return markdown_table(pd.DataFrame(rows))
-
-
-def read_diagnostic(file: str, columns: dict[str, Any]) -> pd.DataFrame:
-    """Read diagnostic-full.tsv, the categories and labels of the rows of AX.
-
-    Args:
-        file: Its path.
-        columns: The texts of AX in the order of the predictions.
-
-    Raises:
-        InputError: It cannot be read, is not that file or has other rows; the message names the
-            line.
-    """
-    rule = f"must begin with the columns {', '.join(DIAGNOSTIC)}"
-    remedy = "take GLUE's diagnostic-full.tsv"
-    options = {"dtype": str, "keep_default_na": False, "skip_blank_lines": False}
-    try:
-        table = pd.read_csv(
-            file, sep="\t", quoting=csv.QUOTE_NONE, encoding="utf-8-sig", index_col=False, **options
-        )
-    except (OSError, ValueError) as error:
-        raise InputError(f"diagnostic {rule}, got {first_line(error)}; {remedy}") from error
-    require(tuple(table.columns) == DIAGNOSTIC, file, rule, ", ".join(table.columns), remedy)
-    number = len(columns["label"])
-    require(len(table) == number, file, f"must have the {number:,} rows of AX", len(table), remedy)
-    for line, row in enumerate(table.to_dict("records"), 2):
-        key, rule = f"{file} line {line}", f"must end in one of {', '.join(AX.labels or ())}"
-        require(row["Label"] in (AX.labels or ()), key, rule, repr(row["Label"]), remedy)
-        for name, column in zip(("Premise", "Hypothesis"), AX.columns):
-            text, expected = row[name], columns[column][line - 2]
-            unquoted = text[1:-1].replace('""', '"')  # a spreadsheet may have quoted the cell
-            same = expected.split() in (text.split(), unquoted.split())
-            rule = f"must have the {column} {expected[:60]!r}"
-            require(same, key, rule, repr(text[:60]), "use GLUE's order")
-    return table
 
 
 def check_same_labels(labels: NDArray, read: NDArray, split: str) -> None:

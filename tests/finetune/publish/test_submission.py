@@ -1,4 +1,4 @@
-"""The zip for GLUE's server: what a plain reader of csv finds in it, and what is refused where."""
+"""The zip for GLUE's server: what a plain reader of csv finds in it, and what is refused."""
 
 import csv
 import errno
@@ -7,8 +7,6 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ import pytest
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
 from finetune.results import prediction_file, write_predictions
-from tiny import command
 from tiny_results import line as a_line
 from train.settings import InputError
 
@@ -101,14 +98,6 @@ def all_runs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def contents(all_runs) -> dict[str, list[str]]:
-    """The lines of each file of a good zip."""
-    main(settings(all_runs))
-    with zipfile.ZipFile(settings(all_runs).output) as archive:
-        return {name: archive.read(name).decode().splitlines() for name in archive.namelist()}
-
-
 def server_wants(names: Iterable[str], monkeypatch) -> None:
     """Fewer files than GLUE's, where the rest, QQP above all, would only take time."""
     chosen = tuple(member for member in submission.FILES if member.name in names)
@@ -118,27 +107,6 @@ def server_wants(names: Iterable[str], monkeypatch) -> None:
 @pytest.fixture
 def small(monkeypatch) -> None:
     server_wants(SMALL, monkeypatch)
-
-
-def zipped(file: Path, contents: dict[str, list[str]], method: int = zipfile.ZIP_STORED) -> str:
-    with zipfile.ZipFile(file, "w", method) as archive:
-        for name, lines in contents.items():
-            text = "".join(text + "\n" for text in lines)
-            archive.writestr(name, text.encode("utf-8", "surrogateescape"))
-    return str(file)
-
-
-def check(file: str) -> None:
-    main(SubmissionSettings(check=file))
-
-
-def refusal(file: str) -> str:
-    """The one line with which a zip is refused."""
-    with pytest.raises(InputError) as error:
-        check(file)
-    message = str(error.value)
-    assert message.isprintable(), "more than one line, or bytes that upset a terminal"
-    return message
 
 
 # --- what is written
@@ -347,146 +315,10 @@ def test_a_full_disk_leaves_an_old_zip_alone(tmp_path, small, monkeypatch):
     assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
 
 
-def test_our_own_zip_is_held_to_the_same_rules(tmp_path, small, monkeypatch):
-    write_run(tmp_path, line("wnli"))
-    monkeypatch.setattr(submission, "HEADER", "id\tprediction")
-    made = submission.tsv(str(tmp_path), submission.FILES[0], submission.Source(None, ""))
-    monkeypatch.undo()
-    monkeypatch.setattr(submission, "tsv", lambda *_: made)
-    with pytest.raises(InputError, match="CoLA.tsv line 1 must be 'index"):
-        main(settings(tmp_path, placeholders=True))
-    assert not Path(settings(tmp_path).output).exists()
-
-
-# --- what is refused, and where
-
-BROKEN = {
-    "other header": ("RTE.tsv", 1, ["id\tlabel"], "line 1 must be 'index"),
-    "byte order mark": ("RTE.tsv", 1, ["\ufeffindex\tprediction"], "line 1 must be 'index"),
-    "other line ends": ("RTE.tsv", 9, ["7\tentailment\r"], "line 9 must be 7, a tab and one of"),
-    "row left out": ("RTE.tsv", 9, [], "line 9 must be 7"),
-    "padded index": ("RTE.tsv", 9, ["07\tentailment"], "line 9 must be 7"),
-    "blanks for the tab": ("RTE.tsv", 9, ["7    entailment"], "line 9 must be 7"),
-    "third column": ("RTE.tsv", 9, ["7\tentailment\t0.9"], "line 9 must be 7"),
-    "id for a name": ("RTE.tsv", 9, ["7\t1"], "line 9 .* one of entailment, not_entailment"),
-    "class of another task": ("MNLI-mm.tsv", 9, ["7\tnot_entailment"], "line 9 .*neutral"),
-    "name for an id": ("WNLI.tsv", 147, ["145\tentailment"], "line 147 .* one of 0, 1"),
-    "float for an id": ("MRPC.tsv", 9, ["7\t1.0"], "line 9 .* one of 0, 1"),
-    "too high": ("STS-B.tsv", 9, ["7\t5.001"], "line 9 .* a number from 0 to 5"),
-    "not a number": ("STS-B.tsv", 9, ["7\tnan"], "line 9 .* a number"),
-    "python's number": ("STS-B.tsv", 9, ["7\t0_1"], "line 9 .* a number"),
-    "other digits": ("STS-B.tsv", 9, ["7\t\uff13"], "line 9 .* a number"),
-    "no text": ("AX.tsv", 9, ["7\tneutral\udcff"], "line 9 must be 7"),
-    "one row short": ("RTE.tsv", 3001, [], "must have the 3000 rows .*, got 2999"),
-    "one row more": ("RTE.tsv", 3002, ["3000\tentailment"], "must have the 3000 rows"),
-    "cut off": ("MRPC.tsv", 391, None, "must have the 1725 rows .*, got 389"),
-    "nothing": ("WNLI.tsv", 1, None, "line 1 must be 'index"),
-}
-
-
-@pytest.mark.parametrize(("name", "number", "lines", "rule"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_is_refused_by_its_number(
-    contents, tmp_path, monkeypatch, name, number, lines, rule
-):
-    """`lines` stand in place of the good line of that number; None cuts the file off before it."""
-    files = {other: good for other, good in contents.items() if other != "QQP.tsv"}
-    server_wants(files, monkeypatch)
-    good = files[name]
-    files[name] = good[: number - 1] + ([] if lines is None else [*lines, *good[number:]])
-    message = refusal(zipped(tmp_path / "s.zip", files))
-    assert re.search(rf"^check: {name} {rule}", message)
-
-
-def test_what_others_write_differently_is_taken(contents, tmp_path, capsys):
-    lines = ["0\t5", "1\t0", "2\t3.", "3\t4.123456789", "4\t1e-05", "5\t5.000"]
-    others = {"STS-B.tsv": [contents["STS-B.tsv"][0], *lines, *contents["STS-B.tsv"][7:]]}
-    backwards = dict(reversed((contents | others).items()))
-    check(zipped(tmp_path / "s.zip", backwards, zipfile.ZIP_DEFLATED))
-    assert "all 11 files are as the server takes them" in capsys.readouterr().out
-    with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive:
-        for name, lines in contents.items():
-            archive.writestr(name, "\n".join(lines))  # the last line without an end
-    check(str(tmp_path / "t.zip"))
-
-
-@pytest.mark.parametrize(
-    ("rename", "found"),
-    [
-        ({"RTE.tsv": None}, "no RTE.tsv"),
-        ({"RTE.tsv": "rte.tsv"}, "'rte.tsv', no RTE.tsv"),
-        ({name: f"s/{name}" for name in FILES}, "'s/CoLA.tsv', .*, no AX.tsv"),
-        ({"RTE.tsv": "\u202ervt\n.tsv"}, r"'\\u202ervt\\n.tsv', no RTE.tsv"),
-        ({None: "readme.txt"}, "'readme.txt'"),
-    ],
-)
-def test_other_files_are_refused_by_name(contents, tmp_path, rename, found):
-    named = {rename.get(name, name): lines for name, lines in contents.items()}
-    named |= {rename[None]: []} if None in rename else {}
-    named.pop(None, None)
-    message = refusal(zipped(tmp_path / "s.zip", named))
-    assert re.search(rf"AX.tsv once and nothing else, got {found}; zip these files alone", message)
-
-
-def test_a_file_that_is_there_twice_is_refused(contents, tmp_path):
-    file = zipped(tmp_path / "s.zip", contents)
-    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr("RTE.tsv", "index\tprediction\n")
-    assert "got 'RTE.tsv', 'RTE.tsv';" in refusal(file)
-
-
-def test_what_is_no_zip_is_refused(tmp_path):
-    (tmp_path / "text.zip").write_text("index\tprediction\n")
-    for name in ("none.zip", "", "s" * 300, "text.zip"):
-        assert refusal(str(tmp_path / name)).startswith("check must be a zip, got ")
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_damaged_zip_is_refused_in_one_line_or_reads_as_before(
-    contents, tmp_path, monkeypatch, method
-):
-    """Cut off anywhere, and with any byte changed: the checksum covers what no rule can."""
-    server_wants(["WNLI.tsv"], monkeypatch)
-    file = zipped(tmp_path / "s.zip", {"WNLI.tsv": contents["WNLI.tsv"]}, method)
-    good = Path(file).read_bytes()
-    text = "\n".join(contents["WNLI.tsv"]) + "\n"
-    damaged = [good[:length] for length in range(len(good))]
-    for place, value in product(range(len(good)), (0, 1, 255)):
-        damaged.append(good[:place] + bytes([good[place] ^ value]) + good[place + 1 :])
-    damaged += [good[:place] + b"\xff" * 4 + good[place + 4 :] for place in range(len(good) - 4)]
-    for packed in damaged:
-        with suppress(InputError):
-            submission.check_zip(io.BytesIO(packed), "s.zip")
-            with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-                assert archive.read("WNLI.tsv").decode() == text
-
-
-# --- the command
-
-
-def test_the_command_checks_a_zip_and_refuses_in_one_line(contents, tmp_path):
-    lines = [*contents["RTE.tsv"][:8], "7\tmaybe", *contents["RTE.tsv"][9:]]
-    file = zipped(tmp_path / "s.zip", contents | {"RTE.tsv": lines})
-    done = command("-m", "finetune.publish.submission", "--check", file)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: check: RTE.tsv line 9 must be 7, a tab and one of entailment, not_entailment, "
-        "got '7\\tmaybe'; correct it\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({}, "submission needs one of model and check, got neither"),
-        ({"model": "m", "check": "s.zip"}, "got model and check"),
-        ({"model": "m", "output": "results.jsonl"}, "output must name a file that ends in .zip"),
-        ({"model": "m", "output": "FOLDER.zip"}, "output must name a file that ends in .zip"),
-        ({"model": "m", "output": "file/s.zip"}, "output must "),
-    ],
-)
-def test_settings_that_say_too_little_or_too_much_are_refused(tmp_path, monkeypatch, changes, rule):
+@pytest.mark.parametrize("output", ["results.jsonl", "FOLDER.zip", "file/s.zip"])
+def test_an_output_that_is_no_zip_is_refused(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     Path("FOLDER.zip").mkdir()
     Path("file").touch()
-    with pytest.raises(InputError, match=rule):
-        SubmissionSettings(**changes)
+    with pytest.raises(InputError, match="^output must "):
+        SubmissionSettings(model="m", output=output)

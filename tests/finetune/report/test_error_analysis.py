@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.special import softmax
-from sklearn.metrics import accuracy_score, confusion_matrix, matthews_corrcoef
+from sklearn.metrics import confusion_matrix
 
 from finetune.report.error_analysis import (
-    DIAGNOSTIC,
     MAX_CHARACTERS,
     NUM_MISTAKES,
     ErrorAnalysisSettings,
@@ -27,13 +26,6 @@ from train.command_line import parse_settings, run_command
 from train.settings import InputError
 
 NAMES = TASKS["mnli"].labels
-FINE = {
-    "Lexical Semantics": ["Lexical entailment", "Factivity", "Quantifiers"],
-    "Predicate-Argument Structure": ["Core args", "Active/Passive"],
-    "Logic": ["Negation", "Upward monotone", "Conditionals"],
-    "Knowledge": ["World knowledge"],
-    "Domain": ["News", "Reddit"],
-}
 
 
 def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
@@ -43,10 +35,7 @@ def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, *
     line = results_line("runs/small/model", task, 0.4321) | changes
     with (folder / "results.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
-    splits = {split: (task, split) for split in known.validation_splits}
-    if task == "mnli":
-        splits["ax"] = ("ax", "test")
-    for seed, (split, place) in enumerate(splits.items()):
+    for seed, split in enumerate(known.validation_splits):
         draw = np.random.default_rng(seed)
         labels = draw.integers(0, known.num_labels, rows) if known.labels else draw.random(rows) * 5
         logits = draw.normal(size=(rows, known.num_labels)).astype(np.float32)
@@ -57,11 +46,9 @@ def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, *
             labels[0] = 5.0
             logits += labels[:, None].astype(np.float32)
         texts = {name: [f"{name} {split} {i} said" for i in range(rows)] for name in known.columns}
-        kept = np.full(rows, -1) if split == "ax" else labels
         if write_data:
-            write_split(folder / "glue", *place, {**texts, "label": kept.tolist()})
-        if known.labels is None:
-            kept = kept.astype(np.float32)
+            write_split(folder / "glue", task, split, {**texts, "label": labels.tolist()})
+        kept = labels.astype(np.float32) if known.labels is None else labels
         write_predictions(prediction_file(str(folder / "results.jsonl"), line, split), kept, logits)
         data[split] = (labels, logits, texts)
     return data
@@ -186,100 +173,6 @@ def test_a_regression_shows_its_largest_errors_and_bins(tmp_path):
         assert row[4] == texts["sentence1"][int(row[0])]
 
 
-def write_diagnostic(folder: Path, data: tuple, quoted: bool = False) -> tuple[Path, list[dict]]:
-    """A file in the form of GLUE's, with none, one or two categories of each kind a row."""
-    labels, _, texts = data
-    draw = np.random.default_rng(7)
-    rows = []
-    for i, label in enumerate(labels):
-        row = {
-            coarse: ";".join(
-                draw.permutation(fine)[: 1 if coarse == "Domain" else draw.integers(3)]
-            )
-            for coarse, fine in FINE.items()
-        }
-        row |= {"Premise": texts["premise"][i], "Hypothesis": texts["hypothesis"][i]}
-        rows.append(row | {"Label": NAMES[label]})
-    cells = [
-        [f'"{row[n]}"' if quoted and n == "Premise" else row[n] for n in DIAGNOSTIC] for row in rows
-    ]
-    lines = ["\t".join(DIAGNOSTIC), *("\t".join(row) for row in cells)]
-    file = folder / "diagnostic-full.tsv"
-    file.write_bytes(("\r\n" if quoted else "\n").join([*lines, ""]).encode())
-    return file, rows
-
-
-@pytest.mark.parametrize("quoted", [False, True])
-def test_ax_by_category_is_scikit_learns(tmp_path, quoted):
-    data = add_run(tmp_path, "mnli", rows=150)["ax"]
-    file, rows = write_diagnostic(tmp_path, data, quoted)
-    text = main(asked(tmp_path, "mnli", diagnostic=str(file)))
-    (table,) = (t for t in tables(text) if t[0][0] == "category")
-    truth, answers = data[0], data[1].argmax(axis=1)
-    expected = {"all": np.ones(150, bool)}
-    for coarse, fine in FINE.items():
-        expected[f"**{coarse}**"] = np.array([row[coarse] != "" for row in rows])
-        for name in sorted(fine):
-            expected[name] = np.array([name in row[coarse].split(";") for row in rows])
-    assert [row[0] for row in table[1:]] == list(expected)
-    for name, count, matthews, accuracy in table[1:]:
-        at = expected[name]
-        assert int(count) == at.sum()
-        wanted = (matthews_corrcoef(truth[at], answers[at]), accuracy_score(truth[at], answers[at]))
-        assert (float(matthews), float(accuracy)) == tuple(
-            pytest.approx(100 * value, abs=0.051) for value in wanted
-        )
-    confusion = [t for t in tables(text) if t[0][0].startswith("label /")][-1]
-    diagonal = [int(row[1 + i].split()[0]) for i, row in enumerate(confusion[1:])]
-    assert diagonal == list(np.diag(confusion_matrix(truth, answers)))
-
-
-def test_ax_needs_the_file_of_labels_and_the_data_that_were_predicted(tmp_path):
-    data = add_run(tmp_path, "mnli")["ax"]
-    text = main(asked(tmp_path, "mnli"))
-    assert "hold no labels (-1)" in text
-    assert "--diagnostic FILE" in text
-    file, _ = write_diagnostic(tmp_path, data)
-    texts = {name: column[:-1] for name, column in data[2].items()}
-    write_split(tmp_path / "glue", "ax", "test", texts | {"label": [-1] * 119})
-    with pytest.raises(InputError, match="ax/test must be the data .*, got 119 rows for 120"):
-        main(asked(tmp_path, "mnli", diagnostic=str(file)))
-
-
-BROKEN = {
-    "swapped rows": (lambda t: [t[0], t[2], t[1], *t[3:]], "line 2 must have the premise 'premise"),
-    "hypothesis": (
-        lambda t: [*t[:-1], t[-1].replace("hypothesis ax", "other")],
-        "line 121 must have the hypoth",
-    ),
-    "short": (lambda t: t[:-1], "must have the 120 rows of AX, got 119"),
-    "label": (lambda t: [*t[:4], t[4].rpartition("\t")[0] + "\tno", *t[5:]], "line 5 must end in"),
-    "cells": (lambda t: [*t[:9], t[9] + "\t", *t[10:]], "line 10,"),
-    "blank": (lambda t: [*t[:3], "", *t[3:-1]], "line 4 must end in"),
-    "header": (lambda t: t[1:], "must begin with the columns Lexical Semantics, "),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_categories_of_other_rows_are_refused_with_the_line(tmp_path, fault):
-    file, _ = write_diagnostic(tmp_path, add_run(tmp_path, "mnli")["ax"])
-    change, message = BROKEN[fault]
-    file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
-    with pytest.raises(InputError, match=message):
-        main(asked(tmp_path, "mnli", diagnostic=str(file)))
-
-
-def test_a_diagnostic_file_that_cannot_serve_is_refused(tmp_path):
-    add_run(tmp_path, "mnli")
-    with pytest.raises(InputError, match="diagnostic .*absent.tsv"):
-        main(asked(tmp_path, "mnli", diagnostic=str(tmp_path / "absent.tsv")))
-    for file in (tmp_path / "predictions").rglob("ax.parquet"):
-        file.unlink()
-    assert "AX" not in main(asked(tmp_path, "mnli"))
-    with pytest.raises(InputError, match="needs the run's predictions of ax, got none; .*--test"):
-        main(asked(tmp_path, "mnli", diagnostic="any.tsv"))
-
-
 def test_data_that_were_not_scored_are_refused(tmp_path):
     add_run(tmp_path, "rte")
     other = add_run(tmp_path, "rte", rows=90, write_data=True, seed=9)["validation"]
@@ -338,14 +231,6 @@ def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsy
         main(asked(tmp_path, "cola", model="odd name/it's", output=str(output / "below.md")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"task": "ax"}, "task .*, got ax; it is part of mnli"),
-        ({"diagnostic": "f.tsv"}, "diagnostic is for task mnli, got rte; leave it out"),
-        ({"output": "."}, "output must name a file"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
-        asked(tmp_path, **({"task": "rte"} | changes))
+def test_an_output_that_is_a_folder_is_refused(tmp_path):
+    with pytest.raises(InputError, match="^output must name a file"):
+        asked(tmp_path, "rte", output=".")
