@@ -1,21 +1,28 @@
 """Models that the benchmark compares, and one training step or forward pass of each.
 
 All have the same size and compute the same masked-LM loss on the same tokens with the same
-optimizer, each as its users would run it: transformers' models on padded rows with their own loss,
-this project's as in its pretraining loop.
+optimizer, each as its users would run it: transformers' models and default options on padded rows
+with their own loss or under `Trainer`, explicit options as in this project's pretraining loop.
 """
 
-import ctypes
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    BertTokenizer,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 import roformer
 from roformer.kernels.attention import UNPADDED
@@ -23,7 +30,7 @@ from train.data.batching import packed_layout
 from train.loop.objective import LanguageModel
 from train.loop.optim import adamw
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 VOCAB_SIZE = 30522
 MASK_RATE = 0.15
@@ -38,8 +45,11 @@ SIZES = {
 }
 """num_hidden_layers, hidden_size, num_attention_heads; intermediate_size is four hidden_size."""
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Options of mallopt(3) in glibc."""
+TRAINER_STEPS = 3
+"""Steps of one call of `Trainer.train`."""
+
+MRPC_LENGTHS = (53, 15, 20, 100)
+"""Mean, standard deviation, minimum and maximum of the lengths of pairs in MRPC, in tokens."""
 
 OURS = "this RoFormer"
 OURS_WITHOUT_POSITIONS = "this RoFormer, position_encoding none"
@@ -66,7 +76,6 @@ class Workload:
         padded: Whether lengths differ, so that `PADDING_SHARE` of the rows is padding.
         device: cpu or cuda.
         compiled: Use torch.compile, except for transformers' RoFormer, which breaks graphs.
-        attention_dropout: Dropout of attention probabilities where it differs from `dropout`.
     """
 
     size: str = "small"
@@ -77,13 +86,10 @@ class Workload:
     padded: bool = False
     device: str = "cpu"
     compiled: bool = False
-    attention_dropout: float | None = None
 
     def __str__(self) -> str:
         parts = [self.size, f"{self.batch} x {self.length}", "bf16" if self.bf16 else "fp32"]
         parts.append(f"dropout {self.dropout:g}")
-        if self.attention_dropout is not None:
-            parts[-1] += f", {self.attention_dropout:g} in attention"
         return ", ".join(parts + [f"{PADDING_SHARE:.0%} padding"] * self.padded)
 
     def lengths(self) -> np.ndarray:
@@ -97,48 +103,39 @@ class Workload:
         return int(self.lengths().sum())
 
 
-@dataclass(frozen=True)
-class BenchBatch:
-    """One batch as padded rows and as a packed row.
+def random_batch(workload: Workload) -> dict[str, Tensor]:
+    """Draw tokens, `MASK_RATE` of them to be predicted; the same for every model of a comparison.
 
-    Attributes:
-        input_ids: [B, L].
-        attention_mask: [B, L].
-        labels: [B, L], -100 where no token is predicted.
-        packed: Arguments of `LanguageModel` for the packed row.
+    Returns:
+        input_ids, attention_mask and labels, [B, L]; labels are -100 where nothing is predicted.
     """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-    packed: dict[str, Any]
-
-    @classmethod
-    def random(cls, workload: Workload) -> "BenchBatch":
-        """Draw tokens, `MASK_RATE` of them to be predicted."""
-        lengths = workload.lengths()
-        shape = (workload.batch, workload.length)
-        input_ids = torch.randint(5, VOCAB_SIZE, shape)
-        mask = torch.arange(workload.length) < torch.from_numpy(lengths)[:, None]
-        labels = input_ids.masked_fill((torch.rand(shape) > MASK_RATE) | ~mask, -100)
-        packed = packed_layout(lengths) | {"input_ids": input_ids[mask][None]}
-        packed |= predicted(labels[mask])
-        device = workload.device
-        packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in packed.items()}
-        return cls(input_ids.to(device), mask.long().to(device), labels.to(device), packed)
+    generator = torch.Generator().manual_seed(0)
+    shape = (workload.batch, workload.length)
+    input_ids = torch.randint(5, VOCAB_SIZE, shape, generator=generator)
+    mask = torch.arange(workload.length) < torch.from_numpy(workload.lengths())[:, None]
+    unlabelled = (torch.rand(shape, generator=generator) > MASK_RATE) | ~mask
+    labels = input_ids.masked_fill(unlabelled, -100)
+    batch = {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels}
+    return {name: x.to(workload.device) for name, x in batch.items()}
 
 
-def predicted(labels: Tensor) -> dict[str, Tensor]:
-    """Positions and ids of the predicted tokens among flat labels, [n] each."""
+def loop_inputs(name: str, workload: Workload) -> dict[str, Any]:
+    """Return the same tokens as arguments of `LanguageModel`: for a RoFormer one packed row."""
+    batch = random_batch(workload)
+    input_ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
+    if name != OUR_BERT:
+        layout, labels = packed_layout(workload.lengths()), labels[mask.bool()]
+        inputs = {k: x.to(workload.device) if torch.is_tensor(x) else x for k, x in layout.items()}
+        inputs["input_ids"] = input_ids[mask.bool()][None]
+    labels = labels.flatten()
     label_positions = (labels >= 0).nonzero()[:, 0]
-    return {"label_positions": label_positions, "labels": labels[label_positions]}
+    return inputs | {"label_positions": label_positions, "labels": labels[label_positions]}
 
 
 def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     """Return a model with random weights and its fastest kernel that needs no further package."""
     layers, width, heads = SIZES[workload.size]
-    attention_dropout = workload.attention_dropout
-    attention_dropout = workload.dropout if attention_dropout is None else attention_dropout
     shared = {
         "vocab_size": VOCAB_SIZE,
         "num_hidden_layers": layers,
@@ -149,7 +146,7 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     fields = shared | {
         "intermediate_size": 4 * width,
         "hidden_dropout_prob": workload.dropout,
-        "attention_probs_dropout_prob": attention_dropout,
+        "attention_probs_dropout_prob": workload.dropout,
     }
     if name == STOCK:
         return transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
@@ -170,7 +167,7 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
             **dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1),
             mlp_dropout=workload.dropout,
             embedding_dropout=workload.dropout,
-            attention_dropout=attention_dropout,
+            attention_dropout=workload.dropout,
         )
         return transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa")
     encoding = "none" if name == OURS_WITHOUT_POSITIONS else "rope"
@@ -179,16 +176,12 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     )
 
 
-def make_training_step(name: str, workload: Workload, batch: BenchBatch) -> Step:
+def make_training_step(name: str, workload: Workload) -> Step:
     """Return a function that runs forward, backward and AdamW of a model once."""
     model: nn.Module = make_baseline(name, workload).to(workload.device).train()
-    padded = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    inputs: dict[str, Any] = padded | {"labels": batch.labels}
-    if name == OUR_BERT:
-        inputs = padded | predicted(batch.labels.flatten())
-    elif name in IN_OUR_LOOP:
-        inputs = batch.packed
-    module: Any = LanguageModel(model) if name in IN_OUR_LOOP else model
+    in_our_loop = name in IN_OUR_LOOP
+    inputs = loop_inputs(name, workload) if in_our_loop else random_batch(workload)
+    module: Any = LanguageModel(model) if in_our_loop else model
     if workload.compiled and name != STOCK:
         module = torch.compile(module, dynamic=False)
     optimizer = adamw(model, 1e-4, 0.01)
@@ -196,8 +189,7 @@ def make_training_step(name: str, workload: Workload, batch: BenchBatch) -> Step
     def step() -> None:
         with torch.autocast(workload.device, torch.bfloat16, enabled=workload.bf16):
             outputs = module(**inputs)
-            summed = name in IN_OUR_LOOP
-            loss = outputs[0] / len(inputs["labels"]) if summed else outputs.loss
+            loss = outputs[0] / len(inputs["labels"]) if in_our_loop else outputs.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -205,37 +197,78 @@ def make_training_step(name: str, workload: Workload, batch: BenchBatch) -> Step
     return step
 
 
-def make_forward_step(name: str, workload: Workload, batch: BenchBatch) -> Step:
-    """Return a function that runs the encoder of a model once, without gradients."""
-    dtype = torch.bfloat16 if workload.bf16 else torch.float32
-    encoder = make_baseline(name, workload).base_model.to(workload.device, dtype).eval()
-
-    def step() -> None:
-        with torch.no_grad():
-            encoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-
-    return step
-
-
-def make_logits_step(name: str, workload: Workload, batch: BenchBatch) -> Step:
-    """Return a function that computes the logits of all tokens once, without gradients."""
+def make_forward_step(name: str, workload: Workload, logits: bool = False) -> Step:
+    """Return a function that computes hidden states, or logits of all tokens, without gradients."""
     dtype = torch.bfloat16 if workload.bf16 else torch.float32
     model = make_baseline(name, workload).to(workload.device, dtype).eval()
-
-    def step() -> None:
-        with torch.no_grad():
-            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-
-    return step
+    module = model if logits else model.base_model
+    inputs = random_batch(workload)
+    del inputs["labels"]
+    return torch.no_grad()(lambda: module(**inputs))
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory in this process instead of returning it to the system.
+def make_pretraining_step(name: str, workload: Workload) -> Step:
+    """Return a function that trains a model for `TRAINER_STEPS` steps on masked tokens."""
+    tokenizer = make_tokenizer()
+    rows = [{"input_ids": x} for x in random_batch(workload)["input_ids"].tolist()] * TRAINER_STEPS
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
+    return make_trainer(make_baseline(name, workload), rows, collator, tokenizer, workload).train
 
-    Large tensors are otherwise mapped and cleared anew by every allocation, which takes half of the
-    time of a long text. Cannot be undone, and fragments memory; for measurements only.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+
+def make_classification_step(name: str, workload: Workload) -> Step:
+    """Return a function that fine-tunes a classifier for `TRAINER_STEPS` steps by `Trainer`."""
+    config = make_baseline(name, workload).config
+    classes = transformers if name == STOCK else roformer
+    rng = np.random.default_rng(0)
+    mean, deviation, low, high = MRPC_LENGTHS
+    drawn = rng.normal(mean, deviation, workload.batch * TRAINER_STEPS)
+    lengths = drawn.clip(low, high).astype(int)
+    rows = [
+        {"input_ids": rng.integers(5, VOCAB_SIZE, length).tolist(), "label": int(length) % 2}
+        for length in lengths
+    ]
+    model = classes.RoFormerForSequenceClassification(config)
+    return make_trainer(model, rows, None, make_tokenizer(), workload).train
+
+
+def make_trainer(
+    model: PreTrainedModel,
+    rows: list[dict[str, Any]],
+    collator: Any,
+    tokenizer: BertTokenizer,
+    workload: Workload,
+) -> Trainer:
+    """Build a Trainer that saves and logs nothing; no collator means Trainer's own."""
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        max_steps=TRAINER_STEPS,
+        per_device_train_batch_size=workload.batch,
+        bf16=workload.bf16,
+        use_cpu=workload.device == "cpu",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model, arguments, data_collator=collator, train_dataset=rows, processing_class=tokenizer
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_tokenizer() -> BertTokenizer:
+    """Build a tokenizer of `VOCAB_SIZE` entries, for the ids of padding and masks."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = special + [f"w{n}" for n in range(VOCAB_SIZE - len(special))]
+    return BertTokenizer(vocab={name: n for n, name in enumerate(names)})
+
+
+STEPS: dict[str, Callable[[str, Workload], Step]] = {
+    "inference": make_forward_step,
+    "inference with logits": partial(make_forward_step, logits=True),
+    "training": make_training_step,
+    "pretraining": make_pretraining_step,
+    "classification": make_classification_step,
+}
+"""Task -> the function that returns a step of a model; the last two are by `Trainer`."""

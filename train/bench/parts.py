@@ -1,152 +1,225 @@
-"""Parts of the benchmark; the docstring of each part is the caption of its table."""
+"""Parts of the benchmark; the docstring of each part is the caption of its table.
+
+Default options mean `RoFormerForMaskedLM(config)` on both sides; explicit ones this project's
+pretraining loop and `unpadded` attention. Inference has its weights in the precision of the case;
+training is a forward pass with labels, its backward pass and AdamW, under autocast in bfloat16.
+"""
 
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import numpy as np
+import psutil
+import torch
 
+from roformer import RoFormerConfig, RoFormerModel
+from roformer.configuration_rules import FEATURE_MAPS
 from train.bench.baselines import (
     BERT,
-    MASK_RATE,
+    DEFAULT,
     MODERN,
     OUR_BERT,
     OURS,
     OURS_WITHOUT_POSITIONS,
+    SIZES,
+    SPARSE,
     STOCK,
-    VOCAB_SIZE,
-    make_forward_step,
+    Workload,
 )
-from train.bench.defaults import defaults, long_text, one_thread, peak, trainer
-from train.bench.timing import Benchmark
-from train.data.batching import SequenceIndex, StepDataset
-from train.data.masking import Vocab
-from train.data.token_store import TokenStore
+from train.bench.timing import Benchmark, in_new_process, time_steps
+from train.environment import peak_memory
+
+Targets = dict[str, float | None]
+
+SHAPES = ((32, 128), (8, 512), (2, 2048))
+BYTES_PER_SCORE = 12
+"""Memory of transformers' attention for each score of a layer, at its peak."""
+MIN_FIT_LENGTH = 4096
+"""Shorter lengths are not used for slopes: costs that do not depend on length dominate there."""
+
+TASKS: dict[str, tuple[float, Targets]] = {
+    "inference": (0.0, {DEFAULT: 1.9}),
+    "inference with logits": (0.0, {DEFAULT: None}),
+    "training": (0.1, {DEFAULT: 1.4, SPARSE: 3.7}),
+}
+"""Task -> dropout, and models with the geometric mean that each should reach."""
 
 
-def training(benchmark: Benchmark) -> None:
-    """A step of pretraining without padding."""
-    for bf16, dropout, target in (
-        (False, 0.1, 2.0),
-        (True, 0.1, 2.4),
-        (False, 0.0, 2.6),
-        (True, 0.0, 3.0),
-    ):
-        targets: dict[str, float | None] = {STOCK: target, BERT: None, MODERN: None}
-        targets |= {OUR_BERT: None} if bf16 else {}
-        benchmark.compare("training", benchmark.workload(bf16=bf16, dropout=dropout), targets)
-
-
-def padding(benchmark: Benchmark) -> None:
-    """A step of pretraining on sequences of different lengths."""
-    for bf16, target in ((False, 4.5), (True, 5.5)):
-        targets: dict[str, float | None] = {STOCK: target}
-        targets |= {BERT: None, MODERN: None} if bf16 else {}
-        benchmark.compare("padding", benchmark.workload(bf16=bf16, padded=True), targets)
-
-
-def base(benchmark: Benchmark) -> None:
-    """A step of a base model in bfloat16 against transformers' RoFormer in float32, its default."""
-    for batch, length in ((16, 128), (4, 512)):
-        stock = benchmark.workload(size="base", batch=batch, length=length)
-        ours = replace(stock, bf16=True)
-        benchmark.compare("base", ours, {STOCK: 4.0}, baseline_workload=stock)
-
-
-def forward(benchmark: Benchmark) -> None:
-    """The encoder without gradients; bf16 is the dtype of the weights."""
-    shapes = [("small", 32, 128), ("small", 8, 512), ("small", 2, 2048), ("base", 4, 512)]
-    for size, batch, length in shapes:
-        for bf16 in (False, True):
+def defaults(benchmark: Benchmark) -> None:
+    """Default options against transformers' RoFormer, each cell in a process of its own."""
+    shapes = SHAPES if benchmark.settings.scale == "full" else SHAPES[:1]
+    for task, (dropout, targets) in TASKS.items():
+        ratios: dict[str, list[float]] = {name: [] for name in targets}
+        for (batch, length), padded, bf16 in product(shapes, (False, True), (False, True)):
             workload = benchmark.workload(
-                size=size, batch=batch, length=length, bf16=bf16, dropout=0.0
+                batch=batch, length=length, padded=padded, bf16=bf16, dropout=dropout
             )
-            benchmark.compare("forward", workload, {STOCK: 1.3, BERT: 0.97}, make_forward_step)
-    workload = benchmark.workload(size="base", batch=4, bf16=True, dropout=0.0, padded=True)
-    benchmark.compare("forward", workload, {STOCK: None, BERT: None}, make_forward_step)
+            benchmark.compare(task, workload, dict.fromkeys(targets, 1.0))
+            for row in benchmark.rows[-len(targets) :]:
+                ratios[row["peer"]].append(row["value"])
+        for name, target in targets.items():
+            case, average = f"{task}, geometric mean", statistics.geometric_mean
+            benchmark.add(case, name, ratios[name], "x", target, average)
 
 
-def kept(benchmark: Benchmark) -> None:
-    """Training in a process that keeps freed memory, which helps other models more than ours."""
-    for bf16, dropout in ((False, 0.1), (True, 0.1), (True, 0.0)):
-        workload = benchmark.workload(bf16=bf16, dropout=dropout)
-        targets: dict[str, float | None] = {STOCK: None, BERT: None, MODERN: None}
-        benchmark.compare("kept", workload, targets, keep=True)
-    workload = benchmark.workload(bf16=True, padded=True)
-    benchmark.compare("kept", workload, {STOCK: None}, keep=True)
+def one_thread(benchmark: Benchmark) -> None:
+    """The same on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    defaults(benchmark)
+    torch.set_num_threads(threads)
+
+
+def trainer(benchmark: Benchmark) -> None:
+    """Three steps of `Trainer` with default options: masked tokens, and rows as long as MRPC's."""
+    for bf16, target in ((False, 1.8), (True, 2.2)):
+        targets: Targets = {DEFAULT: 1.0, SPARSE: target}
+        benchmark.compare("pretraining", benchmark.workload(bf16=bf16), targets)
+        workload = benchmark.workload(bf16=bf16, batch=32, length=128)
+        benchmark.compare("classification", workload, {DEFAULT: 1.5})
+
+
+def long_text(benchmark: Benchmark) -> None:
+    """One text of 8,192 tokens; transformers' RoFormer only where the memory is enough."""
+    for task, bf16 in product(("inference", "training"), (False, True)):
+        dropout, targets = TASKS[task]
+        workload = benchmark.workload(batch=1, length=8192, bf16=bf16, dropout=dropout)
+        if stock_fits(workload, training=task == "training"):
+            benchmark.compare(task, workload, dict.fromkeys(targets, 1.0))
+            continue
+        print(f"{task}, {workload}: transformers' RoFormer needs more memory than is free")
+        for name, seconds in benchmark.time(task, list(targets), workload).items():
+            benchmark.add_speed(task, workload, name, seconds)
+
+
+def stock_fits(workload: Workload, training: bool) -> bool:
+    """Return whether the scores of transformers' RoFormer fit into the free memory."""
+    layers, _, heads = SIZES[workload.size]
+    scores = workload.batch * heads * workload.length**2 * (layers if training else 1)
+    return psutil.virtual_memory().available > 1.5 * BYTES_PER_SCORE * scores
+
+
+def peak(benchmark: Benchmark) -> None:
+    """Share of the measured peak of matrix products in training, without dropout."""
+    for size, target in (("small", 60.0), ("base", 75.0)):
+        workload = benchmark.workload(size=size, bf16=True, dropout=0.0)
+        (seconds,) = benchmark.time("training", [SPARSE], workload).values()
+        benchmark.add_share_of_peak(workload, SPARSE, seconds, target)
+
+
+def explicit(benchmark: Benchmark) -> None:
+    """Explicit options against transformers' models with their fastest kernels."""
+    for bf16, dropout, padded, target in (
+        (False, 0.1, False, 2.0),
+        (True, 0.1, False, 2.4),
+        (False, 0.0, False, 2.6),
+        (True, 0.0, False, 3.0),
+        (False, 0.1, True, 4.5),
+        (True, 0.1, True, 5.5),
+    ):
+        workload = benchmark.workload(bf16=bf16, dropout=dropout, padded=padded)
+        seconds = benchmark.compare("training", workload, {OURS: target}, (STOCK, BERT, MODERN))
+        benchmark.add_speed("training", workload, OURS, seconds[OURS])
+    for size, batch, bf16, padded in (
+        ("small", 8, False, False),
+        ("small", 8, True, False),
+        ("base", 4, False, False),
+        ("base", 4, True, True),
+    ):
+        workload = benchmark.workload(size=size, batch=batch, bf16=bf16, dropout=0.0, padded=padded)
+        benchmark.compare("inference", workload, {OURS: 1.3}, (STOCK, BERT))
+
+
+def explicit_on_gpu(benchmark: Benchmark) -> None:
+    """A compiled step of pretraining on packed rows against transformers' models, compiled too."""
+    for size, length in (*(("base", 2**n) for n in (7, 9, 11, 13)), ("large", 512)):
+        workload = benchmark.workload(
+            size=size, batch=32768 // length, length=length, bf16=True, compiled=True
+        )
+        compared = (size, length) == ("base", 512)
+        baselines = (STOCK, BERT, OUR_BERT) if compared else ()
+        seconds = benchmark.compare("training", workload, {OURS: 5.0}, baselines)[OURS]
+        benchmark.add_speed("training", workload, OURS, seconds)
+        target = 45.0 if length == 512 else None
+        benchmark.add_share_of_peak(workload, OURS, seconds, target)
 
 
 def rope(benchmark: Benchmark) -> None:
     """Share of a training step that the rotation takes: rope against position_encoding none."""
-    gpu = benchmark.device.type == "cuda"
-    sizes = [("small", 8, False), ("small", 8, True), ("base", 2, True)]
-    for size, batch, bf16 in [("base", 64, True)] if gpu else sizes:
-        workload = benchmark.workload(size=size, batch=batch, bf16=bf16, dropout=0.0, compiled=gpu)
-        models = dict.fromkeys((OURS, OURS_WITHOUT_POSITIONS), workload)
-        seconds = benchmark.measure(models, factor=3)
-        pairs = zip(seconds[OURS_WITHOUT_POSITIONS], seconds[OURS])
-        median, low, high = quartiles(100 * (1 - without / rotated) for without, rotated in pairs)
-        fields = ("rope", str(workload), OURS, median, "% of a step", low, high)
-        benchmark.add(*fields, at_most=4.0 if gpu else 3.0)
+    gpu = benchmark.settings.device == "cuda"
+    for size, batch in (("base", 64),) if gpu else (("small", 8), ("base", 2)):
+        workload = benchmark.workload(size=size, batch=batch, bf16=True, dropout=0.0, compiled=gpu)
+        names = (OURS_WITHOUT_POSITIONS, OURS)
+        without, rotated = benchmark.time("training", names, workload, factor=3).values()
+        shares = [100 * (1 - a / b) for a, b in zip(without, rotated)]
+        benchmark.add(f"training, {workload}", OURS, shares, "% of a step")
 
 
-def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
-    """Median, first and third quartile."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return median, low, high
+def attention_scaling(benchmark: Benchmark) -> None:
+    """One layer of width 256, forward, float32: time and peak memory against length.
+
+    A slope is that of log cost over log length, 1 for linear and 2 for quadratic cost.
+    """
+    lengths = [2**n for n in range(9, 17)] if benchmark.settings.scale == "full" else [64, 128]
+    for kind in ("softmax", *FEATURE_MAPS):
+        costs: dict[str, list[float]] = {"s": [], "MB": []}
+        for tokens in lengths:
+            seconds, megabytes = in_new_process(
+                measure_length, kind, tokens, benchmark.settings.rounds
+            )
+            for unit, values in (("s", seconds), ("MB", [megabytes])):
+                benchmark.add(f"{tokens} tokens", kind, values, unit)
+                costs[unit].append(benchmark.rows[-1]["value"])
+        for unit, found in costs.items():
+            slope = fit_slope(lengths, found)
+            if slope is not None:
+                benchmark.add(f"slope of {unit}", kind, [slope], "")
 
 
-def data(benchmark: Benchmark) -> None:
-    """Masked batches made by one process from tokens on disk."""
-    tokens = 20_000_000 if benchmark.settings.scale == "full" else 200_000
-    with tempfile.TemporaryDirectory() as folder:
-        sequences = SequenceIndex(random_store(Path(folder), tokens), 512)
-        vocab = Vocab(2, 3, 0, 4, VOCAB_SIZE, (0, 1, 2, 3, 4))
-        for packed in (False, True):
-            steps = StepDataset(sequences, vocab, 256, 64, MASK_RATE, 0, packed=packed)
-            speeds = []
-            for step in range(benchmark.settings.rounds + 1):
-                started = time.perf_counter()
-                batches = steps[step]
-                seconds = time.perf_counter() - started
-                made = sum(int(b["input_ids"].ne(vocab.pad_id).sum()) for b in batches)
-                speeds.append(made / seconds)
-            layout = "packed rows" if packed else "padded rows"
-            median, low, high = quartiles(speeds[1:])
-            fields = ("data", layout, "one process", median, "tokens/s", low, high)
-            benchmark.add(*fields, at_least=2e6)
+def measure_length(kind: str, tokens: int, turns: int) -> tuple[list[float], float]:
+    """Time forward passes over one text; call it in a new process.
+
+    Args:
+        kind: softmax, or a feature map.
+        tokens: Length of the text.
+        turns: Forward passes after the first.
+
+    Returns:
+        Seconds of each pass, and the peak of memory beyond the model, in MB.
+    """
+    torch.manual_seed(0)
+    config = RoFormerConfig(
+        vocab_size=100,
+        hidden_size=256,
+        num_attention_heads=4,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        linear_attention=None if kind == "softmax" else kind,
+    )
+    model = RoFormerModel._from_config(config, attn_implementation="sdpa").eval()
+    warm_up, ids = torch.randint(100, (1, 64)), torch.randint(100, (1, tokens))
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        model(warm_up)
+        before = peak_memory(cpu)
+        seconds = time_steps({kind: lambda: model(ids)}, turns)[kind]
+    return seconds, (peak_memory(cpu) - before) / 1e6
 
 
-def random_store(folder: Path, tokens: int) -> TokenStore:
-    """Write documents of 20 to 2,000 random tokens as `tokenize_corpus` would."""
-    rng = np.random.default_rng(0)
-    (folder / "0").mkdir()
-    rng.integers(5, VOCAB_SIZE, tokens, dtype=np.uint16).tofile(folder / "0/tokens.bin")
-    ends = np.cumsum(rng.integers(20, 2000, tokens // 1000))
-    ends = np.append(ends[ends < tokens], tokens)
-    starts = np.zeros(1, np.int64)
-    return TokenStore(ends, (folder / "0",), starts, np.dtype(np.uint16), (len(ends),), folder)
+def fit_slope(lengths: Sequence[int], costs: Sequence[float]) -> float | None:
+    """Slope of log(cost) over log(length) from `MIN_FIT_LENGTH` on; None for fewer than 2."""
+    pairs = [x for x in zip(lengths, costs) if x[0] >= MIN_FIT_LENGTH and x[1] > 0]
+    if len(pairs) < 2:
+        return None
+    x, y = np.log(pairs).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
-def training_on_gpu(benchmark: Benchmark) -> None:
-    """A compiled step of pretraining on packed rows, without attention dropout."""
-    sizes = [("base", n) for n in (128, 512, 2048, 8192)] + [("large", 512)]
-    for size, tokens in sizes:
-        workload = benchmark.workload(size=size, batch=32768 // tokens, length=tokens, bf16=True,
-                                      attention_dropout=0.0, compiled=True)  # fmt: skip
-        targets: dict[str, float | None] = {STOCK: 5.0, BERT: None, OUR_BERT: 0.99}
-        benchmark.compare("training", workload, targets if (size, tokens) == ("base", 512) else {})
-
-
-CPU_PARTS = (
-    defaults, one_thread, trainer, long_text, peak, training, padding, base, forward, rope,
-    data, kept,
-)  # fmt: skip
-PARTS: dict[str, dict[str, Callable[[Benchmark], None]]] = {
+CPU_PARTS = (defaults, one_thread, trainer, long_text, peak, explicit, rope,
+             attention_scaling)  # fmt: skip
+PARTS: Mapping[str, Mapping[str, Callable[[Benchmark], None]]] = {
     "cpu": {part.__name__: part for part in CPU_PARTS},
-    "cuda": {"training": training_on_gpu, "rope": rope, "data": data},
+    "cuda": {"training": explicit_on_gpu, "rope": rope},
 }
 """Device -> name -> part, in the order in which they run."""

@@ -1,28 +1,33 @@
-"""Timing of steps: settings of the benchmark, alternating rounds, ratios and targets."""
+"""Times of models that alternate in a process of their own, and the rows of the tables.
 
+Large tensors come from the system and go back to it at every allocation, which costs a page fault
+for every 4 KiB; how much of that a process avoids depends on what it computed before. Hence a new
+process for every comparison, and ratios within a turn.
+"""
+
+import multiprocessing
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from train.atomic_dir import check_writable
 from train.bench.baselines import (
     MASK_RATE,
-    OURS,
+    STEPS,
+    STOCK,
+    Step,
     Workload,
     make_baseline,
-    make_training_step,
 )
-from train.bench.processes import StepFactory, in_new_process, time_models
-from train.bench.tables import Measurement
 from train.loop.flops import measure_peak_flops, step_flops
 from train.settings import require
-
-GPU_MFU_TARGET = 45.0
-"""Model FLOPs utilization in percent that training at length 512 should reach on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class BenchSettings:
     scale: str = "full"
     """full, or tiny: the same steps with tiny models and texts, to test the benchmark."""
     output: str = "results/bench-cpu.json"
-    """JSON file to write; the tables (.md) and the figure (.png) are written beside it."""
+    """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
         scales = ("full", "tiny")
@@ -51,14 +56,22 @@ class BenchSettings:
 
 
 class Benchmark:
-    """Times steps and collects measurements."""
+    """Times models and collects the rows of the tables.
+
+    Attributes:
+        settings: What to measure.
+        part: Name of the table that rows are added to.
+        rows: Rows so far; their keys are those of the JSON file.
+        peak_flops: Measured operations per second of a matrix product, in bfloat16 (key True) and
+            float32.
+    """
 
     def __init__(self, settings: BenchSettings) -> None:
-        self.settings = settings
-        self.device = torch.device(settings.device)
-        self.rows: list[Measurement] = []
+        self.settings, self.part = settings, ""
+        self.rows: list[dict[str, Any]] = []
+        device = torch.device(settings.device)
         self.peak_flops = {
-            bf16: measure_peak_flops(self.device, torch.bfloat16 if bf16 else torch.float32)
+            bf16: measure_peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
             for bf16 in (False, True)
         }
 
@@ -70,85 +83,149 @@ class Benchmark:
         return replace(workload, size="tiny", batch=2, length=min(workload.length, 64))
 
     def add(
-        self, *fields: Any, at_least: float | None = None, at_most: float | None = None
-    ) -> None:
-        """Add a measurement and print it.
-
-        Args:
-            *fields: Fields of `Measurement` in their order.
-            at_least: Target from below; ignored if `scale` is tiny, as is `at_most`.
-            at_most: Target from above.
-        """
-        row, full = Measurement(*fields), self.settings.scale == "full"
-        for sign, limit in ((">=", at_least), ("<=", at_most)):
-            if full and limit is not None:
-                reached = row.value >= limit if sign == ">=" else row.value <= limit
-                row = replace(row, asked=f"{sign} {limit:g} {row.unit}", reached=reached)
-        self.rows.append(row)
-        print(" | ".join(row.cells()), flush=True)
-
-    def measure(
         self,
-        models: Mapping[str, Workload],
-        make_step: StepFactory = make_training_step,
-        factor: int = 1,
-        keep: bool = False,
-    ) -> dict[str, list[float]]:
-        """Time models alternately in a new process: seconds of each in each turn.
+        case: str,
+        model: str,
+        values: Sequence[float],
+        unit: str,
+        target: float | None = None,
+        average: Callable[[Sequence[float]], float] = statistics.median,
+    ) -> None:
+        """Add a row and print it: the average and the range of some values.
 
         Args:
-            models: Workload of each model.
-            make_step: Returns the step of a model.
-            factor: Multiple of `rounds` to measure.
-            keep: Keep freed memory in the process.
+            case: What was computed.
+            model: What computed it.
+            values: One for each turn.
+            unit: Unit of the values.
+            target: What the average should reach; ignored if `scale` is tiny.
+            average: Median, or another mean.
         """
-        return in_new_process(time_models, models, make_step, factor * self.settings.rounds, keep)
+        value, asked, reached = average(values), "", None
+        if target is not None and self.settings.scale == "full":
+            asked, reached = f">= {target:g} {unit}", value >= target
+        row = {"part": self.part, "case": case, "peer": model, "value": value, "unit": unit}
+        low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
+        row |= {"low": low, "high": high, "asked": asked, "reached": reached}
+        self.rows.append(row)
+        print(" | ".join(cells(row)), flush=True)
+
+    def time(
+        self, task: str, names: Sequence[str], workload: Workload, factor: int = 1
+    ) -> dict[str, list[float]]:
+        """Time models alternately in a new process: seconds of each in `factor` x `rounds` turns.
+
+        Args:
+            task: A key of `STEPS`.
+            names: Models.
+            workload: Their size, batch and precision.
+            factor: Multiple of `rounds`.
+        """
+        turns = factor * self.settings.rounds
+        return in_new_process(time_models, task, list(names), workload, turns)
 
     def compare(
         self,
-        part: str,
+        task: str,
         workload: Workload,
-        targets: dict[str, float | None],
-        make_step: StepFactory = make_training_step,
-        baseline_workload: Workload | None = None,
-        keep: bool = False,
-    ) -> None:
-        """Measure this project's model against others.
+        targets: Mapping[str, float | None],
+        baselines: Sequence[str] = (STOCK,),
+    ) -> dict[str, list[float]]:
+        """Add the speed-up of models over baselines, as ratios within a turn.
 
         Args:
-            part: Table of the measurements.
-            workload: Workload of this project's model.
-            targets: Models to compare with, and the speed-up over each that is the target.
-            make_step: Returns the step of a model.
-            baseline_workload: Workload of the other models, if it differs.
-            keep: Keep freed memory in the process.
-        """
-        others = baseline_workload or workload
-        models = {OURS: workload} | dict.fromkeys(targets, others)
-        seconds = self.measure(models, make_step, keep=keep)
-        ours = statistics.median(seconds[OURS])
-        self.add(part, str(workload), OURS, workload.tokens / ours, "tokens/s")
-        if make_step is make_training_step:
-            mfu = self.share_of_peak(OURS, workload, ours)
-            has_target = self.device.type == "cuda" and workload.length == 512
-            target = GPU_MFU_TARGET if has_target else None
-            self.add(part, str(workload), OURS, mfu, "% of peak", at_least=target)
-        for name, target in targets.items():
-            speed = workload.tokens / statistics.median(seconds[name])
-            self.add(part, str(others), name, speed, "tokens/s")
-            ratio, low, high = speedup(seconds[name], seconds[OURS])
-            case = str(workload) if baseline_workload is None else f"{workload} against {others}"
-            self.add(part, case, name, ratio, "x", low, high, at_least=target)
+            task: A key of `STEPS`.
+            workload: Size, batch and precision.
+            targets: Models, and the speed-up over the first baseline that each should reach.
+            baselines: Models to compare with.
 
-    def share_of_peak(self, name: str, workload: Workload, seconds: float) -> float:
-        """Operations of a training step over those of the device's peak in that time, percent."""
+        Returns:
+            Seconds of each model in each turn.
+        """
+        seconds = self.time(task, [*baselines, *targets], workload)
+        for name, target in targets.items():
+            for baseline in baselines:
+                model = name if baseline == STOCK else f"{name} against {baseline}"
+                ratios = [a / b for a, b in zip(seconds[baseline], seconds[name])]
+                least = target if baseline == baselines[0] else None
+                self.add(f"{task}, {workload}", model, ratios, "x", least)
+        return seconds
+
+    def add_speed(self, task: str, workload: Workload, name: str, seconds: Sequence[float]) -> None:
+        """Add the tokens per second of a model, padding not counted."""
+        speeds = [workload.tokens / x for x in seconds]
+        self.add(f"{task}, {workload}", name, speeds, "tokens/s")
+
+    def add_share_of_peak(
+        self, workload: Workload, name: str, seconds: Sequence[float], target: float | None = None
+    ) -> None:
+        """Add the operations of a training step over those of the device's peak in that time."""
         lengths, tokens = workload.lengths(), float(workload.tokens)
         config, squares = make_baseline(name, workload).config, float((lengths**2).sum())
         flops = step_flops(config, tokens, squares, MASK_RATE * tokens)
-        return 100 * flops / self.peak_flops[workload.bf16] / seconds
+        shares = [100 * flops / self.peak_flops[workload.bf16] / x for x in seconds]
+        self.add(f"training, {workload}", name, shares, "% of peak", target)
 
 
-def speedup(baseline: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lowest and highest ratio of times within a turn."""
-    ratios = sorted(a / b for a, b in zip(baseline, ours))
-    return statistics.median(ratios), ratios[0], ratios[-1]
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Format a row of a table."""
+    digits = ",.0f" if abs(row["value"]) >= 1000 else ",.2f"
+    value = f"{row['value']:{digits}} {row['unit']}"
+    if row["low"] is not None:
+        value += f" ({row['low']:{digits}} to {row['high']:{digits}})"
+    verdict = {None: "", True: ", reached", False: ", **missed**"}[row["reached"]]
+    return [row["case"], row["peer"], value, f"{row['asked']}{verdict}"]
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a new process, which has imported torch and computed nothing.
+
+    The threads of torch are those of the caller.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train.bench.baselines"])
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_call, torch.get_num_threads(), function, *arguments).result()
+
+
+def _call(threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity_error()  # of zeros at padding, which nobody reads here
+    return function(*arguments)
+
+
+def time_models(
+    task: str, names: Sequence[str], workload: Workload, turns: int
+) -> dict[str, list[float]]:
+    """Time a step of each model on the same batch: seconds of each in each turn."""
+    steps = {name: STEPS[task](name, workload) for name in names}
+    return time_steps(steps, turns, workload.device)
+
+
+def time_steps(
+    steps: Mapping[str, Step], turns: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Time steps alternately, after a turn for warming up.
+
+    Args:
+        steps: Steps by name.
+        turns: Turns to measure.
+        device: Device of the steps; on cuda each is repeated ten times in a turn.
+
+    Returns:
+        Seconds of each step in each turn.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    cuda = device == "cuda"
+    repeats = 10 if cuda else 1
+    synchronize: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    for turn in range(turns + 1):
+        # the order is reversed every other turn, so that no step always follows the same one
+        for name in list(steps)[:: -1 if turn % 2 else 1]:
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                steps[name]()
+            synchronize()
+            seconds[name].append((time.perf_counter() - started) / repeats)
+    return {name: values[1:] for name, values in seconds.items()}
