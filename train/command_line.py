@@ -191,12 +191,18 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
         found = value[1].strip("'\"").replace("None", "null")
         return f"{key} must be of type {_describe_type(types[key])}, got {found}; see --help"
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
+    prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
     # in YAML the section of a misspelt key stands before it, or is missing
-    section = re.match(r"(?:Group '|\")(\w+)", message)
-    keys = [key for key in types if not section or key.startswith(f"{section[1]}.")]
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
-    similar = difflib.get_close_matches(unknown[1], names, n=1) if unknown else []
-    return f"{message}; {f'did you mean {names[similar[0]]}?' if similar else 'see --help'}"
+    section = prefix or "".join(re.findall(r"^(?:Group '|\")(\w+)", message))
+    leaves = [key for key, kind in types.items() if not is_dataclass(kind)]
+    keys = [key for key in leaves if key.startswith(f"{section}.")] or leaves
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    similar = difflib.get_close_matches(word, names, n=1)
+    if similar:
+        return f"{message}; did you mean {names[similar[0]]}?"
+    # several values of a flag: a glob that the shell has expanded, or names without brackets
+    is_value = re.match(r"unrecognized arguments: (?!-)", message)
+    return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 
 def _check_yaml(file: str) -> None:

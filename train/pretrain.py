@@ -98,6 +98,8 @@ def main(settings: PretrainSettings) -> Path:
         optim = stage.optim
         check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
+    # with sequences shorter than the longest, a budget of tokens takes more steps
+    check_warmup(settings.optim, [count_steps(s.optim, s.corpus.length) for s in stages])
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
@@ -257,11 +259,7 @@ def build_dataset(
     objective: LanguageModel,
     accelerator: Accelerator,
 ) -> StagedDataset:
-    """Build this process's micro-batches of all stages.
-
-    Raises:
-        InputError: The warm-up is longer than the run.
-    """
+    """Build this process's micro-batches of all stages."""
     parts = []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
@@ -282,9 +280,7 @@ def build_dataset(
             pad_predictions_to=limit if is_compiled(accelerator) else None,
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))
-    staged = StagedDataset(parts)
-    check_warmup(stages[0].optim, staged.total)
-    return staged
+    return StagedDataset(parts)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,9 @@ class CorpusSettings(HeldOutSettings):
 
     def __post_init__(self) -> None:
         share, rule = self.held_out_share, "must be text, or a share above 0% and below 100%"
-        valid = share is None or 0 < share < 1
+        # a number without % would be read as the name of a hub data set
+        is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None
+        valid = not is_number if share is None else 0 < share < 1
         require(valid, "corpus.validation", rule, self.validation, "2% is usual")
         remedy = "128 and 512 are usual"
         require(self.length >= 8, "corpus.length", "must be at least 8", self.length, remedy)

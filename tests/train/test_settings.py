@@ -86,6 +86,9 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     [
         (["--optim.learning_rte=1"], "--optim.learning_rte=1; did you mean optim.learning_rate?"),
         (["--optim.learning_rat=1"], "--optim.learning_rat=1; did you mean optim.learning_rate?"),
+        (["--optim.lr=1"], "unrecognized arguments: --optim.lr=1; see --help"),
+        (["--corpus.train", "a.txt", "b.txt"], "b.txt; quote globs, write a list as"),
+        (["--corpus.validation=0.02"], "corpus.validation must be text, or a share .* got 0.02"),
         (["--optim.learning_rate=fast"], "^optim.learning_rate must be of type float, got fast;"),
         (["--optim.tokens=5M"], "^optim.tokens must be of type int or null, got 5M; see --help$"),
         (["--optim.batch_size=null"], "^optim.batch_size must be of type int, got null;"),

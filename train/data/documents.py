@@ -59,7 +59,7 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
             continue
         files = _match_files(name, key)
         exists = bool(files) or not _looks_like_path(name)
-        require(exists, key, "must exist", repr(name), "check the path")
+        require(exists, key, "must exist", repr(name), "check the path; a list is [A, B]")
         valid = bool(files) or not corpus.held_out_share
         rule, remedy = "must name text for the hub data set", "give files or a hub data set"
         require(valid, "corpus.validation", f"{rule} {name}", corpus.validation, remedy)
@@ -210,13 +210,15 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
         place = f"line {number} of {file}"
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__} instead of an object")
             if "\\u" in line:  # half of a surrogate pair is valid JSON, but cannot be encoded
                 json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {place}: {error}; mend it"
             ) from error
-        _check_column(column, row if isinstance(row, dict) else {}, place)
+        _check_column(column, row, place)
         yield _check_text(row[column], column, place)
 
 

@@ -19,8 +19,8 @@ from train.data.stages import StagedDataset
 from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_objective
-from train.loop.optim import check_warmup, count_steps
-from train.settings import InputError, PretrainSettings
+from train.loop.optim import count_steps
+from train.settings import InputError, PretrainSettings, first_line
 
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
@@ -139,6 +139,11 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["labels"]))
         del moments
+    except NotImplementedError as error:  # flex_attention has no backward pass on a CPU
+        raise InputError(
+            f"model.attention must be able to train on this device, got: {first_line(error)}; "
+            "leave it out for the model's own default"
+        ) from error
     except (MemoryError, RuntimeError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not known and not any(words in str(error) for words in OUT_OF_MEMORY):
@@ -161,13 +166,11 @@ def dry_run(
         accelerator: The accelerator.
 
     Raises:
-        InputError: There is no tokenizer and none would be trained, or the warm-up is too long.
+        InputError: There is no tokenizer and none would be trained.
     """
     objective = _untrained_objective(settings).to(accelerator.device)
     objective.prefer_packed_rows(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
-    known = [number for number in steps if number is not None]
-    check_warmup(settings.optim, sum(known) if known == steps else None)
     micro_batches, tokens, hours = [], 0, 0.0
     for stage, number in zip(stages, steps):
         length, batch_size = stage.corpus.length, stage.optim.batch_size

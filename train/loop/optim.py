@@ -151,14 +151,19 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
 
 
-def check_warmup(optim: OptimSettings, total: int | None) -> None:
+def check_warmup(optim: OptimSettings, stage_steps: list[int | None]) -> None:
     """Check that the warm-up is shorter than the run.
+
+    Args:
+        optim: The optim section.
+        stage_steps: Steps of each stage, from `count_steps`.
 
     Raises:
         InputError: It is not.
     """
+    total = sum(steps or 0 for steps in stage_steps)
     rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
-    fits = total is None or optim.warmup_steps < total
+    fits = optim.hours is not None or optim.warmup_steps < total
     require(fits, "optim.warmup_steps", rule, optim.warmup_steps, remedy)
 
 

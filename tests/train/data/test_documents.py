@@ -83,6 +83,7 @@ BAD_FILES = {
     ),
     "broken.parquet": (b"PAR1 nothing", "corpus.train .* got .*broken.parquet"),
     "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train .* got line 2 of .*torn"),
+    "array.jsonl": (b'[{"text": "x"}]', "corpus.train .* got line 1 of .*array.jsonl: a list"),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column .* line 1 of .*with 5;"),
 }
 
