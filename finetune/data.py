@@ -126,13 +126,15 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     Raises:
         InputError: The data are missing or do not match the task.
     """
-    table = read_rows(task, split, glue_dir)
-    name, is_test = f"{task.name}/{split}", split.startswith("test")
+    table, is_test = read_rows(task, split, glue_dir), split.startswith("test")
+    is_divided = task.train is not None and task.validation is None and not is_test
+    name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
     _check_index(table.get("idx", []), name, is_test)
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
-    return {**texts, "label": _convert_labels(values, task, name, is_test)}
+    columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
+    return _hold_out(columns, task, split) if is_divided else columns
 
 
 def check_splits(task: Task, splits: Mapping[str, Columns]) -> None:
@@ -345,7 +347,7 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
 
 
 def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
-    """Read the columns of a split that the task names; labels are as the file has them.
+    """Read the columns that a task names from the file or data set of a split, as they are.
 
     Raises:
         InputError: The file, the data set or a column is missing.
@@ -364,14 +366,12 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     require(table.num_rows > 0, source, "must hold at least one row", "none", "fill the split")
     index = ["idx"] if task.train is None else []
     kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
-    rows = table.select(kept).to_pydict()
-    held_out = task.train is not None and task.validation is None and not split.startswith("test")
-    return _hold_out(rows, task, split) if held_out else rows
+    return table.select(kept).to_pydict()
 
 
-def _hold_out(rows: dict[str, list], task: Task, split: str) -> dict[str, list]:
-    """Divide training rows into train and validation; equal texts stay on one side."""
-    texts = list(zip(*(rows[name] for name in task.columns)))
+def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
+    """Select train or validation of the training rows; equal texts stay on one side."""
+    texts = list(zip(*(columns[name] for name in task.columns)))
     distinct = list(dict.fromkeys(texts))
     order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
     count = max(1, round(task.validation_share * len(distinct)))
@@ -379,7 +379,8 @@ def _hold_out(rows: dict[str, list], task: Task, split: str) -> dict[str, list]:
     rule, found = "must have several different texts where validation is null", len(distinct)
     require(count < len(distinct), f"train of {task.name}", rule, found, "name a validation file")
     kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
-    return {name: [values[row] for row in kept] for name, values in rows.items()}
+    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
+    return selected | {"label": columns["label"][kept]}
 
 
 def _read_hub(task: Task, split: str) -> pyarrow.Table:

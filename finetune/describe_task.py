@@ -8,6 +8,7 @@ checked as fine-tuning reads them.
 """
 
 import dataclasses
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import yaml
 
 from finetune.data import check_splits, format_label, read_rows, read_split_columns, shorten_list
-from finetune.tasks import Task, TaskSettings, load_task
+from finetune.tasks import Task, TaskSettings, own_task
 from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.settings import require
 
+LARGE = 10.0
+"""A head starts with values near 0 and learns by squared error: far labels take many steps."""
 HEADER = "# written by finetune/describe_task.py\n"
 
 
@@ -37,11 +40,11 @@ class DescribeSettings(TaskSettings):
         path = Path(self.output)
         rule, valid = "must be a .yaml file", path.suffix in (".yaml", ".yml")
         require(valid, "output", rule, self.output, "add .yaml")
-        ours = not path.exists() or (path.is_file() and path.read_text().startswith(HEADER))
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        ours = text.startswith(HEADER) or not path.exists()
         rule, remedy = "must be new or a file of this command", "choose another"
         require(ours, "output", rule, self.output, remedy)
         check_writable(path.parent, "output")
-        require(self.train is not None, "train", "must name the training rows", "null", "name them")
 
 
 def main(settings: DescribeSettings) -> None:
@@ -51,18 +54,19 @@ def main(settings: DescribeSettings) -> None:
         InputError: The data are missing, or do not match the description.
     """
     values = {name: x for name, x in vars(settings).items() if name not in ("output", "regression")}
-    name = settings.name or Path(settings.output).stem
-    if settings.regression or settings.labels is not None:
-        labels = settings.labels
-    else:
-        # classes of any names stand in until they are found; metrics are checked below
-        draft = Task(**values | {"name": name, "labels": ("0", "1"), "metrics": ()})
-        labels = find_classes(draft)
-    task = Task(**values | {"name": name, "labels": labels})
+    labels = settings.labels
+    if labels is None and not settings.regression:
+        # two classes stand in until they are found; metrics are checked with the real ones
+        stand_in = {"labels": ("0", "1"), "metrics": (), "headline": ""}
+        labels = find_classes(own_task(values | stand_in, settings.output))
+    task = own_task(values | {"labels": labels}, settings.output)
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     check_splits(task, splits)
     write_task(task, settings.output)
-    load_task(settings.output)
+    mean, spread = splits["train"]["label"].mean(), splits["train"]["label"].std()
+    if task.labels is None and max(abs(mean), spread) > LARGE:
+        found = f"mean {mean:.4g}, standard deviation {spread:.4g}"
+        print(f"warning: large labels ({found}) train slowly; divide them", file=sys.stderr)
     for split, columns in splits.items():
         print(f"{split}: {describe_rows(task, split, columns['label'])}")
     print(f"task written to {settings.output}; fine-tune with --task {settings.output}")
@@ -74,12 +78,10 @@ def find_classes(task: Task) -> tuple[str, ...]:
     Raises:
         InputError: A label is missing, or the labels are numbers with decimals.
     """
-    # validation rows that were held out count, too: a rare class may be there alone
-    splits = ("train",) if task.validation else ("train", "validation")
-    values = [x for split in splits for x in read_rows(task, split, None)[task.label_column]]
-    names = [format_label(value) for value in values]
+    names = [format_label(value) for value in read_rows(task, "train", None)[task.label_column]]
     key = f"{task.label_column} of {task.name}/train"
-    require(None not in names, key, "must not be empty", "an empty label", "correct the file")
+    missing = f"none in row {names.index(None)}" if None in names else ""
+    require(not missing, key, "must be in every row", missing, "correct the file")
     found = {name for name in names if name is not None}
     numbers = {name: number for name in found if (number := _to_number(name)) is not None}
     fractions = sorted(name for name, number in numbers.items() if not number.is_integer())
@@ -97,7 +99,8 @@ def write_task(task: Task, file: str) -> None:
         implied = {"title": task.name, "headline": task.metrics[0]}.get(field.name, field.default)
         if field.name == "labels" or value != implied:
             values[field.name] = list(value) if isinstance(value, tuple) else value
-    Path(file).write_text(HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    text = HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    Path(file).write_text(text, encoding="utf-8")
 
 
 def describe_rows(task: Task, split: str, labels: Any) -> str:

@@ -143,7 +143,7 @@ def changed_input(run: GlueSettings, finished: Finished) -> str | None:
         return None
     names = {
         "weights": f"the weights of {run.mnli or run.model}",
-        "data": f"{run.task} of {run.glue_dir}",
+        "data": f"{run.task} of {run.glue_dir}" if run.glue_dir else f"the data of {run.task}",
     }
     hashes = hash_inputs(run).items()
     return next((names[name] for name, value in hashes if hash_differs(value, line, name)), None)

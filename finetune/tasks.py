@@ -205,14 +205,21 @@ def load_task(name: str) -> Task:
 
 @functools.cache  # a grid asks for each run
 def _read_task(file: str, _: int) -> Task:
-    values = vars(parse_settings(TaskSettings, ["--config", file]))
+    return own_task(vars(parse_settings(TaskSettings, ["--config", file])), file)
+
+
+def own_task(values: Mapping[str, Any], file: str) -> Task:
+    """Make a task from the fields of a YAML file, whose name is the default of `name`.
+
+    Raises:
+        InputError: A field is wrong.
+    """
     name = values["name"] or Path(file).stem
-    task = Task(**values | {"name": name, "title": values["title"] or name})
     rule = "must not be that of a task of the table"
-    require(task.name not in TASKS, f"name in {file}", rule, task.name, "choose another")
+    require(name not in TASKS, f"name of {file}", rule, name, "choose another")
     rule = "must name the training rows"
-    require(task.train is not None, f"train in {file}", rule, "null", "name a file")
-    return task
+    require(values["train"] is not None, f"train of {file}", rule, "null", "name a file")
+    return Task(**{**values, "name": name})
 
 
 def recorded_task(result: Mapping[str, Any]) -> Task:

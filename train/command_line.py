@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
@@ -172,6 +172,8 @@ def _describe_type(kind: Any) -> str:
         return "null"
     if is_dataclass(kind):
         return "section"
+    if get_origin(kind) is tuple:
+        return f"list of {parts[0]}"
     name = getattr(kind, "__name__", str(kind))
     return f"{name} of {', '.join(parts)}" if parts else name
 

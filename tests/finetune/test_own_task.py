@@ -174,12 +174,20 @@ GOOD = {"text": TEXTS, "color": COLORS}
     ("columns", "changes", "words"),
     [
         ({"body": TEXTS, "color": COLORS}, {}, ["own.csv", "text, color", "got body, color"]),
-        ({**GOOD, "text": ["", *TEXTS[1:]]}, {}, ["column text", "'' in row"]),
-        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "an empty label"]),
+        (
+            {**GOOD, "text": [*TEXTS[:4], "", *TEXTS[5:]]},
+            {},
+            ["column text of own/train", "'' in row 4"],
+        ),
+        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "none in row 0"]),
         ({**GOOD, "color": ["red"] * 12}, {}, ["labels", "two different classes", "got red"]),
         ({**GOOD, "color": [0.5] * 12}, {}, ["color", "got 0.5", "--regression true"]),
-        (GOOD, {"regression": True}, ["color of own/train", "numbers", "'red' in row"]),
-        (GOOD, {"labels": ("red", "green")}, ["color of own/train", "red, green", "'blue' in"]),
+        (GOOD, {"regression": True}, ["color of own/train", "numbers", "'red' in row 0"]),
+        (
+            GOOD,
+            {"labels": ("red", "green")},
+            ["color of own/train", "red, green", "'blue' in"],
+        ),
         (GOOD, {"labels": ("red", "red")}, ["labels", "different"]),
         (GOOD, {"metrics": ("f1",)}, ["metrics", "macro_f1", "3 classes"]),
         (GOOD, {"metrics": ("rouge",)}, ["metrics", "accuracy", "got rouge"]),
@@ -200,7 +208,7 @@ def test_a_task_that_cannot_be_is_refused_in_one_line(columns, changes, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("columns: [text]\nlabels: [a, b]\n", ["train in own.yaml", "null"]),
+        ("columns: [text]\nlabels: [a, b]\n", ["train of own.yaml", "null"]),
         ("colums: [text]\n", ["colums", "columns"]),
         ("columns: [text]\ntrain: a.csv\nlabels: [a]\n", ["labels", "got a"]),
     ],
