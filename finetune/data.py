@@ -138,7 +138,7 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
 
 
 def check_splits(task: Task, splits: Mapping[str, Columns]) -> None:
-    """Refuse training rows with one label; warn of texts that train and another split share.
+    """Refuse training rows with one label; warn of absent classes and of texts shared by splits.
 
     Raises:
         InputError: All training rows have the same label.
@@ -148,6 +148,10 @@ def check_splits(task: Task, splits: Mapping[str, Columns]) -> None:
     found = f"{train['label'][0]} in all {len(train['label'])} rows"
     varied = bool((train["label"] != train["label"][0]).any())
     require(varied, key, rule, found, "add rows with other labels")
+    present = set(train["label"].tolist())
+    absent = [name for label, name in enumerate(task.labels or ()) if label not in present]
+    if absent:
+        _warn(f"no row of {task.name}/train is {shorten_list(absent)}")
     known = set(zip(*(train[name] for name in task.columns)))
     for split, columns in splits.items():
         count = sum(text in known for text in zip(*(columns[name] for name in task.columns)))

@@ -167,6 +167,19 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
     assert capsys.readouterr().err == "warning: 2 of 3 rows of own/validation are also in train\n"
 
 
+def test_a_class_without_training_rows_is_named_in_a_warning(capsys):
+    train = write("own.csv", {"text": TEXTS, "color": COLORS})
+    other = write("v.csv", {"text": ["other"], "color": ["red"]})
+    describe(train, validation=other, labels=("red", "black", "green", "blue"))
+    assert capsys.readouterr().err == "warning: no row of own/train is black\n"
+
+
+def test_large_labels_of_a_regression_are_named_in_a_warning(capsys):
+    train = write("own.csv", {"text": TEXTS, "color": [1000 * row for row in range(12)]})
+    describe(train, regression=True, validation=train)
+    assert "large labels (mean 5500, " in capsys.readouterr().err
+
+
 GOOD = {"text": TEXTS, "color": COLORS}
 
 
