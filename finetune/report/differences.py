@@ -1,7 +1,7 @@
 """What is subtracted: RoFormer - BERT seed by seed, and each model - its best control.
 
-Also the rule of what counts: a difference between two models counts on a task only where both are
-above their best control without pretraining by more than the spread over seeds.
+Also the rule of what is comparable: two models are, on a task, only where both are above their best
+control without pretraining by more than the spread over seeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,10 +128,11 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     Returns:
         Columns configuration, label, control (a kind of `CONTROLS`), gain (difference of the means
         over seeds), spread (the larger sample standard deviation over seeds of the two), absent
-        (what is missing to judge the gain) and counts: nothing is, and the gain exceeds the spread.
+        (what is missing to judge the gain) and comparable: nothing is, and the gain exceeds the
+        spread.
     """
     runs = group.runs
-    columns = ["configuration", "label", "control", "gain", "spread", "absent", "counts"]
+    columns = ["configuration", "label", "control", "gain", "spread", "absent", "comparable"]
     rows = []
     for (configuration, label), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":
@@ -145,16 +146,16 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def counting_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool]:
-    """Label -> whether differences under one protocol count: all models must gain enough."""
+def comparable_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool]:
+    """Label -> whether the models of one protocol are comparable: all must gain enough."""
     sides = [side for pair in pairs for side in (pair.first, pair.second)]
     rows = gains[gains["configuration"].isin({side["configuration"].iloc[0] for side in sides})]
-    by_label = rows.groupby("label")["counts"].all().to_dict()
+    by_label = rows.groupby("label")["comparable"].all().to_dict()
     return {label: by_label[label] for pair in pairs for label in pair.tasks}
 
 
 def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float, str, bool]:
-    """Best control, gain over it, spread, what is absent, and whether the gain counts."""
+    """Best control, gain over it, spread, what is absent, and whether the gain is enough."""
     by_row = controls.groupby(["kind", "configuration"])["score"].agg(["mean", "std"])
     absent = [f"no {CONTROLS[x]}" for x in ("random", "features") if x not in by_row.index]
     if by_row.empty or scores.isna().all():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, control_gains, counting_tasks
+from finetune.report.differences import MINUS, Difference, comparable_tasks, control_gains
 from finetune.report.runs import (
     CONTROLS,
     GROUPS,
@@ -68,15 +68,14 @@ def by_protocol(pairs: Sequence[Difference]) -> dict[str, list[Difference]]:
 
 
 def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
-    """Say on which tasks each protocol's differences count, and which models are compared."""
+    """Say on which tasks two models are comparable, by protocol, and which models they are."""
     gains, sentences = control_gains(group), []
     for same in by_protocol(pairs).values():
-        found = counting_tasks(same, gains)
-        counting = [group.titles[label] for label, counts in found.items() if counts]
-        names = f"{': ' if counting else ''}{'; '.join(counting)}"
-        sentences.append(
-            f"{pair_name(same[0])} counts on {len(counting)} of {len(found)} tasks{names}."
-        )
+        found = comparable_tasks(same, gains)
+        titles = [group.titles[label] for label, comparable in found.items() if comparable]
+        names = f": {'; '.join(titles)}" if titles else ""
+        number = f"{len(titles)} of {len(found)} tasks"
+        sentences.append(f"{pair_name(same[0])}: comparable on {number}{names}.")
     if pairs:
         sides = [[getattr(pair, side) for pair in pairs] for side in ("first", "second")]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -100,8 +99,8 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFram
         pair.part or "difference": {k: comparison_text(c) for k, c in pair.comparisons()}
         for pair in pairs
     }
-    cells["counts"] = {
-        label: "yes" if found else "no" for label, found in counting_tasks(pairs, gains).items()
+    cells["comparable"] = {
+        label: "yes" if found else "no" for label, found in comparable_tasks(pairs, gains).items()
     }
     labels = dict.fromkeys(label for texts in cells.values() for label in texts)
     names = {**group.titles, "average": group.average_name(pairs[0].tasks)}
@@ -201,22 +200,21 @@ def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
 def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     """What each pretrained configuration is above its best control, one column a task."""
     rows = []
-    for configuration, found in gains.groupby("configuration", sort=False):
+    judged = gains[gains["control"] != ""]  # the others have no scores, or no control
+    for configuration, found in judged.groupby("configuration", sort=False):
         texts = {row.label: gain_text(row) for row in found.itertuples()}
         row = {"model": configuration}
         rows.append(row | {title: texts.get(k, DASH) for k, title in group.titles.items()})
     remark = (
         "Mean difference from the best of random weights (the same architecture and head), majority"
         " class and simple features; in brackets the larger standard deviation over seeds of the "
-        "two. A difference between two models counts on a task where both gain more than that."
+        "two. Two models are comparable on a task where both gain more than that."
     )
     return Table("Above the best control without pretraining", pd.DataFrame(rows), [remark])
 
 
 def gain_text(row: Any) -> str:
     """A gain in one cell."""
-    if not row.control:
-        return DASH
     spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
     return f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
 
