@@ -427,7 +427,9 @@ def _locate_file(task: Task, split: str, glue_dir: str | None) -> Path:
 
 def _read_file(file: Path, task: Task) -> pyarrow.Table:
     try:
-        return _READERS[file.suffix](file, task)
+        table = _READERS[file.suffix](file, task)
+        table.validate(full=True)  # of jsonl the reader does not check that text is UTF-8
+        return table
     except (pyarrow.ArrowException, OSError) as error:
         rule, found = f"must be readable as {file.suffix}", first_line(error)
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error

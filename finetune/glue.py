@@ -6,6 +6,7 @@ Each run appends one line to the results file and writes its predictions beside 
 """
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -349,6 +350,10 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
             **options,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if settings.attention is not None and re.search("attn|attention", str(error), re.I):
+            rule, remedy = "must be one the model has", "leave it out for the model's own"
+            found = f"{settings.attention!r} ({first_line(error)})"
+            raise InputError(f"attention {rule}, got {found}; {remedy}") from error
         key = "model" if settings.mnli is None else "mnli"
         raise loading_error(key, folder, "weights of an encoder", error) from error
     new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
@@ -363,7 +368,9 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
 def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
     """Create the error for a folder or hub id that transformers cannot load."""
     found = f"{path!r} ({first_line(error)})"
-    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; check it")
+    encoder = Path(path) / ENCODER  # of a model saved with the shared head
+    remedy = f"take {encoder}" if encoder.is_dir() else "check it"
+    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; {remedy}")
 
 
 @torch.no_grad()

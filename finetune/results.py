@@ -249,7 +249,7 @@ def truncate_partial_line(results: str) -> None:
 def read_results(path: str) -> list[dict[str, Any]]:
     """Read the results: for each run its last line, unless that failed with the same inputs.
 
-    A line that cannot be parsed is ignored with a warning.
+    Lines that cannot be parsed are ignored with one warning.
 
     Raises:
         InputError: The file is missing.
@@ -257,6 +257,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
     rule = "must be a file written by finetune/glue.py"
     require(Path(path).is_file(), "results", rule, path, "check the path")
     results: dict[tuple, dict[str, Any]] = {}
+    torn: list[int] = []
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
@@ -270,5 +271,8 @@ def read_results(path: str) -> list[dict[str, Any]]:
             if not failed or earlier is result or other:
                 results[key] = result
         except (ValueError, KeyError, TypeError):
-            print(f"warning: {path} line {number} is torn and was ignored", file=sys.stderr)
+            torn.append(number)
+    if torn:
+        numbers = f"line {torn[0]}" + (f" and {len(torn) - 1} more" if torn[1:] else "")
+        print(f"warning: {path} is torn at {numbers}; ignored", file=sys.stderr)
     return list(results.values())

@@ -80,13 +80,15 @@ class SharedHeadClassifier(nn.Module):
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # never read: its weights would have no gradient
         self.encoder, self.head = encoder, head
+        # the head reads no padding
+        self.options = {"unpad": True} if isinstance(encoder, roformer.RoFormerModel) else {}
 
     def forward(self, attention_mask: Tensor, **inputs: Tensor) -> SequenceClassifierOutput:
         """Compute `logits` [B, num_labels] from mask, ids and token types, [B * K, L] each.
 
         The K texts of a row are neighbours.
         """
-        outputs = self.encoder(attention_mask=attention_mask, **inputs)
+        outputs = self.encoder(attention_mask=attention_mask, **inputs, **self.options)
         return SequenceClassifierOutput(logits=self.head(outputs.last_hidden_state, attention_mask))
 
     def num_parameters(self) -> int:

@@ -37,6 +37,7 @@ from finetune.settings import normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.environment import git_commit
+from train.settings import InputError, first_line, require
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class SimpleFeaturesSettings:
     """Results file of the runs that are compared."""
 
     def __post_init__(self) -> None:
+        require(bool(self.tasks), "tasks", "must name at least one", "none", "name some")
         normalize_paths(self, "glue_dir", "tasks")
         for task in self.tasks:
             load_task(task)
@@ -85,7 +87,11 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]
     splits = ("train", *task.validation_splits)
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
-    logits = predict(task, columns)
+    try:
+        logits = predict(task, columns)
+    except ValueError as error:  # scikit-learn's: one class, or texts without words
+        rule, remedy = "must have words and two classes", "add rows, or leave out this control"
+        raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{key['task']}]'", *folder]
     record = {

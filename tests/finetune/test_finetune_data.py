@@ -197,6 +197,10 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / "train.parquet").write_text("no parquet")
     refused(["train.parquet", "readable"], lambda: load(tmp_path))
+    (tmp_path / "sst2" / "train.parquet").unlink()
+    line = '{"sentence": "caf\xe9", "label": 1}'
+    (tmp_path / "sst2" / "train.jsonl").write_text(line, encoding="latin1")
+    refused(["train.jsonl", "readable", "UTF8"], lambda: load(tmp_path))
 
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):

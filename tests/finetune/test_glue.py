@@ -246,7 +246,7 @@ def test_segments_are_asked_for_where_the_model_has_them(tmp_path):
         ("tokenizer.json", {}, "tokenizer"),
         ("config.json", {}, "model"),
         (None, {"model": "empty"}, "model"),
-        (None, {"attention": "imagined"}, "model"),
+        (None, {"attention": "imagined"}, "attention"),
         (None, {"task": "rte"}, "glue_dir"),
         (None, {"save": "model"}, "save"),
         (None, {"output": "file/x"}, "output"),

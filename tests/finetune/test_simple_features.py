@@ -77,6 +77,16 @@ def test_a_task_without_a_training_split_is_refused(tmp_path):
         score_tasks(ask(tmp_path, "rte"))
 
 
+def test_data_that_cannot_be_fitted_are_refused(folder):
+    write_split(
+        folder / "glue", "sst2", "train", {"sentence": ["a film", "a day"], "label": [1, 1]}
+    )
+    with pytest.raises(InputError, match="^sst2/train must have"):
+        score_tasks(ask(folder, "sst2"))
+    with pytest.raises(InputError, match="^tasks must"):
+        ask(folder)
+
+
 def test_the_command_of_a_record_is_the_command(folder):
     settings = ask(folder, "sst2")
     score_tasks(settings)
