@@ -8,5 +8,5 @@ folder=runs/performer-$1 text=$(IFS=,; echo "${*:2}")
 
 python -m train.sweep --config "configs/sweeps/performer-$1.yaml" ${text:+--text "[$text]"}
 runs=("$folder"/favor_rope-? "$folder"/favor_none-? "$folder"/softmax_rope-?)
-python -m train.analysis.compare_runs --runs "$(IFS=,; echo "[${runs[*]}]")" --output "$folder/comparison.png" \
+python -m train.analysis.loss_curves --runs "$(IFS=,; echo "[${runs[*]}]")" --output "$folder/comparison.png" \
   --title 'Next byte: linear attention with and without RoPE, and softmax'

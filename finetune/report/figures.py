@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 
 from finetune.report.differences import Difference
 from finetune.report.runs import CONTROLS, TaskGroup, seed_scores
-from finetune.report.statistics import MIN_RUNS, t_interval
+from finetune.report.statistics import MIN_RUNS
 from finetune.report.tables import shown_configurations
+from train.intervals import t_interval
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 from scipy import stats
+
+from train.intervals import t_interval
 
 Interval = tuple[float, float]
 
-CONFIDENCE = 0.95
 MIN_RUNS = 4
 """Fewer values have neither an interval nor a test: they are shown one by one."""
 
@@ -57,13 +57,6 @@ def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int)
         return comparison
     p = float(stats.ttest_1samp(values, 0.0).pvalue)
     return replace(comparison, t_interval=t_interval(values), p=p)
-
-
-def t_interval(values: ArrayLike) -> Interval:
-    """95 % interval of the mean of values [n] by Student's t, n of at least 2."""
-    sample: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
-    reach = stats.t.ppf((1 + CONFIDENCE) / 2, len(sample) - 1) * stats.sem(sample)
-    return float(sample.mean() - reach), float(sample.mean() + reach)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -19,7 +19,7 @@ TOP_LEVEL = {
     "results", ".ci", ".gitignore",
 }  # fmt: skip
 COMMON = {"train.settings", "train.command_line", "train.atomic_dir", "train.environment"}
-FIGURES = {"train.plotting", "train.tables"}
+FIGURES = {"train.plotting", "train.tables", "train.intervals"}
 LAYERS = {
     "roformer": {"roformer"},
     "train.settings": set(),
@@ -30,11 +30,12 @@ LAYERS = {
     "train.loop": {*COMMON, "roformer", "train.data", "train.loop"},
     "train.plotting": {"train.settings", "train.atomic_dir"},
     "train.tables": set(),
+    "train.intervals": set(),
     "train.analysis": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.analysis"},
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},
     "train.sweep": COMMON,
-    "finetune": {*COMMON, "roformer", "train.data", "train.loop", "finetune"},
+    "finetune": {*COMMON, "train.intervals", "roformer", "train.data", "train.loop", "finetune"},
 }
 """What each part of the source may import of the others."""
 LENGTHS = {"roformer/modeling_roformer.py": 900}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 import roformer
-from train.analysis.loss_curves import expand_globs, group_by_model
+from train.analysis.runs import expand_globs, group_by_model
 from train.atomic_dir import model_name
 from train.command_line import run_command
 from train.data import vocabulary

@@ -24,7 +24,7 @@ from torch import Tensor
 import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
-from train.analysis.loss_curves import group_by_model
+from train.analysis.runs import group_by_model
 from train.atomic_dir import model_name
 from train.command_line import run_command
 from train.data import vocabulary

@@ -1,48 +1,52 @@
-"""Loss curves of runs, as in Fig. 3 of the paper.
+"""Loss curves of runs, as in Fig. 3 of the paper, and their losses in a table.
 
     python -m train.analysis.loss_curves --runs '[runs/rope-0, runs/bert-0, ...]'
 
-Plots training loss (faint) and held-out loss (markers) against steps, tokens and time. Runs whose
-names differ only in a last `-0`, `-1`, ... that is their `run.seed` are seeds of one model: a line
-for the mean, a band for the range. For two models the difference is plotted seed by seed.
+Runs whose names differ only in a last `-0`, `-1`, ... that is their `run.seed` are seeds of one
+model: a line for the mean, a band for the range. Every other model is compared with the first, seed
+by seed. Intervals are Student's t over pretraining seeds, 95 %: they cover the variation between
+seeds, not between texts.
 """
 
-import glob
 import json
-import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
-from train.atomic_dir import split_seed
+from train.analysis.length_extrapolation import (
+    UNCHANGED,
+    losses_by_length,
+    plot_losses_by_length,
+)
+from train.analysis.runs import NATS, Models, Run, read_runs
 from train.command_line import run_command
-from train.data.vocabulary import BYTES
+from train.intervals import t_interval
 from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
-from train.settings import require
+from train.settings import InputError, require
+from train.tables import markdown_table
 
 Floats = NDArray[np.float64]
+Row = dict[str, Any]
 
-NATS, BITS = "nats a predicted token", "bits a byte"
-
-X_AXES = (("step", 1e3, "steps (thousands)"), ("tokens", 1e6, "tokens (millions)"),
-          ("seconds", 60, "wall-clock (minutes)"))  # fmt: skip
+X_AXES = (("tokens", 1e6, "tokens (millions)"), ("seconds", 60, "wall-clock (minutes)"))
 """Key of a log row, divisor, label."""
 
 
 @dataclass(frozen=True)
 class CurvesSettings:
-    """Plot the loss curves of runs."""
+    """Plot the loss curves of runs and compare their losses."""
 
     runs: list[str]
-    """Run folders or globs of them, as [runs/a-0, runs/b-0] or ['runs/pair/*-?']."""
+    """Run folders or globs of them, as [runs/a-0, runs/b-0] or ['runs/pair/*-?']; every other model
+    is compared with the first."""
+    lengths: str | None = None
+    """The .json that `train.analysis.length_extrapolation` wrote for the same models."""
     output: str = "results/curves.png"
-    """Figure to write, .png or .svg; the numbers are written beside it as .json."""
+    """Figure to write, .png or .svg; table and numbers are written beside it as .md and .json."""
     title: str = "Masked-LM loss"
     """Title of the figure."""
 
@@ -50,251 +54,199 @@ class CurvesSettings:
         check_figure_path(self.output)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Log of a run.
-
-    Attributes:
-        name: Name of its folder.
-        training: Rows of log.jsonl with `loss`.
-        held_out: Rows with `validation_loss`.
-        parameters: Number of parameters, if known.
-        bytewise: Whether its tokens are bytes.
-        seed: `run.seed`, if known.
-    """
-
-    name: str
-    training: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]
-    parameters: int | None = None
-    bytewise: bool = False
-    seed: int | None = None
+def main(settings: CurvesSettings) -> None:
+    """Read the runs, plot, write numbers and table, print the table."""
+    models, unit = read_runs(settings.runs)
+    lengths = read_lengths(settings.lengths)
+    known_unit = not lengths or unit == NATS
+    require(known_unit, "lengths", "must be null for runs on bytes", settings.lengths, "drop it")
+    runs = [run for seeds in models.values() for run in seeds.values()]
+    ends = {key: min(float(run.held_out[key].iloc[-1]) for run in runs) for key, *_ in X_AXES}
+    rows = summarize(models, ends, lengths)
+    plot(models, lengths, settings, unit)
+    table, output = format_table(rows, ends, unit), Path(settings.output)
+    output.with_suffix(".md").write_text(table + "\n")
+    logs = {run.name: json.loads(run.held_out.to_json(orient="records")) for run in runs}
+    numbers = {"unit": unit, "compared_at": ends, "models": rows, "held_out": logs}
+    output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
+    print(table)
+    print(f"figure: {output}")
 
 
-Models = Mapping[str, Mapping[int, Run]]
-
-
-def all_runs(models: Models) -> list[Run]:
-    """Return the runs of all models."""
-    return [run for seeds in models.values() for run in seeds.values()]
-
-
-def expand_globs(patterns: Sequence[str]) -> list[str]:
-    """Replace every glob by the sorted paths it matches; each path is listed once."""
-    found = [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]
-    return list(dict.fromkeys(found))
-
-
-def read_runs(patterns: Sequence[str]) -> tuple[dict[str, dict[int, Run]], str]:
-    """Read the logs of runs.
-
-    Args:
-        patterns: Run folders or globs.
-
-    Returns:
-        Model -> seed -> run, and the unit of the losses: `BITS` if all runs read bytes.
-
-    Raises:
-        InputError: A folder holds no run, or two runs have the same name.
-    """
-    require(len(patterns) > 0, "runs", "must name a run folder", "none", "add one")
-    runs = [read_log(folder) for folder in expand_globs(patterns)]
-    seeds_of_runs = {run.name: run.seed for run in runs}
-    models = group_by_model([run.name for run in runs], "runs", seeds_of_runs)
-    by_name = {run.name: run for run in runs}
-    grouped = {m: {s: by_name[name] for s, name in seeds.items()} for m, seeds in models.items()}
-    if not all(run.bytewise for run in runs):
-        return grouped, NATS
-    for run in runs:
-        for key, rows in (("loss", run.training), ("validation_loss", run.held_out)):
-            for row in rows:
-                row[key] /= math.log(2)
-    return grouped, BITS
-
-
-def read_log(folder: str) -> Run:
-    """Read log.jsonl, environment.json and settings.yaml of a run folder.
-
-    Raises:
-        InputError: It has no log, or nothing was logged or evaluated yet.
-    """
-    log, environment, settings = (
-        Path(folder) / name for name in ("log.jsonl", "environment.json", "settings.yaml")
-    )
-    require(log.is_file(), "runs", "must hold a log.jsonl", folder, "name folders under run.folder")
-    rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-    training = [row for row in rows if "loss" in row]
-    held_out = [row for row in rows if "validation_loss" in row]
-    logged = bool(training and held_out)
-    require(logged, "runs", "must have logged and evaluated", folder, "wait, or run it longer")
-    known = json.loads(environment.read_text()) if environment.is_file() else {}
-    given = yaml.safe_load(settings.read_text()) if settings.is_file() else {}
-    return Run(
-        name=Path(folder).name,
-        training=training,
-        held_out=held_out,
-        parameters=known.get("parameters"),
-        bytewise=given.get("corpus", {}).get("tokenizer") == BYTES,
-        seed=given.get("run", {}).get("seed"),
-    )
-
-
-def group_by_model(
-    names: Sequence[str], key: str = "models", known_seeds: Mapping[str, int | None] | None = None
-) -> dict[str, dict[int, str]]:
-    """Group runs that differ in their seed: `bert-0` and `bert-1` are seeds of `bert`.
-
-    Args:
-        names: Names of runs; one without a number is seed 0.
-        key: Setting to name in an error.
-        known_seeds: `run.seed` by name; another number in a name, as in `width-16`, is no seed.
-
-    Returns:
-        Model -> seed -> name.
-
-    Raises:
-        InputError: Two runs have the same model and seed.
-    """
-    models: dict[str, dict[int, str]] = defaultdict(dict)
-    for name in names:
-        model, seed = split_seed(name)
-        if (known_seeds or {}).get(name) not in (None, seed):
-            model, seed = name, 0
-        unique = seed not in models[model]
-        require(unique, key, "must have different names", f"{model} twice", "rename one")
-        models[model][seed] = name
-    return dict(models)
-
-
-def losses_at_equal(key: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Held-out loss of every run at the last x that all have reached.
+def losses_at(key: str, runs: Sequence[Run], x: Floats) -> Floats:
+    """Held-out losses of runs at x, linear between two evaluations; NaN before the first.
 
     Args:
         key: "tokens" or "seconds".
-        runs: Logs.
+        runs: Logs, [runs].
+        x: [n].
 
     Returns:
-        `key`: that x. `validation_loss`: name -> loss, interpolated between two evaluations; None
-        if the run was first evaluated later.
+        [runs, n].
     """
-    x = min(run.held_out[-1][key] for run in runs)
-    losses = {
-        run.name: float(interpolate_loss(key, run, np.array([x]))[0])
-        if run.held_out[0][key] <= x
-        else None
-        for run in runs
-    }
-    return {key: x, "validation_loss": losses}
-
-
-def interpolate_loss(key: str, run: Run, x: Floats) -> Floats:
-    """Held-out loss of a run at x, linear between two evaluations, [n]."""
-    xs, losses = ([row[name] for row in run.held_out] for name in (key, "validation_loss"))
-    return np.asarray(np.interp(x, xs, losses))
+    logs = [run.held_out for run in runs]
+    return np.stack([np.interp(x, y[key], y["validation_loss"], left=np.nan) for y in logs])
 
 
 def shared_x(key: str, runs: Sequence[Run]) -> Floats:
     """Evaluations of the first run in the range of `key` that all runs cover, [n]."""
-    x = np.array([row[key] for row in runs[0].held_out], dtype=np.float64)
-    start = max(run.held_out[0][key] for run in runs)
-    end = min(run.held_out[-1][key] for run in runs)
+    x = runs[0].held_out[key].to_numpy(dtype=np.float64)
+    start = max(run.held_out[key].iloc[0] for run in runs)
+    end = min(run.held_out[key].iloc[-1] for run in runs)
     return np.unique(x.clip(start, end)) if start <= end else x[:0]
 
 
-def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[str, Any] | None:
-    """Held-out loss of the first model minus that of the second at equal tokens, seed by seed.
+def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> tuple[Floats, Floats]:
+    """Held-out loss of the first model minus that of the second, at equal tokens, seed by seed.
 
     Returns:
-        `tokens` [n]; `by_seed`: seed -> differences [n]; `mean_at_end` and `std_at_end`, the sample
-        standard deviation over seeds. None if the models share no seed.
+        Tokens [n] and differences [seeds, n]; empty if the models share no seed.
     """
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
+    pairs = [[runs[seed] for seed in first if seed in second] for runs in (first, second)]
+    if not pairs[0]:
+        return np.empty(0), np.empty((0, 0))
+    x = shared_x("tokens", pairs[0] + pairs[1])
+    return x, losses_at("tokens", pairs[0], x) - losses_at("tokens", pairs[1], x)
+
+
+def summarize(models: Models, ends: Mapping[str, float], lengths: list[Row]) -> list[Row]:
+    """Summarize each model: speed, losses, and difference from the first.
+
+    Args:
+        models: Runs.
+        ends: Tokens and seconds that all runs have reached.
+        lengths: Rows of `length_extrapolation`, or none.
+
+    Returns:
+        A row for each model; the keys are those of the .json file.
+    """
+    by_length = losses_by_length(lengths)
+    first = next(iter(models.values()))
+    rows: list[Row] = []
+    losses: list[dict[int, float]] = []
+    for model, seeds in models.items():
+        runs = list(seeds.values())
+        paired = [seed for seed in seeds if seed in first and seeds is not first]
+        at = {key: losses_at(key, runs, np.array([x]))[:, 0] for key, x in ends.items()}
+        losses.append(dict(zip(seeds, at["tokens"])))
+        differences = np.array([losses[0][seed] - losses[-1][seed] for seed in paired])
+        speeds = [run.training["tokens_per_second"].median() for run in runs]
+        rows.append(
+            {
+                "model": model,
+                "seeds": len(runs),
+                "parameters": runs[0].parameters,
+                "tokens_per_second": summary(speeds),
+                "at_equal_tokens": summary(at["tokens"]),
+                "first_minus_it": summary(differences[~np.isnan(differences)]),
+                "at_equal_time": summary(at["seconds"]),
+                "at_length": {
+                    length: summary(found) or "refused"
+                    for length, found in by_length.get((model, UNCHANGED), {}).items()
+                },
+            }
+        )
+    return rows
+
+
+def summary(values: Sequence[float] | Floats) -> Row | None:
+    """Mean, half width of its 95 % t interval (None for one value) and values; None if one is NaN.
+
+    Also None without values.
+    """
+    if len(values) == 0 or np.isnan(values).any():
         return None
-    tokens = shared_x("tokens", [runs[seed] for seed in seeds for runs in (first, second)])
-    by_seed = {
-        seed: interpolate_loss("tokens", first[seed], tokens)
-        - interpolate_loss("tokens", second[seed], tokens)
-        for seed in seeds
-    }
-    last = [float(values[-1]) for values in by_seed.values()] if len(tokens) else []
-    return {
-        "tokens": tokens.tolist(),
-        "by_seed": {seed: values.tolist() for seed, values in by_seed.items()},
-        "mean_at_end": float(np.mean(last)) if last else None,
-        "std_at_end": float(np.std(last, ddof=1)) if len(last) > 1 else None,
-    }
+    low, high = t_interval(values) if len(values) > 1 else (np.nan, np.nan)
+    half = (high - low) / 2 if len(values) > 1 else None
+    return {"mean": float(np.mean(values)), "half": half, "values": [float(x) for x in values]}
 
 
-def plot(models: Models, unit: str, title: str, output: Path) -> None:
-    """Plot losses against steps, tokens and time, and the difference of two models."""
-    *loss_axes, last_axis = axes = make_axes(2, 2, 10.5, 7.4)
-    for axis, (key, scale, label) in zip(loss_axes, X_AXES):
-        for (name, seeds), colour in zip(models.items(), COLOURS * len(models)):
+def format_table(rows: list[Row], ends: Mapping[str, float], unit: str) -> str:
+    """Format the rows of `summarize` as a Markdown table."""
+    lengths = sorted({length for row in rows for length in row["at_length"]})
+    header = ["model", "seeds", "parameters", "tokens/s"]
+    header += [f"loss at {ends['tokens'] / 1e6:.1f} M tokens"]
+    header += [f"{rows[0]['model']} − it", f"loss at {ends['seconds'] / 60:.1f} min"]  # noqa: RUF001 the sign
+    header += [f"at length {length}" for length in lengths]
+    body = []
+    for row in rows:
+        size = row["parameters"]
+        cells = [row["model"], str(row["seeds"]), f"{size:,}" if size else ""]
+        cells += [format_interval(row["tokens_per_second"], ",.0f")]
+        cells += [format_interval(row["at_equal_tokens"])]
+        cells += [format_interval(row["first_minus_it"], "+.3f")]
+        cells += [format_interval(row["at_equal_time"])]
+        cells += [format_interval(row["at_length"].get(length)) for length in lengths]
+        body.append(cells)
+    note = f"Held-out loss in {unit}; mean ± half of the 95 % t interval over seeds of pretraining."
+    return f"{markdown_table(header, body)}\n\n{note}"
+
+
+def format_interval(interval: Row | str | None, digits: str = ".3f") -> str:
+    """Format an interval as mean ± half width."""
+    if interval is None or isinstance(interval, str):
+        return interval or ""
+    half = interval["half"]
+    half = "" if half is None else f" ± {half:{digits.replace('+', '')}}"
+    return f"{interval['mean']:{digits}}{half}"
+
+
+def plot(models: Models, lengths: list[Row], settings: CurvesSettings, unit: str) -> None:
+    """Plot losses against tokens and time, differences from the first model, loss by length."""
+    tokens, seconds, difference, by_length = axes = make_axes(2, 2, 10.5, 7.4)
+    first, *others = models
+    colours = dict(zip(models, COLOURS * len(models)))
+    for axis, (key, scale, label) in zip((tokens, seconds), X_AXES):
+        for model, seeds in models.items():
             runs = list(seeds.values())
             for run in runs:
-                x, losses = ([row[column] for row in run.training] for column in (key, "loss"))
-                axis.plot(np.array(x) / scale, losses, color=colour, alpha=0.25, linewidth=0.8)
-            plot_held_out(axis, key, scale, name, runs, colour)
+                x, losses = run.training[key] / scale, run.training["loss"]
+                axis.plot(x, losses, color=colours[model], alpha=0.25, linewidth=0.8)
+            x = shared_x(key, runs)
+            plot_band(axis, x / scale, losses_at(key, runs, x), colours[model], label=model)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
-    loss_axes[0].legend(title="held out (dots); training (faint)", frameon=False)
-    pair = list(models.values())
-    has_difference = len(pair) == 2 and plot_difference(last_axis, pair[0], pair[1], "black")
-    last_axis.set_ylabel(f"held-out loss, {' − '.join(models)}")  # noqa: RUF001 the sign
-    last_axis.set_visible(has_difference)
-    last_axis.figure.suptitle(title)
-    save_figure(axes, output)
+    tokens.legend(title="held out (dots); training (faint)", frameon=False)
+    for model in others:
+        x, differences = paired_difference(models[first], models[model])
+        if differences.size:
+            plot_band(difference, x / 1e6, differences, colours[model])
+    difference.axhline(0, color="black", linewidth=0.8, linestyle=":")
+    difference.set_xlabel("tokens (millions); band: range over seeds")
+    difference.set_ylabel(f"{first} − the other; below 0 {first} is better")  # noqa: RUF001 the sign
+    difference.set_visible(bool(others))
+    by_length.set_visible(bool(lengths))
+    if lengths:
+        unchanged = [row for row in lengths if row["way"] == UNCHANGED]
+        # the shortest length is that of training: models are not rescaled there
+        plot_losses_by_length(by_length, unchanged, min(x["length"] for x in unchanged), models)
+        by_length.legend(frameon=False, fontsize=8)
+    tokens.figure.suptitle(settings.title)
+    save_figure(axes, Path(settings.output))
 
 
-def plot_held_out(
-    axis: Any, key: str, scale: float, label: str, runs: Sequence[Run], colour: str
-) -> None:
-    """Plot the mean held-out loss over runs and its range."""
-    x = shared_x(key, runs)
-    losses = np.stack([interpolate_loss(key, run, x) for run in runs])  # [seeds, n]
+def plot_band(axis: Any, x: Floats, values: Floats, colour: str, label: str | None = None) -> None:
+    """Plot the mean of values [seeds, n] over seeds, and their range."""
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
-    axis.plot(x / scale, losses.mean(0), label=label, **style)
-    if len(runs) > 1:
-        axis.fill_between(x / scale, losses.min(0), losses.max(0), color=colour, alpha=0.2)
+    axis.plot(x, values.mean(0), label=label, **style)
+    axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2)
 
 
-def plot_difference(
-    axis: Any, first: Mapping[int, Run], second: Mapping[int, Run], colour: str
-) -> bool:
-    """Plot the paired difference of two models, mean and range; returns whether there is one."""
-    difference = paired_difference(first, second)
-    axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    axis.set_xlabel("tokens (millions); band: range over seeds")
-    if difference is None or not difference["tokens"]:
-        return False
-    tokens = np.array(difference["tokens"]) / 1e6
-    values = np.array(list(difference["by_seed"].values()))  # [seeds, n]
-    axis.plot(tokens, values.mean(0), color=colour, marker="o", markersize=2.5, linewidth=1.2)
-    axis.fill_between(tokens, values.min(0), values.max(0), color=colour, alpha=0.2)
-    return True
+def read_lengths(file: str | None) -> list[Row]:
+    """Read the rows that `length_extrapolation` wrote; none for None.
 
-
-def main(settings: CurvesSettings) -> None:
-    """Read the runs, plot, write the numbers, print losses at equal tokens and time."""
-    output = Path(settings.output)
-    models, unit = read_runs(settings.runs)
-    runs = all_runs(models)
-    plot(models, unit, settings.title, output)
-    numbers = {
-        "unit": unit,
-        "at_equal_tokens": losses_at_equal("tokens", runs),
-        "at_equal_time": losses_at_equal("seconds", runs),
-        "difference": paired_difference(*models.values()) if len(models) == 2 else None,
-        "runs": {run.name: {"training": run.training, "held_out": run.held_out} for run in runs},
-    }
-    output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    for key, scale, name in (("tokens", 1e6, "M tokens"), ("seconds", 60, "minutes")):
-        equal = losses_at_equal(key, runs)
-        losses = equal["validation_loss"].items()
-        listed = ", ".join(f"{n} {'not measured' if v is None else f'{v:.3f}'}" for n, v in losses)
-        print(f"held-out loss at {equal[key] / scale:.1f} {name}: {listed}")
-    print(f"figure: {output}")
+    Raises:
+        InputError: There is no such file, or it holds something else.
+    """
+    if file is None:
+        return []
+    try:
+        rows = json.loads(Path(file).read_text())
+        losses_by_length(rows)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = "lengths must be a .json of train.analysis.length_extrapolation"
+        raise InputError(f"{rule}, got {file} ({error!r}); run that command first") from error
+    return rows
 
 
 if __name__ == "__main__":
