@@ -37,7 +37,7 @@ from train.loop.flops import peak_flops
 from train.loop.launch import is_compiled, start_accelerator
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.model_init import build_config, extend_max_positions
-from train.loop.objective import LanguageModel, build_objective, check_model
+from train.loop.objective import LanguageModel, build_language_model, check_model
 from train.loop.optim import (
     NonFiniteGuard,
     build_optimizer,
@@ -107,9 +107,9 @@ def main(settings: PretrainSettings) -> Path:
         tokenizer, stores, held_out = prepare_data(corpus, stages, accelerator)
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
-        objective = build_objective(settings.model, config, run.seed)
-        objective.prefer_packed_rows(accelerator)
-        dataset = build_dataset(stages, stores, tokenizer, objective, accelerator)
+        language_model = build_language_model(settings.model, config, run.seed)
+        language_model.prefer_packed_rows(accelerator)
+        dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         with lock_run_dir(folder, accelerator):
             # again: another launch may have begun the run while this one waited for the lock
             check_settings_unchanged(folder, settings, accelerator.mixed_precision)
@@ -117,11 +117,11 @@ def main(settings: PretrainSettings) -> Path:
             tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
             accelerator.init_trackers(tracker, flat_settings(settings))
             exit_code = train(
-                settings, accelerator, objective, dataset, held_out, folder, preemption
+                settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
             if exit_code is None:
                 fresh = settings.model.init is None
-                save_model(objective, tokenizer, folder / "model", accelerator, fresh)
+                save_model(language_model, tokenizer, folder / "model", accelerator, fresh)
     accelerator.end_training()
     if exit_code:
         raise SystemExit(exit_code)
@@ -131,7 +131,7 @@ def main(settings: PretrainSettings) -> Path:
 def train(
     settings: PretrainSettings,
     accelerator: Accelerator,
-    objective: LanguageModel,
+    language_model: LanguageModel,
     dataset: StagedDataset,
     held_out: SequenceIndex,
     folder: Path,
@@ -145,16 +145,16 @@ def train(
     optim, run, total = settings.optim, settings.run, dataset.total
     hours_budget = math.inf if optim.hours is None else optim.hours
     learning_rate = learning_rate_schedule(optim, total)
-    optimizer = build_optimizer(objective.model, optim)
-    model, optimizer = accelerator.prepare(objective, optimizer)
+    optimizer = build_optimizer(language_model.model, optim)
+    model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     data = [store.folder.name for store in stores]
-    state = resume(settings, folder, objective, optimizer.optimizer, accelerator, data, total)
+    state = resume(settings, folder, language_model, optimizer.optimizer, accelerator, data, total)
     hours, peak = state["seconds"] / 3600, peak_flops(run.peak_tflops, accelerator)
-    fit_micro_batches(dataset, model, objective, accelerator)
+    fit_micro_batches(dataset, model, language_model, accelerator)
     if hours >= hours_budget:
         return None
-    saver = CheckpointSaver(folder, objective, optimizer.optimizer, data, run.keep)
+    saver = CheckpointSaver(folder, language_model, optimizer.optimizer, data, run.keep)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
@@ -169,7 +169,10 @@ def train(
         indices,
         preemption.heartbeat,
     )
-    with preemption, RunLog(accelerator, folder, state, total, objective.model.config, peak) as log:
+    with (
+        preemption,
+        RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
+    ):
         report_skipped = partial(log.report_skipped_step, dataset.sequence_indices)
         guard = NonFiniteGuard(optimizer, report_skipped, folder / "checkpoints")
         loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
@@ -256,7 +259,7 @@ def build_dataset(
     stages: list[PretrainSettings],
     stores: list[TokenStore],
     tokenizer: PreTrainedTokenizerBase,
-    objective: LanguageModel,
+    language_model: LanguageModel,
     accelerator: Accelerator,
 ) -> StagedDataset:
     """Build this process's micro-batches of all stages."""
@@ -264,7 +267,7 @@ def build_dataset(
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = SequenceIndex(store, corpus.length, corpus.weights)
-        mask_rate = None if objective.causal else corpus.mask_rate
+        mask_rate = None if language_model.causal else corpus.mask_rate
         limit = max_predictions(optim.micro_batch * corpus.length, mask_rate)
         dataset = StepDataset(
             sequences,
@@ -275,7 +278,7 @@ def build_dataset(
             stage_seed(stage.run.seed, number),
             accelerator.num_processes,
             accelerator.process_index,
-            packed=objective.packed,
+            packed=language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
         )

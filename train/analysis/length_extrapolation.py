@@ -107,7 +107,7 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
         for way, changes in rescalings(config, length / settings.trained).items():
             row = {"way": way, "length": length}
             try:
-                objective = load_language_model(
+                language_model = load_language_model(
                     folder, tokenizer, length, settings.attention, changes
                 )
             except InputError as error:
@@ -115,11 +115,11 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
                     raise
                 yield row | {"refused": str(error)}
                 continue
-            objective = accelerator.prepare_model(objective, evaluation_mode=True)
+            language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
             sequences, batch = SequenceIndex(store, length), max(1, TOKENS_PER_BATCH // length)
             indices = select_sequences(sequences, max(settings.lengths), settings.documents)
             vocab = Vocab.from_tokenizer(tokenizer)
-            scores = evaluate(objective, sequences, vocab, accelerator, batch, indices)
+            scores = evaluate(language_model, sequences, vocab, accelerator, batch, indices)
             accelerator.free_memory()  # it keeps a reference to every model that it has prepared
             yield row | scores | {"sequences": len(indices)}
 

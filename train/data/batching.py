@@ -113,20 +113,20 @@ class SequenceIndex:
             seed: Seed of the run.
 
         Returns:
-            Sequences [n], and how often each was taken before [n].
+            Sequences [n], and the epoch of each in its source [n]: how often it was taken before.
         """
         if np.array_equal(self.source_draws, self.source_sizes):
             return entry, np.full_like(entry, epoch)
         source = np.searchsorted(np.cumsum(self.source_draws), entry, side="right")
-        index, visits = np.empty_like(entry), np.empty_like(entry)
+        index, epochs = np.empty_like(entry), np.empty_like(entry)
         for number in np.unique(source).tolist():
             chosen, size = source == number, int(self.source_sizes[number])
             first_entry = self.source_draws[:number].sum()
             count = epoch * self.source_draws[number] + entry[chosen] - first_entry
-            visits[chosen] = count // size
+            epochs[chosen] = count // size
             order = stateless_rng.permute(count % size, size, seed, number)
             index[chosen] = self.source_sizes[:number].sum() + order
-        return index, visits
+        return index, epochs
 
     def _documents(self, number: Indices) -> tuple[Indices, Indices]:
         """Start and end of documents in the tokens of the store; empty beyond the last document."""
@@ -161,15 +161,15 @@ def training_order(
         group: Sequences per group.
 
     Returns:
-        Sequences [n], and how often each was seen before [n].
+        Sequences [n], and the epoch of each [n], as from `SequenceIndex.sample_epoch`.
     """
     epoch, entry = np.divmod(position, sequences.epoch_size)
-    index, visits = np.empty_like(position), np.empty_like(position)
+    index, epochs = np.empty_like(position), np.empty_like(position)
     for key in {(int(e), int(w)) for e, w in zip(epoch, entry // WINDOW)}:
         chosen = (epoch == key[0]) & (entry // WINDOW == key[1])
         order = _window_order(sequences, *key, seed, group)
-        index[chosen], visits[chosen] = (x[entry[chosen] % WINDOW] for x in order)
-    return index, visits
+        index[chosen], epochs[chosen] = (x[entry[chosen] % WINDOW] for x in order)
+    return index, epochs
 
 
 def _window_order(
@@ -178,18 +178,18 @@ def _window_order(
     size = sequences.epoch_size
     entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
     entry = stateless_rng.permute(entry, size, seed, epoch)
-    index, visits = sequences.sample_epoch(entry, epoch, seed)
+    index, epochs = sequences.sample_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.locate(index)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
     order = np.concatenate([groups[i] for i in np.argsort(keys)])
-    return index[order], visits[order]
+    return index[order], epochs[order]
 
 
 def make_batch(
     sequences: SequenceIndex,
     index: Indices,
-    visits: Indices,
+    epochs: Indices,
     vocab: Vocab,
     mask_rate: float | None,
     seed: int,
@@ -201,7 +201,7 @@ def make_batch(
     Args:
         sequences: The text.
         index: [B] sequences.
-        visits: [B] how often each was seen before; every time it is masked differently.
+        epochs: [B] how often each was seen before; in every epoch it is masked differently.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             the tokens before it, and corrupts nothing.
@@ -225,7 +225,7 @@ def make_batch(
         inputs, chosen = ids, column < lengths[:, None] - 2  # [CLS] comes before the first token
         labels = np.roll(ids, -1, axis=1)[chosen]
     else:
-        inputs, chosen = mask_tokens(ids, index, visits, vocab, mask_rate, seed)
+        inputs, chosen = mask_tokens(ids, index, epochs, vocab, mask_rate, seed)
         labels = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(padding_mask.astype(np.int64))}
     if packed:
@@ -333,20 +333,20 @@ class StepDataset(Dataset):
     def micro_batch_indices(
         self, step: int, rank: int | None = None
     ) -> list[tuple[Indices, Indices]]:
-        """Return sequences and visits of each micro-batch of a process, by default this one."""
+        """Return sequences and epochs of each micro-batch of a process, by default this one."""
         position = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
-        index, visits = training_order(self.sequences, position, self.seed, group)
+        index, epochs = training_order(self.sequences, position, self.seed, group)
         by_length = np.argsort(self.sequences.locate(index)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
         first = self.rank if rank is None else rank
         rows = by_length.reshape(-1, self.micro_batch)[first :: self.processes]
-        return [(index[row], visits[row]) for row in rows]
+        return [(index[row], epochs[row]) for row in rows]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """Return all micro-batches that this process computes in a step."""
         options = (self.vocab, self.mask_rate, self.seed, self.packed, self.pad_predictions_to)
         return [
-            make_batch(self.sequences, index, visits, *options)
-            for index, visits in self.micro_batch_indices(step)
+            make_batch(self.sequences, index, epochs, *options)
+            for index, epochs in self.micro_batch_indices(step)
         ]

@@ -1,4 +1,4 @@
-"""Step 6 of the data path: masking, a pure function of (seed, visit, sequence).
+"""Step 6 of the data path: masking, a pure function of (seed, epoch, sequence).
 
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
@@ -66,7 +66,7 @@ class Vocab:
 def mask_tokens(
     ids: NDArray[np.int64],
     sequence: NDArray[np.int64],
-    visits: NDArray[np.int64],
+    epochs: NDArray[np.int64],
     vocab: Vocab,
     mask_rate: float,
     seed: int,
@@ -75,9 +75,9 @@ def mask_tokens(
 
     Args:
         ids: [B, L] token ids.
-        sequence: [B] index of each row's sequence. With `visits` and `seed` it decides the masks of
+        sequence: [B] index of each row's sequence. With `epochs` and `seed` it decides the masks of
             the row, whatever batch it is in.
-        visits: [B] how many times each sequence has been read before.
+        epochs: [B] how often each sequence has been read before.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to choose.
         seed: Seed of the run.
@@ -85,7 +85,7 @@ def mask_tokens(
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
-    row_key, column = (seed, visits[:, None], sequence[:, None]), np.arange(ids.shape[1])
+    row_key, column = (seed, epochs[:, None], sequence[:, None]), np.arange(ids.shape[1])
     masked_unit = column  # column whose draw decides: the token itself, or the start of its word
     if vocab.is_continuation is not None:
         # all tokens of a word share the draw of its first column; a special token starts a word

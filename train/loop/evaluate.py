@@ -87,8 +87,8 @@ def evaluate(
     by_length = index[np.argsort(sequences.locate(index)[1], kind="stable")]
     batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    objective = accelerator.unwrap_model(model)
-    rate = None if objective.causal else MASK_RATE
+    language_model = accelerator.unwrap_model(model)
+    rate = None if language_model.causal else MASK_RATE
     # held-out masks are single tokens whatever training uses
     single_token_vocab = dataclasses.replace(vocab, is_continuation=None)
     was_training = model.training
@@ -99,7 +99,7 @@ def evaluate(
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
         first = np.zeros_like(rows)
-        options = (single_token_vocab, rate, MASK_SEED, objective.packed)
+        options = (single_token_vocab, rate, MASK_SEED, language_model.packed)
         tensors = make_batch(sequences, rows, first, *options)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         values = (
@@ -150,13 +150,15 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     tokenizer = vocabulary.load_tokenizer(settings.model, key="model")
-    objective = load_language_model(settings.model, tokenizer, settings.length, settings.attention)
+    language_model = load_language_model(
+        settings.model, tokenizer, settings.length, settings.attention
+    )
     with accelerator.local_main_process_first():
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
-    objective = accelerator.prepare_model(objective, evaluation_mode=True)
+    language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
     indices = np.arange(len(sequences))[: settings.sequences]
-    scores = evaluate(objective, sequences, vocab, accelerator, settings.batch, indices)
+    scores = evaluate(language_model, sequences, vocab, accelerator, settings.batch, indices)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores

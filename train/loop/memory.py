@@ -18,7 +18,7 @@ from train.data.batching import max_predictions
 from train.data.stages import StagedDataset
 from train.environment import peak_memory
 from train.loop.model_init import build_config
-from train.loop.objective import LanguageModel, build_objective
+from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import count_steps
 from train.settings import InputError, PretrainSettings, first_line
 
@@ -59,13 +59,16 @@ def largest_batch(
 
 
 def fit_micro_batches(
-    dataset: StagedDataset, model: nn.Module, objective: LanguageModel, accelerator: Accelerator
+    dataset: StagedDataset,
+    model: nn.Module,
+    language_model: LanguageModel,
+    accelerator: Accelerator,
 ) -> None:
     """Reduce the micro-batch of every stage to one that fits into memory, on all processes."""
     for stage in dataset.stages:
         length = stage.sequences.length
         stage.micro_batch = fit_micro_batch(
-            model, objective, length, stage.micro_batch, stage.mask_rate, accelerator
+            model, language_model, length, stage.micro_batch, stage.mask_rate, accelerator
         )
         if stage.pad_predictions_to is not None:
             stage.pad_predictions_to = max_predictions(stage.micro_batch * length, stage.mask_rate)
@@ -75,7 +78,7 @@ def fit_micro_batches(
 
 def fit_micro_batch(
     model: nn.Module,
-    objective: LanguageModel,
+    language_model: LanguageModel,
     length: int,
     micro_batch: int,
     mask_rate: float | None,
@@ -91,7 +94,7 @@ def fit_micro_batch(
 
     Args:
         model: As prepared by Accelerate.
-        objective: The module inside it.
+        language_model: The module inside it.
         length: Longest sequence.
         micro_batch: Requested number of sequences.
         mask_rate: As in `largest_batch`.
@@ -100,10 +103,10 @@ def fit_micro_batch(
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
     """
-    size, before = micro_batch, [buffer.clone() for buffer in objective.buffers()]
-    vocab_size = objective.model.config.vocab_size
+    size, before = micro_batch, [buffer.clone() for buffer in language_model.buffers()]
+    vocab_size = language_model.model.config.vocab_size
     while True:
-        batch = largest_batch(size, length, vocab_size, mask_rate, objective.packed)
+        batch = largest_batch(size, length, vocab_size, mask_rate, language_model.packed)
         fits = _fits(model, batch, accelerator)
         if not fits and accelerator.distributed_type == DistributedType.FSDP:
             # the other processes may wait for a part of this one's weights, so it has to end
@@ -113,7 +116,7 @@ def fit_micro_batch(
             )
         failed = torch.tensor(float(not fits))
         model.zero_grad(set_to_none=True)
-        for buffer, old in zip(objective.buffers(), before):  # FAVOR+ counts its calls
+        for buffer, old in zip(language_model.buffers(), before):  # FAVOR+ counts its calls
             buffer.copy_(old)
         gc.collect()
         if torch.cuda.is_available():
@@ -168,23 +171,28 @@ def dry_run(
     Raises:
         InputError: There is no tokenizer and none would be trained.
     """
-    objective = _untrained_objective(settings).to(accelerator.device)
-    objective.prefer_packed_rows(accelerator)
+    language_model = _untrained_model(settings).to(accelerator.device)
+    language_model.prefer_packed_rows(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     micro_batches, tokens, hours = [], 0, 0.0
     for stage, number in zip(stages, steps):
         length, batch_size = stage.corpus.length, stage.optim.batch_size
-        mask_rate = None if objective.causal else stage.corpus.mask_rate
+        mask_rate = None if language_model.causal else stage.corpus.mask_rate
         with accelerator.autocast():
             rows = fit_micro_batch(
-                objective, objective, length, stage.optim.micro_batch, mask_rate, accelerator
+                language_model,
+                language_model,
+                length,
+                stage.optim.micro_batch,
+                mask_rate,
+                accelerator,
             )
         micro_batches.append(rows)
-        seconds = _time_micro_batch(objective, rows, length, mask_rate, accelerator)
+        seconds = _time_micro_batch(language_model, rows, length, mask_rate, accelerator)
         tokens += batch_size * length * (number or 0)
         per_process = batch_size / rows / accelerator.num_processes
         hours += (number or 0) * per_process * seconds / 3600
-    parameters = sum(p.numel() for p in objective.parameters())
+    parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
     memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
     report = {
@@ -202,7 +210,7 @@ def dry_run(
     accelerator.print(json.dumps(report, indent=2))
 
 
-def _untrained_objective(settings: PretrainSettings) -> LanguageModel:
+def _untrained_model(settings: PretrainSettings) -> LanguageModel:
     """Build the run's model with random weights, and the vocabulary size it would get."""
     corpus, model, tokenizer = settings.corpus, settings.model, None
     vocabulary.check_tokenizer_given(corpus)
@@ -212,11 +220,11 @@ def _untrained_objective(settings: PretrainSettings) -> LanguageModel:
     else:  # not trained yet: assume the largest size
         model = dataclasses.replace(model, config={"vocab_size": size} | model.config)
     config = build_config(model, corpus.length, tokenizer)
-    return build_objective(dataclasses.replace(model, init=None), config, settings.run.seed)
+    return build_language_model(dataclasses.replace(model, init=None), config, settings.run.seed)
 
 
 def _time_micro_batch(
-    objective: LanguageModel,
+    language_model: LanguageModel,
     rows: int,
     length: int,
     mask_rate: float | None,
@@ -225,15 +233,15 @@ def _time_micro_batch(
     """Return the seconds of a forward and backward pass, the second of two."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
-    vocab_size = objective.model.config.vocab_size
-    batch = largest_batch(rows, length, vocab_size, mask_rate, objective.packed)
+    vocab_size = language_model.model.config.vocab_size
+    batch = largest_batch(rows, length, vocab_size, mask_rate, language_model.packed)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
         with accelerator.autocast():
-            loss, _ = objective(**send_to_device(batch, accelerator.device))
+            loss, _ = language_model(**send_to_device(batch, accelerator.device))
         (loss / len(batch["labels"])).backward()
         loss.item()  # synchronises with the device
         seconds = time.perf_counter() - started
-    objective.zero_grad(set_to_none=True)
+    language_model.zero_grad(set_to_none=True)
     return seconds

@@ -118,7 +118,9 @@ class LanguageModel(nn.Module):
         return cross_entropy(logits, labels)
 
 
-def build_objective(settings: ModelSettings, config: PreTrainedConfig, seed: int) -> LanguageModel:
+def build_language_model(
+    settings: ModelSettings, config: PreTrainedConfig, seed: int
+) -> LanguageModel:
     """Build the model of a configuration with its loss, in float32."""
     model = build_model(settings, config, seed)
     if settings.gradient_checkpointing:

@@ -195,7 +195,7 @@ class CheckpointSaver:
 
 
 def save_model(
-    objective: LanguageModel,
+    language_model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     accelerator: Accelerator,
@@ -204,7 +204,7 @@ def save_model(
     """Write the finished model and its tokenizer; a collective call.
 
     Args:
-        objective: The model.
+        language_model: The model.
         tokenizer: The run's tokenizer; its `model_max_length` becomes the model's.
         folder: Folder to write, replaced atomically.
         accelerator: The accelerator.
@@ -215,17 +215,17 @@ def save_model(
     Raises:
         InputError: They could not be written; an earlier model stays.
     """
-    weights = checkpoint.gather_weights(objective.model, keep=accelerator.is_main_process)
+    weights = checkpoint.gather_weights(language_model.model, keep=accelerator.is_main_process)
     error = ""
     if accelerator.is_main_process:
         for name, table in weights.items():
             if copy_token_type and name.endswith("token_type_embeddings.weight"):
                 weights[name] = table[:1].expand_as(table).clone()
-        limit = getattr(objective.model.config, "max_position_embeddings", None)
+        limit = getattr(language_model.model.config, "max_position_embeddings", None)
         tokenizer.model_max_length = limit or tokenizer.model_max_length
         try:
             with write_dir_atomically(folder, replace=True) as temporary:
-                objective.model.save_pretrained(temporary, state_dict=weights)
+                language_model.model.save_pretrained(temporary, state_dict=weights)
                 tokenizer.save_pretrained(temporary)
             print(f"model and tokenizer: {folder}")
         except (OSError, SafetensorError) as failure:

@@ -69,10 +69,10 @@ def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
     number = len(sequences)
     for epoch in (0, 1):
         place = np.arange(epoch * number, (epoch + 1) * number)
-        index, visit = training_order(sequences, place, 0)
-        assert (visit == epoch).all()
+        index, epoch = training_order(sequences, place, 0)
+        assert (epoch == epoch).all()
         batches = [
-            make_batch(sequences, index[i : i + 50], visit[i : i + 50], VOCAB, 0.15, 0, packed)
+            make_batch(sequences, index[i : i + 50], epoch[i : i + 50], VOCAB, 0.15, 0, packed)
             for i in range(0, number, 50)
         ]
         seen = torch.cat([originals(batch).flatten() for batch in batches])
@@ -154,8 +154,8 @@ def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
     assert (first[2] + second[2] == 1).mean() > 0.99  # an odd one comes again
     documents = np.add.reduceat(first[2], np.arange(0, len(first[2]), 20))
     assert (documents > 0).all()  # the half is spread over the part
-    index, visit = training_order(sequences, np.arange(3 * sequences.epoch_size), 0)
-    assert len(set(zip(index.tolist(), visit.tolist()))) == len(index)  # so each is masked anew
+    index, epoch = training_order(sequences, np.arange(3 * sequences.epoch_size), 0)
+    assert len(set(zip(index.tolist(), epoch.tolist()))) == len(index)  # so each is masked anew
 
 
 def test_lengths_are_sorted_inside_windows_of_the_permutation(sequences, monkeypatch):
@@ -224,14 +224,14 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
     sequences = Billion()
     for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
         place = np.arange(step * 2048, (step + 1) * 2048)
-        expected, visits = training_order(sequences, place, 0, 512)
+        expected, epochs = training_order(sequences, place, 0, 512)
         found = []
         for rank in range(processes):
             steps = StepDataset(sequences, VOCAB, 2048, 2, 0.15, 0, processes, rank)
             micro_batches = steps.micro_batch_indices(step)
             assert sum(len(index) for index, _ in micro_batches) == 2048 // processes
             found += [pair for micro_batch in micro_batches for pair in zip(*micro_batch)]
-        assert sorted(found) == sorted(zip(expected, visits))
+        assert sorted(found) == sorted(zip(expected, epochs))
 
 
 def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
@@ -279,11 +279,11 @@ def test_batches_that_cannot_be_shared_out_are_refused(sequences):
         steps_of(sequences, 32, 12, 2)
 
 
-def test_a_sequence_is_masked_anew_at_every_visit(sequences):
+def test_a_sequence_is_masked_differently_in_every_epoch(sequences):
     rows = np.arange(50)
     first, second = (
-        make_batch(sequences, rows, np.full(50, visit), VOCAB, 0.15, 0)["label_positions"].tolist()
-        for visit in (0, 1)
+        make_batch(sequences, rows, np.full(50, epoch), VOCAB, 0.15, 0)["label_positions"].tolist()
+        for epoch in (0, 1)
     )
     assert len(set(first) & set(second)) < 0.3 * len(first)
 

@@ -58,7 +58,7 @@ def test_words_are_chosen_whole_and_as_often_as_tokens_were(rate):
     maskable = np.bincount(number.flatten(), (ids >= 5).flatten()) > 0
     assert set(np.unique(hits[maskable] / tokens[maskable])) == {0.0, 1.0}
     assert within((hits > 0).sum(), maskable.sum(), rate)
-    # neighbours share their choice, not their fate
+    # tokens of a word are chosen together, but each draws its own 80/10/10 choice
     assert within((corrupted[chosen] == VOCAB.mask_id).sum(), chosen.sum(), 0.8)
     assert within((corrupted[chosen] == ids[chosen]).sum(), chosen.sum(), 0.1 + 0.1 / 60)
     later = chosen & WORDS.is_continuation[ids]
