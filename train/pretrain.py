@@ -173,8 +173,7 @@ def train(
         preemption,
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
-        report_skipped = partial(log.report_skipped_step, dataset.sequence_indices)
-        guard = NonFiniteGuard(optimizer, report_skipped, folder / "checkpoints")
+        guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
         loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat()
@@ -191,7 +190,6 @@ def train(
                     # DDP averages over processes; `predicted` counts the tokens of all of them
                     accelerator.backward(loss * accelerator.num_processes / predicted)
                 log.add(loss, correct, batch)
-                guard.record_loss(loss)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # and zero_grad(), unless not finite
             done = step + 1

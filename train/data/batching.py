@@ -330,17 +330,14 @@ class StepDataset(Dataset):
         self.processes, self.rank = processes, rank
         self.packed, self.pad_predictions_to = packed, pad_predictions_to
 
-    def micro_batch_indices(
-        self, step: int, rank: int | None = None
-    ) -> list[tuple[Indices, Indices]]:
-        """Return sequences and epochs of each micro-batch of a process, by default this one."""
+    def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
+        """Return sequences and epochs of each micro-batch of this process."""
         position = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
         index, epochs = training_order(self.sequences, position, self.seed, group)
         by_length = np.argsort(self.sequences.locate(index)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
-        first = self.rank if rank is None else rank
-        rows = by_length.reshape(-1, self.micro_batch)[first :: self.processes]
+        rows = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
         return [(index[row], epochs[row]) for row in rows]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:

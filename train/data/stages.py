@@ -45,17 +45,7 @@ class StagedDataset(Dataset):
         self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
         self.vocab = self.stages[0].vocab
 
-    def stage_step(self, step: int) -> tuple[StepDataset, int]:
-        """Return the data set of a step's stage, and the number of the step in the stage."""
-        stage = bisect.bisect_right(self.starts, step) - 1
-        return self.stages[stage], step - self.starts[stage]
-
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """Return all micro-batches that this process computes in a step."""
-        dataset, stage_step = self.stage_step(step)
-        return dataset[stage_step]
-
-    def sequence_indices(self, step: int, rank: int, micro_batch: int) -> list[int]:
-        """Return the indices of the sequences in a micro-batch of any process, for a warning."""
-        dataset, stage_step = self.stage_step(step)
-        return dataset.micro_batch_indices(stage_step, rank)[micro_batch][0].tolist()
+        stage = bisect.bisect_right(self.starts, step) - 1
+        return self.stages[stage][step - self.starts[stage]]

@@ -183,29 +183,23 @@ class NonFiniteGuard:
     Args:
         optimizer: As prepared by Accelerate. With a loss scaler (fp16), which skips steps itself
             while it looks for its scale, only a failed search is reported.
-        report: Called on every rank with a skipped step, the number of skipped steps in a row, and
-            a bool tensor [micro-batches] on the device: whether the rank's own loss was not finite.
+        warn: Prints a warning of a skipped step.
         checkpoints: Folder of the run's checkpoints, for the error message.
     """
 
     def __init__(
         self,
         optimizer: AcceleratedOptimizer,
-        report: Callable[[int, int, Tensor], None],
+        warn: Callable[[str], None],
         checkpoints: Path,
     ) -> None:
         self.optimizer = optimizer
-        self.report = report
+        self.warn = warn
         self.checkpoints = checkpoints
         self.scaled = optimizer.scaler is not None
         self.max_skipped = MAX_SKIPPED_STEPS_SCALED if self.scaled else MAX_SKIPPED_STEPS
         self.skipped_in_a_row = 0
-        self.nonfinite_losses: list[Tensor] = []
-        self.last_step: tuple[int, AsyncScalars, Tensor] | None = None
-
-    def record_loss(self, loss: Tensor) -> None:
-        """Record whether the loss of a micro-batch is finite."""
-        self.nonfinite_losses.append(loss.detach().isfinite().logical_not())
+        self.last_step: tuple[int, AsyncScalars] | None = None
 
     def optimizer_step(self, number: int, norm: Tensor) -> None:
         """Update the weights unless the gradient norm is not finite.
@@ -217,8 +211,7 @@ class NonFiniteGuard:
         skip = norm.isfinite().logical_not().float()
         if not self.scaled:
             self.optimizer.optimizer.found_inf = skip
-        self.last_step = number, AsyncScalars(skip[None]), torch.stack(self.nonfinite_losses)
-        self.nonfinite_losses = []
+        self.last_step = number, AsyncScalars(skip[None])
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -233,11 +226,14 @@ class NonFiniteGuard:
             InputError: Too many steps in a row were skipped.
         """
         if self.last_step is not None:
-            (number, skipped, nonfinite), self.last_step = self.last_step, None
+            (number, skipped), self.last_step = self.last_step, None
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped.wait()[0] else 0
             failed = self.skipped_in_a_row >= self.max_skipped
             if failed or (self.skipped_in_a_row and not self.scaled):
-                self.report(number, self.skipped_in_a_row, nonfinite)
+                self.warn(
+                    f"step {number + 1} changed no weight, its gradient is not finite "
+                    f"({self.skipped_in_a_row} in a row)"
+                )
             if failed:
                 self._fail(number)
         return self.skipped_in_a_row == 0 or self.scaled

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,27 +207,6 @@ class RunLog:
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 
-    def report_skipped_step(
-        self,
-        sequence_ids: Callable[[int, int, int], list[int]],
-        step: int,
-        in_a_row: int,
-        nonfinite: Tensor,
-    ) -> None:
-        """Warn of a step whose gradient was not finite; a collective call.
-
-        Args:
-            sequence_ids: Of a step, process and micro-batch.
-            step: From 0.
-            in_a_row: Number of such steps in a row.
-            nonfinite: [micro-batches] of this process, whether the loss was not finite.
-        """
-        nonfinite = self.accelerator.gather(nonfinite.long()[None])
-        self.warn(
-            f"step {step + 1} changed no weight, its gradient is not finite ({in_a_row} in a row); "
-            + describe_nonfinite(sequence_ids, step, nonfinite)
-        )
-
     def warn(self, line: str) -> None:
         """Print a warning above the progress bar, on the main process."""
         if self.accelerator.is_main_process:
@@ -254,31 +233,6 @@ def sequence_lengths(batch: Batch) -> Tensor:
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(dim=-1)
     return batch["cu_seq_lens_q"].diff()
-
-
-def describe_nonfinite(
-    sequence_ids: Callable[[int, int, int], list[int]], step: int, nonfinite: Tensor
-) -> str:
-    """Say in which sequences the loss of a step was not finite, by at most eight numbers.
-
-    Args:
-        sequence_ids: Of a step, process and micro-batch.
-        step: From 0.
-        nonfinite: [processes, micro-batches], 1 where the loss was not finite.
-    """
-    found = nonfinite.nonzero().tolist()
-    micro_batches = found or [[rank, 0] for rank in range(len(nonfinite))]
-    shown = micro_batches[:4]
-    parts = []
-    for rank, micro_batch in shown:
-        ids = sequence_ids(step, rank, micro_batch)
-        first = ids[: 8 // len(shown)]
-        more = ", ..." if first != ids else ""
-        parts.append(f"sequences {', '.join(map(str, first))}{more} of process {rank}")
-    if len(micro_batches) > len(shown):
-        parts.append("others")
-    start = "its loss is not finite in" if found else "its loss is finite everywhere, with"
-    return f"{start} {' and '.join(parts)}"
 
 
 def truncate_log(log: Path, step: int) -> None:
