@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import roformer
+from roformer.configuration_rules import FEATURE_MAPS
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import packed_layout
 from train.loop.objective import LanguageModel
@@ -55,6 +56,7 @@ OURS = "this RoFormer"
 OURS_WITHOUT_POSITIONS = "this RoFormer, position_encoding none"
 DEFAULT = "this RoFormer, default options"
 SPARSE = "this RoFormer, sparse_prediction=True"
+LINEAR = {f"this RoFormer, linear attention {kind}": kind for kind in FEATURE_MAPS}
 OUR_BERT = "BERT in this loop"
 STOCK = "transformers RoFormer"
 BERT = "transformers BERT (sdpa)"
@@ -150,8 +152,10 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     }
     if name == STOCK:
         return transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    if name in (DEFAULT, SPARSE):
-        config = roformer.RoFormerConfig(**fields, sparse_prediction=name == SPARSE)
+    if name in (DEFAULT, SPARSE, *LINEAR):
+        config = roformer.RoFormerConfig(
+            **fields, sparse_prediction=name == SPARSE, linear_attention=LINEAR.get(name)
+        )
         return roformer.RoFormerForMaskedLM(config)
     if name in (BERT, OUR_BERT):
         return transformers.BertForMaskedLM._from_config(

@@ -6,18 +6,16 @@ training is a forward pass with labels, its backward pass and AdamW, under autoc
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 
-import numpy as np
 import psutil
 import torch
 
-from roformer import RoFormerConfig, RoFormerModel
-from roformer.configuration_rules import FEATURE_MAPS
 from train.bench.baselines import (
     BERT,
     DEFAULT,
+    LINEAR,
     MODERN,
     OUR_BERT,
     OURS,
@@ -27,16 +25,13 @@ from train.bench.baselines import (
     STOCK,
     Workload,
 )
-from train.bench.timing import Benchmark, in_new_process, time_steps
-from train.environment import peak_memory
+from train.bench.timing import Benchmark
 
 Targets = dict[str, float | None]
 
 SHAPES = ((32, 128), (8, 512), (2, 2048))
 BYTES_PER_SCORE = 12
 """Memory of transformers' attention for each score of a layer, at its peak."""
-MIN_FIT_LENGTH = 4096
-"""Shorter lengths are not used for slopes: costs that do not depend on length dominate there."""
 
 TASKS: dict[str, tuple[float, Targets]] = {
     "inference": (0.0, {DEFAULT: 1.9}),
@@ -157,63 +152,12 @@ def rope(benchmark: Benchmark) -> None:
 
 
 def attention_scaling(benchmark: Benchmark) -> None:
-    """One layer of width 256, forward, float32: time and peak memory against length.
-
-    A slope is that of log cost over log length, 1 for linear and 2 for quadratic cost.
-    """
-    lengths = [2**n for n in range(9, 17)] if benchmark.settings.scale == "full" else [64, 128]
-    for kind in ("softmax", *FEATURE_MAPS):
-        costs: dict[str, list[float]] = {"s": [], "MB": []}
-        for tokens in lengths:
-            seconds, megabytes = in_new_process(
-                measure_length, kind, tokens, benchmark.settings.rounds
-            )
-            for unit, values in (("s", seconds), ("MB", [megabytes])):
-                benchmark.add(f"{tokens} tokens", kind, values, unit)
-                costs[unit].append(benchmark.rows[-1]["value"])
-        for unit, found in costs.items():
-            slope = fit_slope(lengths, found)
-            if slope is not None:
-                benchmark.add(f"slope of {unit}", kind, [slope], "")
-
-
-def measure_length(kind: str, tokens: int, turns: int) -> tuple[list[float], float]:
-    """Time forward passes over one text; call it in a new process.
-
-    Args:
-        kind: softmax, or a feature map.
-        tokens: Length of the text.
-        turns: Forward passes after the first.
-
-    Returns:
-        Seconds of each pass, and the peak of memory beyond the model, in MB.
-    """
-    torch.manual_seed(0)
-    config = RoFormerConfig(
-        vocab_size=100,
-        hidden_size=256,
-        num_attention_heads=4,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        linear_attention=None if kind == "softmax" else kind,
-    )
-    model = RoFormerModel._from_config(config, attn_implementation="sdpa").eval()
-    warm_up, ids = torch.randint(100, (1, 64)), torch.randint(100, (1, tokens))
-    cpu = torch.device("cpu")
-    with torch.no_grad():
-        model(warm_up)
-        before = peak_memory(cpu)
-        seconds = time_steps({kind: lambda: model(ids)}, turns)[kind]
-    return seconds, (peak_memory(cpu) - before) / 1e6
-
-
-def fit_slope(lengths: Sequence[int], costs: Sequence[float]) -> float | None:
-    """Slope of log(cost) over log(length) from `MIN_FIT_LENGTH` on; None for fewer than 2."""
-    pairs = [x for x in zip(lengths, costs) if x[0] >= MIN_FIT_LENGTH and x[1] > 0]
-    if len(pairs) < 2:
-        return None
-    x, y = np.log(pairs).T
-    return float(np.polyfit(x, y, 1)[0])
+    """Hidden states of one text: tokens/s are constant where the cost is linear in the length."""
+    for length in (2**n for n in range(9, 16, 2)):
+        workload = benchmark.workload(batch=1, length=length, dropout=0.0)
+        seconds = benchmark.compare("inference", workload, dict.fromkeys(LINEAR), (DEFAULT,))
+        for name, values in seconds.items():
+            benchmark.add_speed("inference", workload, name, values)
 
 
 CPU_PARTS = (defaults, one_thread, trainer, long_text, peak, explicit, rope,

@@ -14,6 +14,7 @@ from train.bench.__main__ import main
 from train.bench.baselines import (
     BERT,
     DEFAULT,
+    LINEAR,
     MODERN,
     OUR_BERT,
     OURS,
@@ -26,7 +27,6 @@ from train.bench.baselines import (
     make_training_step,
     random_batch,
 )
-from train.bench.parts import MIN_FIT_LENGTH, fit_slope
 from train.bench.timing import Benchmark, BenchSettings, time_steps
 from train.settings import InputError
 
@@ -70,7 +70,7 @@ def test_every_model_computes_the_same_loss_on_the_same_tokens(padded, monkeypat
     )
     losses = []
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: losses.append(loss.item()))
-    names = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT, STOCK, BERT, MODERN, DEFAULT, SPARSE)
+    names = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT, STOCK, BERT, MODERN, DEFAULT, SPARSE, *LINEAR)
     for name in names:
         make_training_step(name, workload)()
     assert losses == pytest.approx([torch.tensor(30522.0).log().item()] * len(names), rel=1e-5)
@@ -180,14 +180,6 @@ def test_transformers_is_left_out_of_long_texts_where_memory_is_short(monkeypatc
         monkeypatch.setattr(parts.psutil, "virtual_memory", lambda memory=memory: memory)
         found = [parts.stock_fits(workload, is_training) for is_training in (False, True)]
         assert found == [inference, training]
-
-
-@pytest.mark.parametrize("power", [1.0, 2.0])
-def test_the_slope_of_a_cost_is_its_power(power):
-    lengths = [64, *(MIN_FIT_LENGTH * 2**n for n in range(4))]
-    costs = [5.0, *(1e-9 * length**power for length in lengths[1:])]  # the first is overhead
-    assert fit_slope(lengths, costs) == pytest.approx(power)
-    assert fit_slope(lengths[:2], costs[:2]) is None
 
 
 def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
