@@ -53,29 +53,21 @@ WIDTHS, THETAS = (32, 64, 128, 256), (100.0, 1000.0, 10000.0, 500000.0)
 
 
 @dataclass(frozen=True)
-class DecayCorpusSettings(HeldOutSettings):
-    """Held-out text and the length of its sequences."""
-
-    length: int = 128
-    """Longest sequence in tokens, [CLS] and [SEP] included."""
-
-    def __post_init__(self) -> None:
-        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, "use 128")
-
-
-@dataclass(frozen=True)
 class DecaySettings:
     """Measure the decay of attention scores with distance."""
 
     models: list[str] = field(default_factory=list)
     """Folders of trained RoFormers, as [runs/a/model]; each is compared with random weights."""
-    corpus: DecayCorpusSettings = field(default_factory=DecayCorpusSettings)
+    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
+    length: int = 128
+    """Longest sequence in tokens, [CLS] and [SEP] included."""
     distances: int = 256
     """Largest distance in tokens."""
     output: str = "results/decay.png"
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
+        require(self.length >= 8, "length", "must be at least 8", self.length, "use 128")
         require(self.distances >= 2, "distances", "must be at least 2", self.distances, "use 256")
         check_figure_path(self.output)
 
@@ -126,7 +118,7 @@ def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict
 
 
 def decay_of_model(
-    folder: str, corpus: DecayCorpusSettings, distances: Floats, accelerator: Accelerator
+    folder: str, settings: DecaySettings, distances: Floats, accelerator: Accelerator
 ) -> dict[str, Scores]:
     """Decay for queries and keys of a model on held-out text, trained and with random weights.
 
@@ -145,20 +137,19 @@ def decay_of_model(
     require(supported, "models", rule, folder, "leave it out")
     trained = ModelSettings(init=folder, attention="eager")
     untrained = ModelSettings(attention="eager")
-    config = build_config(trained, corpus.length, tokenizer)
+    config = build_config(trained, settings.length, tokenizer)
     with accelerator.local_main_process_first():
-        store = tokenize_corpus(corpus, "validation", tokenizer)
-    sequences = SequenceIndex(store, corpus.length)
+        store = tokenize_corpus(settings.corpus, "validation", tokenizer)
+    sequences = SequenceIndex(store, settings.length)
     rows = np.arange(min(NUM_SEQUENCES, len(sequences)))
     batch = make_batch(sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), 0.15, 0)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     inv_freq = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     decays = {}
-    for name, settings in (("trained", trained), ("untrained", untrained)):
-        model = build_model(settings, config, seed=0).eval()
-        query, key = queries_and_keys(model.base_model, inputs, config.rotary_dim)
-        decay = decay_of_scores(query, key, distances, inv_freq)
-        decays[f"{model_name(folder)}, {name}"] = decay
+    for name, model_settings in (("trained", trained), ("untrained", untrained)):
+        model = build_model(model_settings, config, seed=0).eval()
+        pairs = queries_and_keys(model.base_model, inputs, config.rotary_dim)
+        decays[f"{model_name(folder)}, {name}"] = decay_of_scores(*pairs, distances, inv_freq)
     return decays
 
 
@@ -198,14 +189,46 @@ def queries_and_keys(
     return query, key
 
 
+def main(settings: DecaySettings) -> dict[str, Any]:
+    """Compute bounds and scores, write figure and numbers, print a summary."""
+    roformer.use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
+    accelerator = start_accelerator()
+    distances = np.arange(settings.distances + 1, dtype=np.float64)
+    group_by_model([model_name(folder) for folder in settings.models])  # refuses equal names
+    scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
+    for folder in settings.models:
+        scores |= decay_of_model(folder, settings, distances, accelerator)
+    sizes = {"thetas": [(HEAD_DIM, x) for x in THETAS], "widths": [(x, THETA) for x in WIDTHS]}
+    bounds = {
+        kind: {
+            f"theta {theta:g}, d {width}": decay_bound(distances, width, theta).tolist()
+            for width, theta in pairs
+        }
+        for kind, pairs in sizes.items()
+    }
+    numbers = {"distances": distances.tolist(), "bound": bounds, "scores": scores}
+    if accelerator.is_main_process:
+        output = Path(settings.output)
+        plot(numbers, output)
+        output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
+        for kind in bounds.values():
+            for label, values in kind.items():
+                print(f"bound, {label}: {ends(values, '.1f')}")
+        for name, row in scores.items():
+            mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
+            print(f"score, {name}: {mean}; absolute {size}")
+        print(f"figure: {output}")
+    return numbers
+
+
 def plot(numbers: dict[str, Any], output: Path) -> None:
     """Plot the bound for several thetas, for several widths, and the scores."""
     axes = make_axes(1, 3, 14, 4.2)
     x = numbers["distances"]
-    for axis, kind in zip(axes, ("thetas", "widths")):
-        for row, colour in zip(numbers["bound"][kind], COLOURS):
-            label = f"theta {row['theta']:g}, d {row['width']}"
-            axis.plot(x, row["values"], color=colour, linewidth=1.2, label=label)
+    for axis, bounds in zip(axes, numbers["bound"].values()):
+        for (label, values), colour in zip(bounds.items(), COLOURS):
+            axis.plot(x, values, color=colour, linewidth=1.2, label=label)
         axis.set_ylabel("mean of |S_j|, the paper's bound")
     for (name, decay), colour in zip(numbers["scores"].items(), COLOURS * 2):
         axes[2].plot(x, decay["mean"], color=colour, linewidth=1.2, label=name)
@@ -217,54 +240,10 @@ def plot(numbers: dict[str, Any], output: Path) -> None:
     save_figure(axes, output)
 
 
-def main(settings: DecaySettings) -> dict[str, Any]:
-    """Compute bounds and scores, write figure and numbers, print a summary."""
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
-    accelerator = start_accelerator()
-    distances = np.arange(settings.distances + 1, dtype=np.float64)
-    group_by_model([model_name(folder) for folder in settings.models])  # refuses equal names
-    scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
-    for folder in settings.models:
-        scores |= decay_of_model(folder, settings.corpus, distances, accelerator)
-
-    def bounds(width: int, theta: float) -> dict[str, Any]:
-        values = decay_bound(distances, width, theta).tolist()
-        return {"width": width, "theta": theta, "values": values}
-
-    numbers: dict[str, Any] = {
-        "distances": distances.tolist(),
-        "bound": {
-            "thetas": [bounds(HEAD_DIM, theta) for theta in THETAS],
-            "widths": [bounds(width, THETA) for width in WIDTHS],
-        },
-        "scores": scores,
-    }
-    if accelerator.is_main_process:
-        output = Path(settings.output)
-        plot(numbers, output)
-        output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
-        print(format_summary(numbers))
-        print(f"figure: {output}")
-    return numbers
-
-
-def format_summary(numbers: dict[str, Any]) -> str:
-    """Format bounds and scores at distance 0, and their means over the last 16 distances."""
-
-    def ends(values: list[float], digits: str) -> str:
-        last = numbers["distances"][-1]
-        return f"{values[0]:{digits}} at 0, {np.mean(values[-16:]):{digits}} at {last:.0f}"
-
-    lines = [
-        f"bound, d {row['width']}, theta {row['theta']:g}: {ends(row['values'], '.1f')}"
-        for rows in numbers["bound"].values()
-        for row in rows
-    ]
-    for name, row in numbers["scores"].items():
-        mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
-        lines.append(f"score, {name}: {mean}; absolute {size}")
-    return "\n".join(lines)
+def ends(values: list[float], digits: str) -> str:
+    """Format the value at distance 0 and the mean over the last 16 distances."""
+    last = f"{np.mean(values[-16:]):{digits}} at {len(values) - 1}"
+    return f"{values[0]:{digits}} at 0, {last}"
 
 
 if __name__ == "__main__":

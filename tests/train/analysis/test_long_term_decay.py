@@ -11,13 +11,12 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import TINY_MODEL
 from train.analysis.long_term_decay import (
-    DecayCorpusSettings,
     DecaySettings,
     decay_bound,
     decay_of_scores,
     main,
 )
-from train.settings import InputError
+from train.settings import HeldOutSettings, InputError
 
 
 def partial_sums(distance: int, width: int, theta: float) -> list[complex]:
@@ -50,7 +49,7 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 @pytest.fixture
 def corpus(corpus_folder, tmp_path):
     held_out, cache = str(corpus_folder / "validation.jsonl"), str(tmp_path / "tokens")
-    return DecayCorpusSettings(validation=held_out, cache=cache, length=32)
+    return HeldOutSettings(validation=held_out, cache=cache)
 
 
 def saved(model, tokenizer, folder):
@@ -63,7 +62,7 @@ def test_a_model_stands_beside_its_random_beginning(corpus, tokenizer, tmp_path,
     config = RoFormerConfig(**TINY_MODEL, vocab_size=len(tokenizer), initializer_range=0.5)
     folder = saved(RoFormerForMaskedLM(config), tokenizer, tmp_path / "a" / "model")
     output = tmp_path / "decay.png"
-    main(DecaySettings([folder], corpus, distances=50, output=str(output)))
+    main(DecaySettings([folder], corpus, 32, distances=50, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert list(numbers["scores"]) == ["random, apart", "random, equal", "a, trained",
@@ -95,6 +94,7 @@ def test_what_does_not_rotate_is_refused(corpus, tokenizer, tmp_path):
     [
         ({"distances": 1}, "distances .* got 1"),
         ({"output": "x.txt"}, "output .* got x.txt"),
+        ({"length": 7}, "length .* got 7"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(wrong, message):
