@@ -652,15 +652,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 vocabulary are noticed on a CPU only, because other devices would have to be waited
                 for.
         """
+        config = self.roformer_config  # `self.config` may be of transformers' class
         has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
-        cache = prepare_cache(
-            past_key_values, bool(use_cache), self.config, self.roformer_config, has_encoder
-        )
+        cache = prepare_cache(past_key_values, bool(use_cache), self.config, config, has_encoder)
         encoder = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         embeddings = self.get_input_embeddings()
-        check_fixed_fields(self.roformer_config, self.fixed_fields)
-        check_inputs(self.roformer_config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
+        check_fixed_fields(config, self.fixed_fields)
+        check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
@@ -677,7 +676,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             hidden_states = self.embeddings_project(hidden_states)
         # 2. positions, once for all layers
         position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
-        distances = self._relative_positions(batch, past_length, position_ids is None)
+        is_counted = position_ids is None and batch.document_ids is None
+        distances = compute_relative_positions(config, batch.position_ids, past_length, is_counted)
         # 3. masks in the form of the attention implementation
         bias = None if self.score_bias is None else self.score_bias(distances)
         # implementations without masks support neither a cache nor an encoder
@@ -730,17 +730,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, row_lengths, position_ids.device
         )
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
-
-    def _relative_positions(
-        self, batch: BatchMetadata, past_length: int | Tensor, has_default_positions: bool
-    ) -> RelativePositions | None:
-        """Compute distances for encodings that add a bias to the scores; None for others."""
-        if not self.roformer_config.has_position_bias:
-            return None
-        # only the table of Transformer-XL must reach as far as the largest distance
-        has_gaps = not has_default_positions or batch.document_ids is not None
-        has_gaps = has_gaps and self.roformer_config.position_encoding == "transformer_xl"
-        return compute_relative_positions(batch.position_ids, int(past_length), has_gaps)
 
     def _attention_inputs(
         self,

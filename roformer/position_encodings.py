@@ -66,24 +66,31 @@ class RelativePositions(NamedTuple):
 
 
 def compute_relative_positions(
-    position_ids: Tensor, past_length: int, has_gaps: bool
-) -> RelativePositions:
+    config: RoFormerConfig, position_ids: Tensor, past_length: int | Tensor, is_counted: bool
+) -> RelativePositions | None:
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
     Args:
+        config: Configuration of the model.
         position_ids: [1 or B, L].
         past_length: Number of cached tokens. Their positions are not cached, so if there are any,
             positions are counted from the start of the cache instead.
-        has_gaps: Whether a distance can be larger than the number of tokens, so that
-            `max_distance` must be read from the device.
+        is_counted: Whether positions are 0, 1, 2, ..., so that no distance is larger than the
+            number of tokens. Otherwise Transformer-XL reads `max_distance` from the device.
+
+    Returns:
+        None for encodings that add no bias to the scores.
     """
-    length = position_ids.shape[-1]
+    if not config.has_position_bias:
+        return None
+    length, past_length = position_ids.shape[-1], int(past_length)
     if past_length:
         total = past_length + length
         keys = torch.arange(total, device=position_ids.device)[None]
         return RelativePositions(keys[:, past_length:, None] - keys[:, None], total)
     distances = position_ids[..., None] - position_ids[:, None]
-    return RelativePositions(distances, int(distances.abs().max()) if has_gaps else length)
+    is_read = config.position_encoding == "transformer_xl" and not is_counted
+    return RelativePositions(distances, int(distances.abs().max()) if is_read else length)
 
 
 def t5_buckets(distances: Tensor, is_causal: bool) -> Tensor:
