@@ -25,11 +25,11 @@ from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
 from tiny import enlarge, rope_config
 
-KERNELS = ["eager", "sdpa", "unpadded", "borders"]
+KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 
 
-def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
-    """What flash_attention_2 is told: a row of tokens and cumulative lengths, no mask at all."""
+def cu_seqlens_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """As flash_attention_2 is called: a row of tokens and cumulative lengths, without a mask."""
     assert attention_mask is None
     if "cu_seq_lens_q" not in kwargs:  # whole rows
         length = query.shape[2]
@@ -46,7 +46,7 @@ def borders_only(module, query, key, value, attention_mask, scaling, **kwargs):
     return eager_attention_forward(module, query, key, value, mask, scaling)[0], None
 
 
-AttentionInterface.register("flash_stand_in", borders_only)
+AttentionInterface.register("flash_stand_in", cu_seqlens_attention)
 AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
 
 
@@ -55,7 +55,7 @@ def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Modu
     # a copy: models made from one configuration share it, and with it the kernel
     model = enlarge(head._from_config(copy.deepcopy(config), attn_implementation="eager"))
     # not through `set_attn_implementation`, which looks for an installed library
-    model.config._attn_implementation = "flash_stand_in" if kernel == "borders" else kernel
+    model.config._attn_implementation = "flash_stand_in" if kernel == "cu_seqlens" else kernel
     return model
 
 
@@ -131,7 +131,7 @@ def test_rows_that_a_ready_made_mask_closes_leave_the_others_finite(kernel, dtyp
 
 
 def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
-    model = model_with(config, "borders")
+    model = model_with(config, "cu_seqlens")
     with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):
         model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3).bool())
 
@@ -151,19 +151,19 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, r
     parts = [torch.randint(0, 60, (1, n)) for n in (7, 1, 20, 20, 3)]
     ids = torch.cat(parts, dim=1)
     positions = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
-    borders = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
-    arguments = {"position_ids": positions, "cu_seq_lens_q": borders}
+    cu_seqlens = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
+    arguments = {"position_ids": positions, "cu_seq_lens_q": cu_seqlens}
     if given.startswith("padded"):  # the positions of padding mean nothing
         ids, positions = (torch.nn.functional.pad(x, (0, 5)) for x in (ids, positions))
-        told = {"attention_mask": torch.arange(56)[None] < 51, "position_ids": positions}
+        inputs = {"attention_mask": torch.arange(56)[None] < 51, "position_ids": positions}
         if given == "padded rows":  # two, which only lengths can describe
-            told = {name: x.view(2, 28) for name, x in told.items()}
-            told["cu_seq_lens_q"] = torch.cat((borders, torch.tensor([56])))
-        output = model(ids.view(told["position_ids"].shape), **told)[0].view(1, 56, -1)[:, :51]
+            inputs = {name: x.view(2, 28) for name, x in inputs.items()}
+            inputs["cu_seq_lens_q"] = torch.cat((cu_seqlens, torch.tensor([56])))
+        output = model(ids.view(inputs["position_ids"].shape), **inputs)[0].view(1, 56, -1)[:, :51]
     else:
         output = model(ids, **{k: v for k, v in arguments.items() if given in (k, "both")})[0]
-    alone = torch.cat([model(part)[0] for part in parts], dim=1)
-    torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
+    separate = torch.cat([model(part)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output, separate, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options,
     positions = torch.cat((torch.arange(4), torch.arange(6)))
     output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
     assert output.past_key_values is None  # nothing can follow such a row
-    alone = torch.cat([model(part, **more)[0] for part in parts], dim=1)
-    torch.testing.assert_close(output[0], alone, atol=1e-5, rtol=1e-4)
+    separate = torch.cat([model(part, **more)[0] for part in parts], dim=1)
+    torch.testing.assert_close(output[0], separate, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -193,18 +193,18 @@ def test_empty_documents_are_nothing(kernel, config):
     ids = torch.randint(0, 60, (2, 2))
     with_empty = torch.tensor([0, 1, 1, 2, 4, 4], dtype=torch.int32)
     without = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
-    a, b = (model(ids, cu_seq_lens_q=borders)[0] for borders in (with_empty, without))
+    a, b = (model(ids, cu_seq_lens_q=cu_seqlens)[0] for cu_seqlens in (with_empty, without))
     torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
-    "borders", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]], [0.0, 10.0]]
+    "cu_seqlens", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]], [0.0, 10.0]]
 )
 @pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
-def test_borders_that_do_not_fit_are_refused_by_name(kernel, borders, config):
+def test_lengths_that_do_not_fit_are_refused_by_name(kernel, cu_seqlens, config):
     with pytest.raises(ValueError, match="cu_seq_lens_q must"):
         model_with(config, kernel)(
-            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(borders)
+            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(cu_seqlens)
         )
 
 
@@ -250,20 +250,20 @@ def test_rows_of_transformers_flattening_collator_are_packed(config):
     batch = collate([{"input_ids": part} for part in parts])
     model = model_with(config, "sdpa")
     output = model(batch["input_ids"], position_ids=batch["position_ids"])[0]
-    alone = torch.cat([model(torch.tensor([part]))[0] for part in parts], dim=1)
-    torch.testing.assert_close(output, alone, atol=1e-5, rtol=1e-4)
+    separate = torch.cat([model(torch.tensor([part]))[0] for part in parts], dim=1)
+    torch.testing.assert_close(output, separate, atol=1e-5, rtol=1e-4)
 
 
-def test_flash_kernels_of_the_hub_know_the_borders_and_unknown_kernels_are_refused(config):
-    for name in ("somebody/flash-attn9", "mine"):
-        AttentionInterface.register(name, borders_only)
+def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refused(config):
+    for name in ("somebody/flash-attn9", "maskless"):
+        AttentionInterface.register(name, cu_seqlens_attention)
     AttentionMaskInterface.register("somebody/flash-attn9", flash_attention_mask)
     ids, positions = torch.randint(1, 60, (1, 5)), torch.tensor([[0, 1, 2, 0, 1]])
     expected = model_with(config, "eager")(ids, position_ids=positions)[0]
     model = model_with(config, "somebody/flash-attn9")
     torch.testing.assert_close(model(ids, position_ids=positions)[0], expected)
     with pytest.raises(ValueError, match="attn_implementation must take a mask for packed rows"):
-        model_with(config, "mine")(ids, position_ids=positions)
+        model_with(config, "maskless")(ids, position_ids=positions)
 
 
 def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, caplog):
@@ -274,8 +274,8 @@ def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(con
         logging.getLogger("transformers").propagate = True
         for _ in range(2):
             output = model(ids, attention_mask=mask, output_attentions=True)
-    said = [r for r in caplog.records if "computed by eager attention" in r.getMessage()]
-    assert len(said) == 1
+    warnings = [r for r in caplog.records if "computed by eager attention" in r.getMessage()]
+    assert len(warnings) == 1
     assert model.config._attn_implementation == "sdpa"
     for a, b in zip(output.attentions, expected.attentions):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
@@ -349,13 +349,13 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, backen
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     ids, mask = padded("right")
-    told = create_block_mask(lambda b, h, q, k: mask[b, k].bool(), 4, None, 24, 24, "cpu")
+    block_mask = create_block_mask(lambda b, h, q, k: mask[b, k].bool(), 4, None, 24, 24, "cpu")
     for head in (RoFormerForSequenceClassification, RoFormerForMultipleChoice):
         model = model_with(config, "flex_attention", head)
-        words = ids[:, None] if head is RoFormerForMultipleChoice else ids
+        input_ids = ids[:, None] if head is RoFormerForMultipleChoice else ids
         choices = mask[:, None] if head is RoFormerForMultipleChoice else mask
         with torch.no_grad():
-            a, b = (model(words, attention_mask=m).logits for m in (choices, told))
+            a, b = (model(input_ids, attention_mask=m).logits for m in (choices, block_mask))
         torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
 
 
@@ -370,7 +370,7 @@ def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     ],
 )
 def test_torchs_kernel_for_documents_is_called_where_it_does_not_refuse(changes, fits, monkeypatch):
-    """A GPU made of words: what the kernel takes is checked by itself on a real one."""
+    """Without a GPU: what the kernel takes is checked by itself on a real one."""
     of = {"dtype": torch.bfloat16, "width": 64, "capability": (8, 0)} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of["capability"])
     case = torch.device("cuda"), of["dtype"], of["width"]
@@ -405,8 +405,8 @@ def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
     model = enlarge(RoFormerModel._from_config(rope_config("dynamic"), attn_implementation=kernel))
     ids = torch.randint(5, 60, (3, 4))
     found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
-    alone = model(ids.view(12, 1))[0]
-    torch.testing.assert_close(found.view(12, 1, -1), alone, atol=1e-5, rtol=1e-4)
+    separate = model(ids.view(12, 1))[0]
+    torch.testing.assert_close(found.view(12, 1, -1), separate, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("length", [7, 600])

@@ -48,11 +48,11 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
         found = make_batch(
             sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), None, 0, packed
         )
-        ids, places = found["input_ids"].flatten(), found["label_positions"]
-        assert torch.equal(ids[places + 1], found["labels"])
+        ids, label_positions = found["input_ids"].flatten(), found["label_positions"]
+        assert torch.equal(ids[label_positions + 1], found["labels"])
         text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        assert len(places) == text.sum() == sequences.locate(rows)[1].sum()
-        assert text[places + 1].all()
+        assert len(label_positions) == text.sum() == sequences.locate(rows)[1].sum()
+        assert text[label_positions + 1].all()
 
 
 def test_bytes_need_no_vocabulary_and_lose_nothing():
@@ -101,9 +101,9 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     )
     prompt = tokenizer("the cat ", return_tensors="pt")
     prompt.pop("token_type_ids", None)
-    said = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
-    assert said.shape == (1, 1 + 8 + 10)
-    assert tokenizer.decode(said[0], skip_special_tokens=True).startswith("the cat ")
+    generated = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 1 + 8 + 10)
+    assert tokenizer.decode(generated[0], skip_special_tokens=True).startswith("the cat ")
 
 
 def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):

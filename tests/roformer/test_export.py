@@ -114,7 +114,7 @@ def test_rope_settings_are_exported_with_their_dependence_on_the_length(rope):
     model = enlarge(RoFormerModel(config))
     program = exported(model, padded(*EXAMPLE))
     model.set_attn_implementation("sdpa")  # computes padding, as exported programs do
-    for shape in ((3, 12), (2, 100)):  # on either side of both borders, 16 and 64
+    for shape in ((3, 12), (2, 100)):  # on either side of both limits, 16 and 64
         inputs = padded(*shape)
         assert_close(program(**inputs)[0], model(**inputs)[0])
 
@@ -132,7 +132,7 @@ def test_a_program_exported_without_padding_obeys_padding(config):
 
 PACKED = {
     "position_ids": {1: AXES[1]},
-    "cu_seq_lens_q": {0: Dim("borders", min=3)},
+    "cu_seq_lens_q": {0: Dim("documents", min=3)},
     "attention_mask": {0: AXES[0], 2: AXES[1], 3: AXES[1]},
 }
 
@@ -159,8 +159,9 @@ def test_an_exported_program_keeps_packed_documents_apart(key, config):
     rows, axes = ((1, 1), PACKED[key]) if key == "position_ids" else ((2, 3), AXES)
     program = exported(model, packed(key, rows[0], 4, 6), {"input_ids": axes, key: PACKED[key]})
     inputs = packed(key, rows[1], 12, 18)
-    alone = [model(part).last_hidden_state for part in inputs["input_ids"].split([12, 18], dim=1)]
-    assert_close(program(**inputs)[0], torch.cat(alone, dim=1))
+    documents = inputs["input_ids"].split([12, 18], dim=1)
+    separate = [model(document).last_hidden_state for document in documents]
+    assert_close(program(**inputs)[0], torch.cat(separate, dim=1))
 
 
 # ONNX

@@ -150,11 +150,11 @@ def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(causal):
 def test_left_padding_changes_no_generated_token(causal):
     ids = torch.randint(1, 60, (1, 7))
     causal.generation_config.pad_token_id = 0
-    alone = causal.generate(ids, max_new_tokens=10, do_sample=False)[:, 7:]
+    separate = causal.generate(ids, max_new_tokens=10, do_sample=False)[:, 7:]
     padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
     mask = (torch.arange(12) >= 5).long()[None]
-    beside = causal.generate(padded, attention_mask=mask, max_new_tokens=10, do_sample=False)
-    assert torch.equal(beside[:, 12:], alone)
+    padded_output = causal.generate(padded, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert torch.equal(padded_output[:, 12:], separate)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
@@ -176,8 +176,8 @@ def test_only_the_logits_asked_for_are_computed(causal):
     ids = torch.randint(0, 60, (2, 9))
     whole = causal(ids).logits
     torch.testing.assert_close(causal(ids, logits_to_keep=2).logits, whole[:, -2:])
-    places = torch.tensor([1, 5])
-    torch.testing.assert_close(causal(ids, logits_to_keep=places).logits, whole[:, places])
+    indices = torch.tensor([1, 5])
+    torch.testing.assert_close(causal(ids, logits_to_keep=indices).logits, whole[:, indices])
 
 
 def encoder_decoder(config, package) -> EncoderDecoderModel:

@@ -123,7 +123,7 @@ def test_padding_does_not_change_the_scale_of_random_features(causal, heads):
     heads[:2] *= 12.0  # features of e^-100 and less
     padding_mask = torch.ones(B, L, dtype=torch.bool)
     padding_mask[:, :50] = False
-    alone, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=causal)
+    separate, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=causal)
     if causal:
         _, before = linear_attention(
             *heads[:, :, :50], features, None, padding_mask=padding_mask[:, :50], is_causal=True
@@ -133,7 +133,7 @@ def test_padding_does_not_change_the_scale_of_random_features(causal, heads):
         )
     else:
         padded = linear_attention(*heads, features, None, padding_mask=padding_mask)[0][:, 50:]
-    same(padded, alone)
+    same(padded, separate)
     assert padded.abs().amax() > 0.1
 
 
@@ -206,18 +206,18 @@ def test_padding_and_packing_change_nothing(kind, fields):
     ids = torch.randint(5, V, (2, 20))
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, 13:] = 0
-    alone = [hidden(model, ids[:1])[0], hidden(model, ids[1:, :13])[0]]
+    separate = [hidden(model, ids[:1])[0], hidden(model, ids[1:, :13])[0]]
     padded = hidden(model, ids, attention_mask=mask)
-    same(padded[0], alone[0])
-    same(padded[1, :13], alone[1])
+    same(padded[0], separate[0])
+    same(padded[1, :13], separate[1])
     left = hidden(model, ids[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
     if fields.get("position_encoding") == "none" or not fields:
-        same(left[0, 7:], alone[1])  # whatever stands in front
+        same(left[0, 7:], separate[1])  # whatever stands in front
     row = torch.cat((ids[0], ids[1, :13]))[None]
     positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
     cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32)
-    same(hidden(model, row, position_ids=positions)[0], torch.cat(alone))
-    same(hidden(model, row, cu_seq_lens_q=cu_seqlens)[0], torch.cat(alone))
+    same(hidden(model, row, position_ids=positions)[0], torch.cat(separate))
+    same(hidden(model, row, cu_seq_lens_q=cu_seqlens)[0], torch.cat(separate))
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)

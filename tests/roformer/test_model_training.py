@@ -127,17 +127,18 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     model = enlarge(RoFormerForMaskedLM(config)).eval()
     model.set_attn_implementation("eager")  # torch's fused kernel has no such derivative
     ids = example()["input_ids"]
-    words = model.get_input_embeddings()(ids).detach()
-    rows = torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits[0])(words)
+    inputs_embeds = model.get_input_embeddings()(ids).detach()
+    rows = torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits[0])(inputs_embeds)
     torch.testing.assert_close(rows, model(ids).logits, atol=1e-5, rtol=1e-4)
-    places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
-    places[0, 3:] -= 3  # a packed row
-    rows = torch.func.vmap(lambda x, p: model(x[None], position_ids=p[None]).logits[0])(ids, places)
-    expected = [model(x[None], position_ids=p[None]).logits for x, p in zip(ids, places)]
+    position_ids = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    position_ids[0, 3:] -= 3  # a packed row
+    compute = torch.func.vmap(lambda x, p: model(x[None], position_ids=p[None]).logits[0])
+    rows = compute(ids, position_ids)
+    expected = [model(x[None], position_ids=p[None]).logits for x, p in zip(ids, position_ids)]
     torch.testing.assert_close(rows, torch.cat(expected), atol=1e-5, rtol=1e-4)
-    step = torch.randn_like(words)
-    _, slope = torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (words,), (step,))
-    near = [model(inputs_embeds=words + e * step).logits for e in (1e-3, -1e-3)]
+    step = torch.randn_like(inputs_embeds)
+    _, slope = torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (inputs_embeds,), (step,))
+    near = [model(inputs_embeds=inputs_embeds + e * step).logits for e in (1e-3, -1e-3)]
     torch.testing.assert_close(slope, (near[0] - near[1]) / 2e-3, atol=2e-2, rtol=2e-2)
     model.config.return_dict = False
     counted = torch.arange(ids.shape[1]).repeat(len(ids), 1)
@@ -165,10 +166,12 @@ def test_a_model_of_float64_computes_in_float64(fields):
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
     config = RoFormerConfig(**sizes, intermediate_size=8, use_cache=False, **fields)
     model = enlarge(RoFormerModel(config)).double().eval()
-    words = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    inputs_embeds = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     for kernel in ("eager", "sdpa", "unpadded"):
         model.set_attn_implementation(kernel)
-        assert torch.autograd.gradcheck(lambda x: model(inputs_embeds=x).last_hidden_state, words)
+        assert torch.autograd.gradcheck(
+            lambda x: model(inputs_embeds=x).last_hidden_state, inputs_embeds
+        )
 
 
 def test_torch_func_differentiates_the_model(config):
@@ -364,11 +367,11 @@ def test_backward_keeps_at_most_62_percent_of_the_bytes_of_stock(dropout, record
     fields = {"vocab_size": 30522, "attention_probs_dropout_prob": dropout}
     ours = RoFormerForMaskedLM(RoFormerConfig(**fields, sparse_prediction=True))
     stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    mine, theirs = step_bytes(ours), step_bytes(stock)
-    share = mine / theirs
+    own_bytes, stock_bytes = step_bytes(ours), step_bytes(stock)
+    share = own_bytes / stock_bytes
     logging.getLogger(__name__).warning(
         "attention dropout %s: %.0f MB of %.0f MB, %.1f %%",
-        dropout, mine / 1e6, theirs / 1e6, 100 * share,
+        dropout, own_bytes / 1e6, stock_bytes / 1e6, 100 * share,
     )  # fmt: skip
     assert share <= 0.62 or dropout
 

@@ -208,8 +208,8 @@ def test_adapters_are_not_permuted_with_the_weights(config):
 def test_a_configuration_of_stocks_class_will_do(ours, stock, config, tmp_path):
     model = ours(config)
     model.save_pretrained(tmp_path)
-    theirs = transformers.RoFormerConfig.from_pretrained(tmp_path)
-    again = ours.from_pretrained(tmp_path, config=theirs, attn_implementation="eager")
+    stock_config = transformers.RoFormerConfig.from_pretrained(tmp_path)
+    again = ours.from_pretrained(tmp_path, config=stock_config, attn_implementation="eager")
     assert type(again.config) is RoFormerConfig
     assert again.config._attn_implementation == "eager"
     assert again.config.to_dict()["summary_type"] == "first"
@@ -272,18 +272,18 @@ def test_shifting_all_positions_changes_nothing(rope, shift):
 def test_the_length_that_counts_is_the_rows(rope):
     model = enlarge(RoFormerModel(rope_config(rope)))
     short, long = torch.randint(0, 60, (1, 12)), torch.randint(0, 60, (1, 200))
-    alone = [model(ids).last_hidden_state for ids in (short, long)]
+    separate = [model(ids).last_hidden_state for ids in (short, long)]
     padded = torch.zeros(2, 200, dtype=torch.long)
     padded[0, :12], padded[1] = short[0], long[0]
     mask = torch.arange(200) < torch.tensor([[12], [200]])
     together = model(padded, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(together[:1, :12], alone[0], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(together[1:], alone[1], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(model(short).last_hidden_state, alone[0])  # nothing was stored
+    torch.testing.assert_close(together[:1, :12], separate[0], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(together[1:], separate[1], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(model(short).last_hidden_state, separate[0])  # nothing was stored
     left = model(padded.flip(1), attention_mask=mask.flip(1)).last_hidden_state[:1, -12:]
     torch.testing.assert_close(left, model(short.flip(1))[0], atol=2e-4, rtol=1e-4)
     plain = enlarge(RoFormerModel(rope_config("default")))
-    assert (plain(long).last_hidden_state - alone[1]).abs().max() > 0.1
+    assert (plain(long).last_hidden_state - separate[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("rope", [r for r in ROPES if r not in ("dynamic", "longrope")])
@@ -502,17 +502,17 @@ def test_every_head_has_its_auto_class(config):
         assert type(getattr(transformers, auto).from_config(config)) is ours
 
 
-def test_every_place_of_dropout_is_used(config):
+def test_every_dropout_module_is_used(config):
     """One at a time: the others are turned off."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
     ids = torch.arange(5, 17)[None]
     for head in (RoFormerForSequenceClassification, RoFormerForTokenClassification):
         model = head(config).train()
-        places = [x for x in model.named_modules() if isinstance(x[1], torch.nn.Dropout)]
-        assert len(places) == 2 + 3 * config.num_hidden_layers
-        for name, place in places:
-            for _, other in places:
-                other.train(other is place)
+        dropouts = [x for x in model.named_modules() if isinstance(x[1], torch.nn.Dropout)]
+        assert len(dropouts) == 2 + 3 * config.num_hidden_layers
+        for name, dropout in dropouts:
+            for _, other in dropouts:
+                other.train(other is dropout)
             assert not torch.equal(model(ids).logits, model(ids).logits), name
 
 
@@ -520,6 +520,6 @@ def test_the_classification_head_drops_before_both_projections(config):
     config.hidden_dropout_prob = 0.5
     head, given = RoFormerClassificationHead(config).train(), []
     for layer in (head.dense, head.out_proj):
-        layer.register_forward_pre_hook(lambda layer, told: given.append(told[0]))
+        layer.register_forward_pre_hook(lambda layer, args: given.append(args[0]))
     head(torch.ones(8, config.hidden_size))
     assert [0.3 < (x == 0).float().mean() < 0.7 for x in given] == [True, True]

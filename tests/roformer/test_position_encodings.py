@@ -76,12 +76,12 @@ def test_sinusoids_are_those_of_the_paper():
 
 def test_sinusoids_are_added_to_words_of_their_size(ids):
     model = model_of("sinusoidal")
-    words = model.embeddings.word_embeddings(ids) * 32**0.5 + sinusoidal_embeddings(
+    embeddings = model.embeddings.word_embeddings(ids) * 32**0.5 + sinusoidal_embeddings(
         torch.arange(L), 32
     )
-    words = words + model.embeddings.token_type_embeddings.weight[0]
+    embeddings = embeddings + model.embeddings.token_type_embeddings.weight[0]
     found = model.embeddings(ids, None, None, torch.arange(L)[None])
-    same(found, model.embeddings.LayerNorm(words))
+    same(found, model.embeddings.LayerNorm(embeddings))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -97,12 +97,12 @@ def test_slopes_are_transformers_blooms(heads):
     assert alibi_slopes(heads) == pytest.approx(row[:, 0, 1].tolist())
 
 
-def oracle(layer, words: torch.Tensor, scores_of) -> torch.Tensor:
+def oracle(layer, embeddings: torch.Tensor, scores_of) -> torch.Tensor:
     """Attention of one layer in float64, pair of tokens by pair, [L, H, D]."""
     attention = layer.attention.self
     weights = {k: v.double() for k, v in attention.state_dict().items()}
     q, k, v = (
-        (words.double() @ weights[f"{x}.weight"].T + weights[f"{x}.bias"]).view(
+        (embeddings.double() @ weights[f"{x}.weight"].T + weights[f"{x}.bias"]).view(
             L, attention.num_attention_heads, attention.attention_head_size
         )
         for x in ("query", "key", "value")
@@ -151,11 +151,11 @@ def test_alibi_takes_off_the_distance(ids):
 def compare_with_oracle(model, layer, ids, scores_of) -> None:
     seen = {}
     layer.attention.self.register_forward_hook(
-        lambda module, given, found: seen.update(words=given[0], context=found[0])
+        lambda module, given, found: seen.update(embeddings=given[0], context=found[0])
     )
     hidden(model, ids)
     with torch.no_grad():
-        expected = oracle(layer, seen["words"][0], scores_of).flatten(-2)
+        expected = oracle(layer, seen["embeddings"][0], scores_of).flatten(-2)
     same(seen["context"][0].double(), expected, 1e-5)
 
 
@@ -223,10 +223,10 @@ def test_packed_documents_come_out_as_alone(encoding, kernel, ids):
     model, plain = model_of(encoding, kernel), model_of(encoding)
     row = torch.cat((ids[0], ids[1, :7]))[None]
     positions = torch.cat((torch.arange(L), torch.arange(7)))[None]
-    borders = torch.tensor([0, L, L + 7], dtype=torch.int32)
-    alone = torch.cat((hidden(plain, ids[:1])[0], hidden(plain, ids[1:, :7])[0]))
-    same(hidden(model, row, position_ids=positions)[0], alone)
-    same(hidden(model, row, cu_seq_lens_q=borders)[0], alone)
+    cu_seqlens = torch.tensor([0, L, L + 7], dtype=torch.int32)
+    separate = torch.cat((hidden(plain, ids[:1])[0], hidden(plain, ids[1:, :7])[0]))
+    same(hidden(model, row, position_ids=positions)[0], separate)
+    same(hidden(model, row, cu_seq_lens_q=cu_seqlens)[0], separate)
 
 
 @pytest.mark.parametrize("encoding", POSITION_ENCODINGS)

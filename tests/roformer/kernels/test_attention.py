@@ -90,8 +90,8 @@ def test_documents_of_mixed_lengths_have_the_gradients_of_single_rows(kernel):
     packed = model(ids, cu_seq_lens_q=cu_seqlens, max_length_q=5)[0]
     parameters = list(model.encoder.parameters())
     losses = (torch.cat(rows, dim=1).square().sum(), packed.square().sum())
-    alone, together = (torch.autograd.grad(loss, parameters) for loss in losses)
-    for a, b in zip(together, alone, strict=True):
+    separate, together = (torch.autograd.grad(loss, parameters) for loss in losses)
+    for a, b in zip(together, separate, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
 
 

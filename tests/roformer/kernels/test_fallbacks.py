@@ -143,9 +143,9 @@ def test_a_row_of_padding_alone_is_scored_as_without_the_other_rows():
     mask = PADDED.clone()
     mask[2] = 0
     with torch.no_grad():
-        together = model(IDS, attention_mask=mask).logits[2]
-        alone = model(IDS[2:], attention_mask=mask[2:]).logits[0]
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+        in_batch = model(IDS, attention_mask=mask).logits[2]
+        separate = model(IDS[2:], attention_mask=mask[2:]).logits[0]
+    torch.testing.assert_close(in_batch, separate, atol=1e-5, rtol=1e-5)
 
 
 def test_a_causal_loss_with_padding_on_the_left_is_that_of_every_kernel():

@@ -122,12 +122,12 @@ def test_gradients_lie_in_memory_as_the_weights_do(calls, wide):
 @pytest.mark.parametrize("learns", [True, False])
 def test_derivatives_in_forward_mode_are_those_of_backward_mode(learns):
     layer = layer_of(200).requires_grad_(learns)
-    x, way = torch.randn(5, 48), torch.randn(5, 48)
+    x, tangent = torch.randn(5, 48), torch.randn(5, 48)
     with forward_ad.dual_level():
-        out = F.gelu(layer(forward_ad.make_dual(x, way)))
+        out = F.gelu(layer(forward_ad.make_dual(x, tangent)))
         ours = forward_ad.unpack_dual(out).tangent
     jacobian = torch.autograd.functional.jacobian(lambda x: F.gelu(layer(x)), x)
-    torch.testing.assert_close(ours, torch.einsum("nokd,kd->no", jacobian, way))
+    torch.testing.assert_close(ours, torch.einsum("nokd,kd->no", jacobian, tangent))
 
 
 @pytest.mark.parametrize(

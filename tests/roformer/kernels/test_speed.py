@@ -44,9 +44,10 @@ def batch():
     ids = torch.randint(5, 500, (4, 64))
     mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
     row = ids[mask]
-    places = torch.arange(0, len(row), 7)
+    label_positions = torch.arange(0, len(row), 7)
     packed = packed_layout(LENGTHS) | {"input_ids": row[None]}
-    return {"input_ids": ids, "attention_mask": mask.long()}, packed, places, row[places]
+    padded = {"input_ids": ids, "attention_mask": mask.long()}
+    return padded, packed, label_positions, row[label_positions]
 
 
 def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:
@@ -58,13 +59,13 @@ def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:
 
 def test_a_step_does_the_arithmetic_of_the_formula_and_no_more(batch):
     """Nothing for padding, and the vocabulary layer at predicted tokens only."""
-    _, packed, places, targets = batch
+    _, packed, label_positions, targets = batch
     model = objective()
     with FlopCounterMode(display=False) as counted:
-        loss, _ = model(label_positions=places, labels=targets, **packed)
+        loss, _ = model(label_positions=label_positions, labels=targets, **packed)
         loss.backward()
     squares = float((LENGTHS**2).sum())
-    formula = step_flops(model.model.config, float(LENGTHS.sum()), squares, len(places))
+    formula = step_flops(model.model.config, float(LENGTHS.sum()), squares, len(label_positions))
     assert counted.get_total_flops() == pytest.approx(formula, rel=1e-6)
 
 
@@ -90,10 +91,10 @@ def test_sines_are_computed_once_for_all_layers(layers):
 
 
 def test_dropout_draws_four_numbers_at_a_time(batch):
-    padded, _, places, targets = batch
+    padded, _, label_positions, targets = batch
     model = objective("eager")
     with Calls() as calls:
-        model(label_positions=places, labels=targets, **padded)
+        model(label_positions=label_positions, labels=targets, **padded)
     assert not {"bernoulli", "bernoulli_", "native_dropout"} & set(calls.number)
     assert calls.largest["random_"] == 4 * 4 * 64 * 64 // 4  # the weights of a layer
 
