@@ -51,7 +51,7 @@ class AttentionInputs:
     def unpad_input(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
         """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
 
-        Encodings that add a bias to the scores never have a layout.
+        Encodings with a position bias never have a layout.
         """
         if self.layout is None:
             return hidden_states, position_embeddings
@@ -103,8 +103,8 @@ def select_implementation(
         return "eager"
     if roformer_config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
         logger.warning_once(
-            f"attn_implementation={chosen!r} takes no bias on the scores, which position_encoding "
-            f"{roformer_config.position_encoding} needs; calls are computed by sdpa"
+            f"attn_implementation={chosen!r} takes no position bias, which position_encoding "
+            f"{roformer_config.position_encoding} has; calls are computed by sdpa"
         )
         return "sdpa"
     if chosen == "flex_attention" and any(is_4d_mask(mask) for mask in masks):
@@ -305,7 +305,7 @@ def with_implementation(config: PreTrainedConfig, implementation: str) -> PreTra
 
 
 def add_bias_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """Return the sum of an additive mask, if there is one, and a bias on the scores."""
+    """Return the sum of an additive mask, if there is one, and a position bias."""
     if mask is None:
         return bias
     total = mask + bias.to(mask.dtype)

@@ -137,7 +137,7 @@ def architecture_rules(config: PreTrainedConfig) -> Iterator[Rule]:
 
     if config.linear_attention is not None:
         attention = f"with linear_attention {config.linear_attention}"
-        rule = f"not be a bias on the scores {attention}, which computes no scores"
+        rule = f"not be a position bias {attention}, which computes no scores"
         yield not config.has_position_bias, "position_encoding", rule
         for name in ("rotary_value", "add_cross_attention"):
             yield not getattr(config, name), name, f"be False {attention}"

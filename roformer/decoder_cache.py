@@ -53,7 +53,7 @@ def _check_cache(cache: Any, roformer_config: RoFormerConfig, is_decoder: bool) 
     if roformer_config.has_position_bias and cache.is_compileable:
         raise ValueError(
             "past_key_values must be a cache that grows, because position_encoding "
-            f"{roformer_config.position_encoding} adds a bias to the scores, got a {kind}; leave "
+            f"{roformer_config.position_encoding} has a position bias, got a {kind}; leave "
             "cache_implementation out"
         )
     if roformer_config.has_dynamic_rope:

@@ -577,7 +577,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_position_bias(config)
+        self.score_bias = build_position_bias(config)  # the name in checkpoints
         # EncoderDecoderModel replaces `config` by one of transformers' class, without rope settings
         self.roformer_config = config
         # the layers depend on these fields, so that editing them later would have no effect
@@ -628,7 +628,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 which is used as it is, without causality or documents.
             token_type_ids: [B, L] or [1, L] segments; None means all 0.
             position_ids: [L] or [B, L] integers with any start, order and gaps; None counts from 0,
-                or from the end of the cache. Encodings that add a bias to the scores ignore them
+                or from the end of the cache. Encodings with a position bias ignore them
                 if tokens are cached.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E] for the cross-attention of a decoder.
@@ -679,13 +679,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
         is_counted = position_ids is None and batch.document_ids is None
         distances = compute_relative_positions(config, batch.position_ids, past_length, is_counted)
         # 3. masks in the form of the attention implementation
-        bias = None if self.score_bias is None else self.score_bias(distances)
+        position_bias = None if self.score_bias is None else self.score_bias(distances)
         # implementations without masks support neither a cache nor an encoder
         needs_mask = cache is not None or has_encoder
         document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
         masks = (attention_mask, encoder_attention_mask)
         attn_inputs = self._attention_inputs(
-            hidden_states, batch, bias, masks, document_lengths, cache, unpad, kwargs
+            hidden_states, batch, position_bias, masks, document_lengths, cache, unpad, kwargs
         )
         encoder_mask = cross_attention_mask(
             self.config, attn_inputs.implementation, hidden_states, *encoder

@@ -79,7 +79,7 @@ def compute_relative_positions(
             number of tokens. Otherwise Transformer-XL reads `max_distance` from the device.
 
     Returns:
-        None for encodings that add no bias to the scores.
+        None for encodings without a position bias.
     """
     if not config.has_position_bias:
         return None
