@@ -7,10 +7,8 @@ Texts are read again from the data, whose labels are compared with those stored 
 
 import html
 import re
-import shlex
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.data import read_split_columns
-from finetune.report.markdown_table import markdown_table
+from finetune.report.tables import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.tasks import Task, recorded_task
@@ -48,29 +46,22 @@ class ErrorAnalysisSettings:
     """Folder of the run in predictions/, if several runs match; null leaves out random weights."""
     glue_dir: str | None = None
     """Folder of the data; null takes the run's."""
-    output: str | None = None
-    """Markdown file to write; null only prints."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model", "glue_dir", "task")
-        folder = self.output is not None and Path(self.output).is_dir()
-        require(not folder, "output", "must name a file", self.output, "add /mistakes.md")
 
 
 def main(settings: ErrorAnalysisSettings) -> str:
-    """Print the analysis as Markdown, and write it if asked to.
+    """Print the analysis as Markdown.
 
     Raises:
         InputError: There is no such run, or its predictions or data do not match.
     """
     result = find_run(settings)
     task = recorded_task(result)
-    flags = {name: value for name, value in vars(settings).items() if value is not None}
-    command = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()]
     parts = [
         f"# Mistakes: {task.title}, {escape_text(result['model'])}, seed {result['seed']}",
         f"Run: `{result['command']}`",
-        f"This page: `python -m finetune.report.error_analysis {' '.join(command)}`",
     ]
     if result["collapsed"]:
         parts.append("**The run collapsed: it gives one answer for all rows of a split.**")
@@ -85,12 +76,6 @@ def main(settings: ErrorAnalysisSettings) -> str:
         parts += [f"## {split}: {title}", scores, *tables]
     text = "\n\n".join(parts) + "\n"
     print(text)
-    try:
-        if settings.output is not None:
-            Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(settings.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"output must be writable, got {error}; choose another") from error
     return text
 
 

@@ -1,7 +1,7 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
 Writes report.md, .tex, .csv, .html and report-*.png. report.html is one file that opens from disk,
-with pictures and the command of every run. report.csv has every metric of every run.
+with pictures. report.csv has every metric of every run, and the command that repeats it.
 """
 
 import base64
@@ -9,20 +9,26 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import pandas as pd
 
 from finetune.report.differences import MINUS, Difference, pair_differences
 from finetune.report.figures import Picture, draw_figures
-from finetune.report.markdown_table import escape_cell, markdown_table
-from finetune.report.runs import GROUPS, METRIC_NAMES, Result, TaskGroup, build_groups
-from finetune.report.tables import Table, group_tables, paper_table, verdicts
+from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
+from finetune.report.tables import (
+    Table,
+    escape_cell,
+    group_tables,
+    markdown_table,
+    paper_table,
+    verdicts,
+)
 from finetune.results import RUN_KEY, read_results
 from train.settings import InputError, require
 
 TEMPLATES = Path(__file__).parent / "templates"
+CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "loss", "seconds", "command"}
 LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
 
 
@@ -63,7 +69,6 @@ class Section:
     sentences: list[str]
     tables: list[Table]
     pictures: list[Picture]
-    runs: dict[str, pd.DataFrame]
 
 
 def main(settings: ReportSettings) -> str:
@@ -82,8 +87,8 @@ def main(settings: ReportSettings) -> str:
     except OSError as error:
         raise InputError(f"output must be writable, got {error}; choose another") from error
     print(text)
-    print(f"With the command of each run: {folder}/report.html")
-    print("Beside it: report.md, .tex, .csv and report-*.png")
+    print(f"With pictures: {folder}/report.html; with the command of each run: report.csv")
+    print("Beside them: report.md, .tex and report-*.png")
     return text
 
 
@@ -149,42 +154,12 @@ def make_sections(reports: Sequence[GroupReport], folder: Path) -> list[Section]
     for x in reports:
         sentences = [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)]
         tables, pictures = group_tables(x.group, x.pairs), draw_figures(x.group, x.pairs, folder)
-        title, runs = GROUPS[x.group.name], run_tables(x.group)
-        sections.append(Section(x.group.name, title, sentences, tables, pictures, runs))
+        sections.append(Section(x.group.name, GROUPS[x.group.name], sentences, tables, pictures))
     for x in reports:
         if x.group.name == "official":
             table = paper_table(x.group)
-            sections.append(Section("paper", "The paper's table", [], [table], [], {}))
+            sections.append(Section("paper", "The paper's table", [], [table], []))
     return sections
-
-
-def run_tables(group: TaskGroup) -> dict[str, pd.DataFrame]:
-    """Configuration -> its runs in words, with their commands."""
-    return {
-        configuration: pd.DataFrame([_run_texts(run, group) for run in found.itertuples()])
-        for configuration, found in group.fine_tuned().groupby("configuration", sort=False)
-    }
-
-
-def _run_texts(run: Any, group: TaskGroup) -> dict[str, str]:
-    result: Result = run.result
-    versions = result.get("versions", {})
-    machine = [result.get("precision"), result.get("device"), *map(" ".join, versions.items())]
-    scores = [
-        f"{split.removeprefix('validation_')} {METRIC_NAMES.get(name, name)} {100 * value:.1f}"
-        for split, metrics in (run.metrics or {}).items()
-        for name, value in metrics.items()
-    ]
-    return {
-        "task": group.titles[run.label],
-        "seed": str(run.seed),
-        "outcome": "collapsed" if run.collapsed else run.status,
-        "scores": ", ".join(scores).replace("validation ", "") or result.get("error", ""),
-        "loss": "" if result.get("loss") is None else f"{result['loss']:.3f}",
-        "seconds": "" if result.get("seconds") is None else f"{result['seconds']:.0f}",
-        "machine": ", ".join(filter(None, machine)),
-        "command": result.get("command", "none was kept"),
-    }
 
 
 def latex_tables(tables: Iterable[Table]) -> str:
@@ -203,8 +178,12 @@ def latex_tables(tables: Iterable[Table]) -> str:
 
 
 def csv_report(reports: Sequence[GroupReport]) -> str:
-    """One line for each run, with what its record says and every metric of every split."""
+    """One line for each run: what its record says of it, every metric of every split, its command.
+
+    Beside the fields of a record it has the report's name of the row, `configuration`.
+    """
     runs = pd.concat([x.group.fine_tuned() for x in reports])
-    metrics = pd.json_normalize(runs["metrics"].map(lambda found: found or {}).tolist(), sep=" ")
-    table = runs[["group", "configuration", *RUN_KEY, "status", "collapsed", "run_id"]]
-    return table.reset_index(drop=True).join(metrics).to_csv(index=False)
+    records = pd.json_normalize(runs["result"].tolist(), sep=" ")
+    columns = [name for name in records if name.split(" ")[0] in CSV_FIELDS]
+    table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)
+    return table.join(records[columns]).to_csv(index=False)

@@ -292,26 +292,29 @@ def test_predictions_that_do_not_fit_leave_an_old_zip_alone(
     write_run(tmp_path, line("wnli"))
     file = prediction_file(str(tmp_path / "results.jsonl"), line("wnli"), "test")
     write_predictions(file, np.full(rows, -1), np.full((rows, width), value, np.float32))
-    old = Path(settings(tmp_path).output)
-    old.parent.mkdir()
-    old.write_bytes(b"old")
-    with pytest.raises(InputError, match=rule):
-        main(settings(tmp_path, placeholders=True))
-    assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
+    refused_beside_an_old_zip(tmp_path, rule)
 
 
 def test_a_full_disk_leaves_an_old_zip_alone(tmp_path, small, monkeypatch):
     write_run(tmp_path, line("wnli"))
-    old = Path(settings(tmp_path).output)
-    old.parent.mkdir()
-    old.write_bytes(b"old")
+    write_bytes = Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:
+        if content == b"old":
+            return write_bytes(path, content)
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(InputError, match="^output must have room"):
-        main(settings(tmp_path, placeholders=True))
+    refused_beside_an_old_zip(tmp_path, "^output must have room")
+
+
+def refused_beside_an_old_zip(folder: Path, rule: str) -> None:
+    """Nothing is written, and an earlier zip stays."""
+    old = Path(settings(folder).output)
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    with pytest.raises(InputError, match=rule):
+        main(settings(folder, placeholders=True))
     assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
 
 

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from finetune.results import prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny_glue import write_split
 from tiny_results import line as results_line
-from train.command_line import parse_settings, run_command
 from train.settings import InputError
 
 NAMES = TASKS["mnli"].labels
@@ -211,26 +209,3 @@ def test_random_weights_are_taken_only_when_named(tmp_path):
     *_, control = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     with pytest.raises(InputError, match="must have been scored, got failed"):
         main(asked(tmp_path, "rte", run=run_name(control)))
-
-
-def test_the_page_is_written_and_names_the_command_that_makes_it(tmp_path, capsys):
-    add_run(tmp_path, "cola", model="odd name/it's")
-    output = tmp_path / "new/mistakes.md"
-    settings = asked(tmp_path, "cola", model="odd name/it's", output=str(output))
-    text = main(settings)
-    assert output.read_text() == text
-    assert capsys.readouterr().out.strip() == text.strip()
-    assert "accelerate launch finetune/glue.py --model" in text
-    command = re.search(r"`python -m finetune.report.error_analysis (.*)`", text)[1]
-    assert parse_settings(ErrorAnalysisSettings, shlex.split(command)) == settings
-    with pytest.raises(SystemExit) as left:
-        run_command(main, ErrorAnalysisSettings, [*shlex.split(command), "--seed=7"])
-    assert left.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    with pytest.raises(InputError, match="output must be writable"):
-        main(asked(tmp_path, "cola", model="odd name/it's", output=str(output / "below.md")))
-
-
-def test_an_output_that_is_a_folder_is_refused(tmp_path):
-    with pytest.raises(InputError, match="^output must name a file"):
-        asked(tmp_path, "rte", output=".")

@@ -2,7 +2,6 @@ import csv
 import re
 import subprocess
 import sys
-from collections import Counter
 
 import html5lib
 import pytest
@@ -43,7 +42,7 @@ def test_the_page_is_valid_and_says_what_it_is(document):
     names = [meta.attrib.get("name") for meta in elements(document, "meta")]
     assert "viewport" in names
     tables = elements(document, "table")
-    assert len(tables) == len(elements(document, "caption")) > 20
+    assert len(tables) == len(elements(document, "caption")) > 10
     for table in tables:
         scopes = {cell.attrib.get("scope") for cell in table.iter(XHTML + "th")}
         assert scopes == {"row", "col"}
@@ -67,38 +66,7 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing(folder, document):
     assert all(picture.attrib["alt"] for picture in pictures)
 
 
-def test_every_row_leads_to_the_commands_that_made_it(document, folder):
-    ids = Counter(x.attrib["id"] for x in document.iter() if "id" in x.attrib)
-    assert ids.most_common(1)[0][1] == 1
-    by_id = {x.attrib["id"]: x for x in document.iter() if "id" in x.attrib}
-    linked = set()
-    for link in elements(document, "a"):
-        target = by_id[link.attrib["href"][1:]]
-        if target.tag == XHTML + "div":
-            (caption,) = target.iter(XHTML + "caption")
-            assert text_of(caption) == f"Runs of {text_of(link)}"
-            linked.add(link.attrib["href"][1:])
-    assert linked == {name for name in by_id if name.startswith("runs-")}
-    fixed = {"majority class"}
-    for section in ("official", "reduced", "demo"):
-        scores = next(x for x in elements(by_id[section], "table") if "scores" in text_of(x[0]))
-        rows = [row[0] for row in next(scores.iter(XHTML + "tbody"))]
-        plain = {text_of(row) for row in rows if not len(row)}
-        assert plain == fixed | {text_of(row) for row in rows if "best of" in text_of(row)}
-    commands = {text_of(row[-1]) for row in elements(document, "tr")}
-    lines = read_results(str(folder / "results.jsonl"))
-    assert {x["command"] for x in lines} <= commands
-
-
-def test_a_row_leads_to_exactly_its_runs(document):
-    name = "Runs of small-bert, rate 5e-5, length 512"
-    (table,) = (x for x in elements(document, "table") if text_of(x[0]) == name)
-    cells = [[text_of(x) for x in row] for row in next(table.iter(XHTML + "tbody"))]
-    assert [row[2] for row in cells if row[0] == "RTE, accuracy"] == ["done", "diverged", "done"]
-    assert [row[1] for row in cells] == list("012") * 2
-
-
-def test_csv_holds_every_metric_of_every_run(folder):
+def test_csv_holds_every_metric_and_command_of_every_run(folder):
     lines = {run_name(x)[-10:]: x for x in read_results(str(folder / "results.jsonl"))}
     with (folder / "report.csv").open(newline="") as stream:
         rows = {row["run_id"]: row for row in csv.DictReader(stream)}
@@ -106,8 +74,9 @@ def test_csv_holds_every_metric_of_every_run(folder):
     for name, run in lines.items():
         for split, values in (run.get("metrics") or {}).items():
             for metric, value in values.items():
-                assert float(rows[name][f"{split} {metric}"]) == value
-        assert rows[name]["status"] == run["status"]
+                assert float(rows[name][f"metrics {split} {metric}"]) == value
+        assert (rows[name]["status"], rows[name]["command"]) == (run["status"], run["command"])
+        assert rows[name]["configuration"].startswith(run["model"].split("/")[1])
 
 
 def test_a_report_says_the_same_twice_byte_for_byte(tmp_path):

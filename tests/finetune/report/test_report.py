@@ -3,10 +3,16 @@ import re
 import numpy as np
 import pytest
 
-from finetune.report.markdown_table import escape_cell, markdown_table
 from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
 from finetune.report.runs import GLUE_TASKS, average
-from finetune.report.tables import group_tables, paper_table, problem_table, score_table
+from finetune.report.tables import (
+    escape_cell,
+    group_tables,
+    markdown_table,
+    paper_table,
+    problem_table,
+    score_table,
+)
 from tiny_results import (
     BERT,
     ROFORMER,
