@@ -442,6 +442,8 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
     assert notes[0] == f"# {first}"
     assert notes[1].startswith("# run.allow_drift changed after step 3: the tokens of corpus.")
     assert len(notes) == 2
+    with pytest.raises(InputError, match="optim must be .* at least the 12 steps .* got 5 steps"):
+        run_in_process(pretrain_flags, "--optim.steps=5", fast, drift)
 
 
 @pytest.mark.slow

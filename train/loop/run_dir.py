@@ -124,7 +124,8 @@ def resume(
 
     Raises:
         InputError: Text or vocabulary differ from those at the beginning of the run, the checkpoint
-            belongs to another model, or machines see different checkpoints.
+            belongs to another model or is from a step beyond `total`, or machines see different
+            checkpoints.
     """
     with accelerator.main_process_first():  # it renames damaged checkpoints
         path = checkpoint.latest(folder)
@@ -132,6 +133,9 @@ def resume(
     if path is not None:
         state |= checkpoint.load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
+    trained, remedy = state["step"], "train longer, or choose another run.name"
+    rule = f"must be a budget of at least the {trained} steps that the run has trained"
+    require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
     same_data = state["data"] == data
     keys = "corpus.tokenizer, corpus.train and corpus.validation"
     rule = f"must give the tokens {state['data']} the run began with"

@@ -251,6 +251,7 @@ def test_the_order_of_a_billion_repeats_nothing():
     assert len(np.unique(found)) == len(place)
     assert found.min() >= 0
     assert found.max() < 10**9
+    assert stateless_rng.permute(place[7], 10**9, 0, 0) == found[7]
     window = np.arange(77 * 2048, 78 * 2048)
     index, _ = training_order(Billion(), window, 0)
     assert sorted(index) == sorted(stateless_rng.permute(window, 10**9, 0, 0))

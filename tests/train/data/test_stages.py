@@ -88,11 +88,6 @@ def test_impossible_stages_are_refused_by_name(stages, message, pretrain_flags, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_stages_and_steps_together_are_refused(pretrain_flags):
-    with pytest.raises(InputError, match="optim needs one of .* got optim.steps, stages"):
-        parse_settings(PretrainSettings, [*pretrain_flags, f"--stages={json.dumps(STAGES)}"])
-
-
 def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_path):
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
