@@ -19,14 +19,14 @@ setup: .venv/installed ## make .venv with everything that the other targets use
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune both, compare them
-	@mkdir -p runs
+	@echo 'About 5 minutes on 2 CPU cores: pretrains a RoFormer and a BERT on documentation of installed packages (2 minutes each),' \
+	  'then fine-tunes them, with and without pretraining, to tell a sentence from its words backwards (8 runs of 10 seconds)'
 	$(CPU) train/pretrain.py
 	$(CPU) train/pretrain.py --model.type bert --run.name demo-bert
 	$(BIN)/python -m finetune.demo_tasks --output runs/demo-tasks
-	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/demo-tasks --tasks '[demo-order,demo-next,demo-overlap]' \
+	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/demo-tasks --tasks '[demo-order]' \
 	  --models '[runs/demo-roformer/model,runs/demo-bert/model]' --random_control true --output runs/demo/results.jsonl
-	$(BIN)/python -m train.analysis.loss_curves --runs '[runs/demo-roformer, runs/demo-bert]' \
-	  --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
+	$(BIN)/python -m train.analysis.loss_curves --runs '[runs/demo-roformer, runs/demo-bert]' --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
 	$(BIN)/python -m finetune.report runs/demo/results.jsonl
 	@echo 'report: runs/demo/report.html (also .md .tex .csv); pictures: runs/demo/report-demo-*.png,' \
 	  'runs/demo/curves.png; models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, docs/guides/pretrain.md'
@@ -73,7 +73,7 @@ pair: setup ## RoFormer and BERT over pretraining seeds, on GLUE: TEXT='FOLDER .
 	PATH=$(BIN):$$PATH configs/sweeps/pair.sh $(or $(PAIR),small) $(GLUE) $(TEXT)
 pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, demo tasks
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
-	PATH=$(BIN):$$PATH TASKS='demo-order demo-next demo-overlap' LONG= configs/sweeps/pair.sh tiny runs/pair-tiny/tasks
+	PATH=$(BIN):$$PATH TASKS=demo-order LONG= configs/sweeps/pair.sh tiny runs/pair-tiny/tasks
 encodings performer: setup ## position encodings; linear attention with and without RoPE: TEXT='FOLDER ...' (an hour)
 	PATH=$(BIN):$$PATH configs/sweeps/$@.sh $(or $(SCALE),small) $(TEXT)
 comparisons-smoke: setup ## every step of both in a minute: tiny models, installed documentation

@@ -55,7 +55,7 @@ from train.settings import CorpusSettings, PretrainSettings
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
 EXAMPLES = """\
-The demo: a small RoFormer on the documentation of the installed packages, 5 M tokens
+The demo: a small RoFormer on the documentation of the installed packages, 2 M tokens
   accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py
 
 Your own text, with its own vocabulary, 2 % of the documents held out

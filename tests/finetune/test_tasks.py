@@ -32,7 +32,7 @@ def test_mnli_is_scored_on_both_validation_splits():
         ("mnli", 392702, "mnli", True),
         ("mnli", 8999, "mnli (9k)", False),
         ("rte", 100, "rte (100)", False),
-        ("demo-next", 8999, "demo-next", False),
+        ("demo-order", 8999, "demo-order", False),
     ],
 )
 def test_only_the_official_row_counts_make_an_official_result(task, train, label, official):
@@ -51,7 +51,7 @@ def test_a_validation_split_with_rows_missing_is_not_official():
     [
         (["--task", "colla"], ["task", "must be one of cola", "'colla'"]),
         (["--task", "ax"], ["'ax'", "fine-tune mnli"]),
-        (["--task", "demo-next"], ["glue_dir", "demo task"]),
+        (["--task", "demo-order"], ["glue_dir", "demo task"]),
         (["--task", "rte", "--epochs", "0"], ["epochs", "positive", "got 0"]),
         (["--task", "rte", "--schedule", "sometimes"], ["schedule", "linear", "'sometimes'"]),
         (["--task", "rte", "--warmup_share", "1"], ["warmup_share", "below 1"]),

@@ -23,7 +23,7 @@ from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
 from tiny_results import line
 from train.settings import InputError
 
-ROWS = {"rte": 277, "stsb": 1500, "cola": 1043, "mnli": 1000, "demo-next": 40}
+ROWS = {"rte": 277, "stsb": 1500, "cola": 1043, "mnli": 1000, "demo-order": 40}
 COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"
 
 
@@ -173,7 +173,7 @@ def test_official_results_name_the_hubs_data_and_metrics():
     assert set(model_card.METRICS) == {*CLASS_METRICS, *VALUE_METRICS}
 
 
-@pytest.mark.parametrize("run", [a_line("mnli", **REDUCED), a_line("demo-next")])
+@pytest.mark.parametrize("run", [a_line("mnli", **REDUCED), a_line("demo-order")])
 def test_reduced_data_are_never_called_glue(run):
     made = model_card.finetuned_card(run, "bert")
     assert "glue" not in str(made).replace(COMMAND, "").replace(model_card.MARK, "").lower()

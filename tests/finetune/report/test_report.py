@@ -78,14 +78,14 @@ def test_the_average_has_a_spread_only_where_all_tasks_have_the_same_seeds():
 
 
 def test_reduced_and_demo_tasks_are_never_in_the_official_table():
-    lines = [line(BERT, "rte", 0.6), line(BERT, "demo-next", 0.8)]
+    lines = [line(BERT, "rte", 0.6), line(BERT, "demo-order", 0.8)]
     lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
     lines.append(line(ROFORMER, "qnli", 0.7))
     groups = {x.group.name: list(x.group.titles.values()) for x in compare_groups(lines)}
     assert groups == {
         "official": ["QNLI, accuracy", "RTE, accuracy"],
         "reduced": ["qnli (9k), accuracy"],
-        "demo": ["demo-next, accuracy"],
+        "demo": ["demo-order, accuracy"],
     }
     assert scores(lines)["small-bert"]["QNLI, accuracy"] == DASH
 
