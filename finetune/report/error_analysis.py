@@ -18,12 +18,12 @@ from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.data import read_split_columns
-from finetune.report.tables import markdown_table
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.tasks import Task, recorded_task
 from train.command_line import run_command
 from train.settings import InputError, require
+from train.tables import markdown_table
 
 NUM_MISTAKES = 20
 MAX_CHARACTERS = 240

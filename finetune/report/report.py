@@ -16,16 +16,10 @@ import pandas as pd
 from finetune.report.differences import MINUS, Difference, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
-from finetune.report.tables import (
-    Table,
-    escape_cell,
-    group_tables,
-    markdown_table,
-    paper_table,
-    verdicts,
-)
+from finetune.report.tables import Table, group_tables, paper_table, verdicts
 from finetune.results import RUN_KEY, read_results
 from train.settings import InputError, require
+from train.tables import escape_cell, markdown_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "loss", "seconds", "command"}

@@ -35,7 +35,15 @@ LAYERS = {
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},
     "train.sweep": COMMON,
-    "finetune": {*COMMON, "train.intervals", "roformer", "train.data", "train.loop", "finetune"},
+    "finetune": {
+        *COMMON,
+        "train.intervals",
+        "train.tables",
+        "roformer",
+        "train.data",
+        "train.loop",
+        "finetune",
+    },
 }
 """What each part of the source may import of the others."""
 LENGTHS = {"roformer/modeling_roformer.py": 900}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
@@ -199,10 +200,10 @@ def format_table(rows: list[Row], lengths: list[int]) -> str:
         return f"{np.mean(losses):.3f}{spread}"
 
     body = [
-        [f"{model}, {way}", *(cell(losses.get(length)) for length in lengths)]
+        {"model": f"{model}, {way}"} | {length: cell(losses.get(length)) for length in lengths}
         for (model, way), losses in losses_by_length(rows).items()
     ]
-    return markdown_table(["model", *map(str, lengths)], body)
+    return markdown_table(pd.DataFrame(body))
 
 
 def plot(rows: list[Row], trained: int, output: Path) -> None:

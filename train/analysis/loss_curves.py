@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from train.analysis.length_extrapolation import (
@@ -164,22 +165,23 @@ def summary(values: Sequence[float] | Floats) -> Row | None:
 def format_table(rows: list[Row], ends: Mapping[str, float], unit: str) -> str:
     """Format the rows of `summarize` as a Markdown table."""
     lengths = sorted({length for row in rows for length in row["at_length"]})
-    header = ["model", "seeds", "parameters", "tokens/s"]
-    header += [f"loss at {ends['tokens'] / 1e6:.1f} M tokens"]
-    header += [f"{rows[0]['model']} − it", f"loss at {ends['seconds'] / 60:.1f} min"]  # noqa: RUF001 the sign
-    header += [f"at length {length}" for length in lengths]
     body = []
     for row in rows:
         size = row["parameters"]
-        cells = [row["model"], str(row["seeds"]), f"{size:,}" if size else ""]
-        cells += [format_interval(row["tokens_per_second"], ",.0f")]
-        cells += [format_interval(row["at_equal_tokens"])]
-        cells += [format_interval(row["first_minus_it"], "+.3f")]
-        cells += [format_interval(row["at_equal_time"])]
-        cells += [format_interval(row["at_length"].get(length)) for length in lengths]
+        cells = {
+            "model": row["model"],
+            "seeds": str(row["seeds"]),
+            "parameters": f"{size:,}" if size else "",
+            "tokens/s": format_interval(row["tokens_per_second"], ",.0f"),
+            f"loss at {ends['tokens'] / 1e6:.1f} M tokens": format_interval(row["at_equal_tokens"]),
+            f"{rows[0]['model']} − it": format_interval(row["first_minus_it"], "+.3f"),  # noqa: RUF001 the sign
+            f"loss at {ends['seconds'] / 60:.1f} min": format_interval(row["at_equal_time"]),
+        }
+        for length in lengths:
+            cells[f"at length {length}"] = format_interval(row["at_length"].get(length))
         body.append(cells)
     note = f"Held-out loss in {unit}; mean ± half of the 95 % t interval over seeds of pretraining."
-    return f"{markdown_table(header, body)}\n\n{note}"
+    return f"{markdown_table(pd.DataFrame(body))}\n\n{note}"
 
 
 def format_interval(interval: Row | str | None, digits: str = ".3f") -> str:

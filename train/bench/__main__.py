@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from accelerate import Accelerator
 
@@ -88,7 +89,8 @@ def markdown_page(page: Mapping[str, Any]) -> str:
     ]
     header = ["case", "model", "measured (range)", "target"]
     for part, about in page["parts"].items():
-        table = markdown_table(header, [cells(row) for row in page["rows"] if row["part"] == part])
+        rows = [cells(row) for row in page["rows"] if row["part"] == part]
+        table = markdown_table(pd.DataFrame(rows, columns=header))
         measured = f"Measured in {about['seconds']:.0f} s at commit {about['commit']}."
         lines += [f"## {part}\n", f"{about['caption']} {measured}\n", f"{table}\n"]
     return "\n".join(lines)

@@ -6,9 +6,7 @@ import pytest
 from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
 from finetune.report.runs import GLUE_TASKS, average
 from finetune.report.tables import (
-    escape_cell,
     group_tables,
-    markdown_table,
     paper_table,
     problem_table,
     score_table,
@@ -25,6 +23,7 @@ from tiny_results import (
     write,
 )
 from train.settings import InputError
+from train.tables import escape_cell, markdown_table
 
 MINUS, DASH = "−", "–"  # noqa: RUF001
 
