@@ -169,9 +169,7 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
             sparse_prediction=True,
             pad_token_id=0,
             **dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1),
-            mlp_dropout=workload.dropout,
-            embedding_dropout=workload.dropout,
-            attention_dropout=workload.dropout,
+            **{f"{part}_dropout": workload.dropout for part in ("mlp", "embedding", "attention")},
         )
         return transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa")
     encoding = "none" if name == OURS_WITHOUT_POSITIONS else "rope"
