@@ -83,8 +83,8 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
         sentences.append(f"{who}.")
     unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["label"].unique()
     for absent, labels in unjudged.items():
-        titles = "; ".join(group.titles[label] for label in labels)
-        sentences.append(f"Not judged, because there are {absent}: {titles}.")
+        listed = "; ".join(group.titles[label] for label in labels)
+        sentences.append(f"Not judged, because there are {absent}: {listed}.")
     return sentences
 
 
