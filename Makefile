@@ -59,7 +59,7 @@ smoke: setup ## every step of the demo in a minute: two tiny models, one task
 	$(CPU) train/pretrain.py --run.name smoke-roformer --run.folder runs/smoke --optim.tokens 100000 --optim.warmup_steps 5
 	$(CPU) train/pretrain.py --run.name smoke-bert --run.folder runs/smoke --optim.tokens 100000 --optim.warmup_steps 5 --model.type bert
 	$(BIN)/python -m finetune.demo_tasks --output runs/smoke/tasks --train_rows 200 --validation_rows 100
-	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/smoke/tasks --tasks '[demo-order]' \
+	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/smoke/tasks --tasks '[demo-order]' --seeds '[0]' --epochs 2 \
 	  --models '[runs/smoke/smoke-roformer/model, runs/smoke/smoke-bert/model]' --output runs/smoke/results.jsonl
 	$(BIN)/python -m finetune.report runs/smoke/results.jsonl
 pretrain: setup ## pretrain with ARGS='--config configs/pretrain/NAME.yaml ...'
@@ -71,7 +71,7 @@ report: setup ## tables and figures of RESULTS=FILE
 	$(BIN)/python -m finetune.report $(RESULTS)
 pair: setup ## RoFormer and BERT over pretraining seeds, on GLUE: TEXT='FOLDER ...' GLUE=FOLDER (hours)
 	PATH=$(BIN):$$PATH configs/sweeps/pair.sh $(or $(PAIR),small) $(GLUE) $(TEXT)
-pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, demo tasks
+pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, the demo's task
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
 	PATH=$(BIN):$$PATH TASKS=demo-order LONG= configs/sweeps/pair.sh tiny runs/pair-tiny/tasks
 encodings performer: setup ## position encodings; linear attention with and without RoPE: TEXT='FOLDER ...' (an hour)
