@@ -16,7 +16,13 @@ from typing import Any
 
 import yaml
 
-from finetune.data import check_splits, format_label, read_rows, read_split_columns, shorten_list
+from finetune.task_data import (
+    check_splits,
+    format_label,
+    read_rows,
+    read_split_columns,
+    shorten_list,
+)
 from finetune.tasks import Task, TaskSettings, own_task
 from train.atomic_dir import check_writable
 from train.command_line import run_command

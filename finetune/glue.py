@@ -31,15 +31,7 @@ from transformers import (
 )
 
 import roformer
-from finetune.data import (
-    Examples,
-    check_splits,
-    check_tokenizer,
-    epoch_batches,
-    find_split_file,
-    make_examples,
-    read_split_columns,
-)
+from finetune.data import Examples, check_tokenizer, epoch_batches, make_examples
 from finetune.metrics import score_splits
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
@@ -52,6 +44,7 @@ from finetune.results import (
 from finetune.run_info import describe_run, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
+from finetune.task_data import check_splits, find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data import stateless_rng

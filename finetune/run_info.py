@@ -10,10 +10,10 @@ import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from finetune.data import hash_task_files
 from finetune.metrics import headline, score_majority
 from finetune.results import RUN_KEY, hash_weights
 from finetune.settings import GlueSettings
+from finetune.task_data import hash_task_files
 from finetune.tasks import Task, describe_task, load_task
 from train.environment import git_commit
 

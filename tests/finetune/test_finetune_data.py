@@ -205,7 +205,7 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("finetune.data.HUB_DATA", "nobody/has-this")
+    monkeypatch.setattr("finetune.task_data.HUB_DATA", "nobody/has-this")
     call = lambda: load_examples(TASKS["rte"], "train", None, tiny_tokenizer(), 32, "x")  # noqa: E731
     refused(["glue_dir", "got null", "--glue_dir FOLDER"], call)
 

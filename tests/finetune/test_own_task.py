@@ -15,8 +15,7 @@ import yaml
 from pyarrow import parquet
 from sklearn.metrics import accuracy_score, f1_score
 
-from finetune import data, glue
-from finetune.data import hash_task_files, read_split_columns
+from finetune import glue, task_data
 from finetune.describe_task import DescribeSettings, main
 from finetune.metrics import METRICS, is_collapsed, score_splits
 from finetune.publish.model_card import finetuned_card
@@ -25,6 +24,7 @@ from finetune.report.error_analysis import ErrorAnalysisSettings
 from finetune.results import read_results, run_name
 from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
+from finetune.task_data import hash_task_files, read_split_columns
 from finetune.tasks import CLASS_METRICS, TASKS, VALUE_METRICS, Task, load_task, recorded_task
 from tiny import ROOT
 from tiny_glue import sentences, tiny_model
@@ -41,7 +41,7 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    data._warn.cache_clear()
+    task_data._warn.cache_clear()
     yield
     torch.set_num_threads(threads)
 
@@ -249,7 +249,7 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
         asked.append((*names, split))
         return rows
 
-    monkeypatch.setattr(data.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(task_data.datasets, "load_dataset", load_dataset)
     options = {"hub": "me/colors", "hub_config": "small", "validation": "valid"}
     task = describe("train[:9]", **options)
     assert set(asked) == {("me/colors", "small", "train[:9]"), ("me/colors", "small", "valid")}

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModel, pipeline
 
 from finetune import glue
-from finetune.data import read_split_columns
 from finetune.results import prediction_file, read_predictions
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
+from finetune.task_data import read_split_columns
 from finetune.tasks import TASKS
 from tiny_glue import (
     load_examples,

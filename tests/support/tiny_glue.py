@@ -14,7 +14,8 @@ from transformers import (
 )
 
 import roformer
-from finetune.data import Examples, make_examples, read_split_columns
+from finetune.data import Examples, make_examples
+from finetune.task_data import read_split_columns
 from finetune.tasks import Task
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")

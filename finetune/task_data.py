@@ -1,0 +1,288 @@
+"""The rows of a task: read from files or the hub, checked, divided into splits.
+
+Local files are read by pyarrow, which makes no copies in a cache; the `datasets` library reads the
+hub. Where a task has no validation rows, a share of its training rows is held out.
+"""
+
+import functools
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+from pyarrow import csv, json, parquet
+
+from finetune.results import hash_files
+from finetune.tasks import HUB_DATA, Task
+from train.data.stateless_rng import permute
+from train.settings import InputError, first_line, require
+
+Columns = dict[str, Any]
+"""Text columns, N strings each, and `label`, [N]."""
+
+
+def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
+    """Read and validate the text columns of a split, lists of N strings, and `label`, [N].
+
+    Raises:
+        InputError: The data are missing or do not match the task.
+    """
+    table, is_test = read_rows(task, split, glue_dir), split.startswith("test")
+    is_divided = task.train is not None and task.validation is None and not is_test
+    name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
+    texts = {column: table[column] for column in task.columns}
+    _check_texts(texts, name, is_test)
+    _check_index(table.get("idx", []), name, is_test)
+    values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
+    columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
+    return _hold_out(columns, task, split) if is_divided else columns
+
+
+def check_splits(task: Task, splits: Mapping[str, Columns]) -> None:
+    """Refuse training rows with one label; warn of absent classes and of texts shared by splits.
+
+    Raises:
+        InputError: All training rows have the same label.
+    """
+    train = splits["train"]
+    key, rule = f"{task.label_column} of {task.name}/train", "must have different values"
+    found = f"{train['label'][0]} in all {len(train['label'])} rows"
+    varied = bool((train["label"] != train["label"][0]).any())
+    require(varied, key, rule, found, "add rows with other labels")
+    present = set(train["label"].tolist())
+    absent = [name for label, name in enumerate(task.labels or ()) if label not in present]
+    if absent:
+        _warn(f"no row of {task.name}/train is {shorten_list(absent)}")
+    known = set(zip(*(train[name] for name in task.columns)))
+    for split, columns in splits.items():
+        count = sum(text in known for text in zip(*(columns[name] for name in task.columns)))
+        if split != "train" and count:
+            _warn(
+                f"{count} of {len(columns['label'])} rows of {task.name}/{split} are also in train"
+            )
+
+
+@functools.cache  # once a process, whatever the number of runs
+def _warn(text: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
+    # blank text is allowed where official data have it: in test splits, and in one text of a pair,
+    # as in two training rows of QQP
+    rows = zip(*texts.values())
+    allowed = [is_test or any(str(text).strip() for text in row) for row in rows]
+    for column, values in texts.items():
+        for row, (text, is_allowed) in enumerate(zip(values, allowed)):
+            if not (isinstance(text, str) and is_allowed):
+                rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
+                raise InputError(f"{rule}, got {found}; correct the file")
+
+
+def _check_index(index: list, name: str, is_test: bool) -> None:
+    first: dict[str, int] = {}  # keyed by repr, because values can be lists
+    for row, value in enumerate(index):
+        other = first.setdefault(repr(value), row)
+        found = f"{value} in rows {other} and {row}"
+        require(other == row, f"idx of {name}", "must be unique", found, "remove the duplicates")
+    for row, value in enumerate(index if is_test else []):  # the test server matches by idx
+        found = f"{value} in row {row}"
+        require(value == row, f"idx of {name}", "must count from 0", found, "sort the rows by it")
+
+
+def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
+    """Convert labels to int64 class ids or float32 values, [N].
+
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing: they are
+    -1 or, where every number can be a label, nan.
+    """
+    texts = [format_label(value) for value in values]
+    ids = {label: float(index) for index, label in enumerate(task.labels or ())}
+    if ids.keys() & set(texts):
+        numbers = np.array([math.nan if x is None else ids.get(x, math.inf) for x in texts])
+    else:
+        numbers = np.array([_to_number(x) if y else math.nan for x, y in zip(values, texts)])
+    is_bounded = task.labels is not None or task.value_range is not None
+    lowest, highest = task.value_range or (0, task.num_labels - 1)
+    if is_test and is_bounded:
+        numbers, lowest = np.where(np.isnan(numbers), -1, numbers), min(-1, lowest)
+    valid = np.isfinite(numbers) | (is_test & np.isnan(numbers))
+    if is_bounded:
+        valid &= (numbers >= lowest) & (numbers <= highest)
+    if task.labels is not None:
+        valid &= numbers == np.floor(numbers)
+    row = int(valid.argmin())
+    rule = (
+        f"must be numbers from {max(0, lowest)} to {highest}" if is_bounded else "must be numbers"
+    )
+    if task.labels is not None:
+        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
+    remedy = "correct the file or the task's labels"
+    found = f"{values[row]!r} in row {row}"
+    require(bool(valid.all()), f"{task.label_column} of {name}", rule, found, remedy)
+    return numbers.astype(np.float32 if task.labels is None else np.int64)
+
+
+def format_label(value: Any) -> str | None:
+    """Write a label as the name of a class, whole numbers without decimals; None if missing."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return None if is_missing else str(value).strip() or None
+
+
+def shorten_list(names: Sequence[str], count: int = 10) -> str:
+    """List names, the first ones of many."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def _to_number(value: Any) -> float:
+    """Convert a label; infinity if it is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.inf
+
+
+def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
+    """Find the file of a split; None if there is none, or if the hub has it."""
+    if task.train is not None:
+        file = getattr(task, split) or task.train
+        return None if task.hub else Path(file)
+    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in _READERS)
+    return next((path for path in files if glue_dir and path.is_file()), None)
+
+
+def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
+    """Hash the files of a task's labelled splits; None for the hub.
+
+    Of a task of your own the hash covers what decides how its files are read, too.
+    """
+    files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
+    content = hash_files([file for file in files if file is not None and file.is_file()])
+    if task.train is None:
+        return content
+    others = ("name", "title", "metrics", "headline", "test")
+    source = {name: value for name, value in vars(task).items() if name not in others}
+    return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
+
+
+def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
+    """Read the columns that a task names from the file or data set of a split, as they are.
+
+    Raises:
+        InputError: The file, the data set or a column is missing.
+    """
+    if task.hub is not None or (task.train is None and glue_dir is None):
+        source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
+    else:
+        file = _locate_file(task, split, glue_dir)
+        source, table = str(file), _read_file(file, task)
+    names, label = table.column_names, task.label_column
+    wanted = [*task.columns, *([] if split.startswith("test") else [label])]
+    valid = all(names.count(name) == 1 for name in wanted)
+    rule = f"must have the columns {', '.join(wanted)}"
+    remedy = "rename them" if task.train is None else "correct columns or label_column of the task"
+    require(valid, source, rule, ", ".join(names), remedy)
+    require(table.num_rows > 0, source, "must hold at least one row", "none", "fill the split")
+    index = ["idx"] if task.train is None else []
+    kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
+    return table.select(kept).to_pydict()
+
+
+def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
+    """Select train or validation of the training rows; equal texts stay on one side."""
+    texts = list(zip(*(columns[name] for name in task.columns)))
+    distinct = list(dict.fromkeys(texts))
+    order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
+    count = max(1, round(task.validation_share * len(distinct)))
+    held_out = {distinct[index] for index in order[:count]}
+    rule, found = "must have several different texts where validation is null", len(distinct)
+    require(count < len(distinct), f"train of {task.name}", rule, found, "name a validation file")
+    kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
+    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
+    return selected | {"label": columns["label"][kept]}
+
+
+def _read_hub(task: Task, split: str) -> pyarrow.Table:
+    name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
+    part = split if task.train is None else getattr(task, split) or task.train
+    try:
+        data = datasets.load_dataset(name, config, split=part)
+    except (OSError, ValueError) as error:
+        rule = "glue_dir must name a folder where the hub cannot be read, got null"
+        remedy = "give --glue_dir FOLDER"
+        if task.hub:
+            rule, remedy = f"hub must hold {name}, split {part}, got an error", "check the names"
+        raise InputError(f"{rule} ({first_line(error)}); {remedy}") from error
+    table, feature = data.with_format("arrow")[:], data.features.get(task.label_column)
+    if task.hub is None or not isinstance(feature, datasets.ClassLabel):
+        return table
+    # -1 marks a missing label
+    labels = [None if x is None or x < 0 else feature.names[x] for x in data[task.label_column]]
+    index = table.column_names.index(task.label_column)
+    return table.set_column(index, task.label_column, pyarrow.array(labels, pyarrow.string()))
+
+
+def _locate_file(task: Task, split: str, glue_dir: str | None) -> Path:
+    file, suffixes = find_split_file(task, split, glue_dir), ", ".join(_READERS)
+    if task.train is not None and file is not None:
+        key = split if getattr(task, split) else "train"
+        valid, rule = file.suffix in _READERS, f"must be one of {suffixes}"
+        require(valid, f"{key} of {task.name}", rule, file, "convert it")
+        require(file.is_file(), f"{key} of {task.name}", "must be a file", file, "check the path")
+        return file
+    folder = Path(glue_dir or "") / task.name
+    rule = f"must hold a folder {task.name}"
+    require(folder.is_dir(), "glue_dir", rule, glue_dir, "check the path")
+    if file is None:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "an empty folder"
+        rule = f"must hold {task.name}/{split} as one of {suffixes}"
+        raise InputError(f"glue_dir {rule}, got {found}; add the split")
+    return file
+
+
+def _read_file(file: Path, task: Task) -> pyarrow.Table:
+    try:
+        table = _READERS[file.suffix](file, task)
+        table.validate(full=True)  # of jsonl the reader does not check that text is UTF-8
+        return table
+    except (pyarrow.ArrowException, OSError) as error:
+        rule, found = f"must be readable as {file.suffix}", first_line(error)
+        raise InputError(f"{file} {rule}, got {found}; correct the file") from error
+
+
+def _text_types(task: Task, *more: str) -> dict[str, pyarrow.DataType]:
+    # without types, text that looks like a date would be read as one
+    return {name: pyarrow.string() for name in (*task.columns, *more)}
+
+
+def _read_jsonl(file: Path, task: Task) -> pyarrow.Table:
+    schema = pyarrow.schema(_text_types(task))
+    return json.read_json(file, parse_options=json.ParseOptions(explicit_schema=schema))
+
+
+def _read_csv(file: Path, task: Task) -> pyarrow.Table:
+    # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
+    parse = csv.ParseOptions(newlines_in_values=True)
+    if file.suffix == ".tsv":
+        parse = csv.ParseOptions(delimiter="\t", quote_char=False)
+    convert = csv.ConvertOptions(column_types=_text_types(task, task.label_column))
+    return csv.read_csv(file, parse_options=parse, convert_options=convert)
+
+
+_READERS: dict[str, Callable[[Path, Task], pyarrow.Table]] = {
+    ".parquet": lambda file, task: parquet.read_table(file),
+    ".jsonl": _read_jsonl,
+    ".tsv": _read_csv,
+    ".csv": _read_csv,
+}
