@@ -26,6 +26,8 @@ from train.settings import InputError, first_line, require
 
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
+BLOCK_BYTES = 2**26
+"""Bytes of .csv, .tsv or .jsonl that are parsed at once; no row may be longer."""
 
 
 def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
@@ -268,7 +270,8 @@ def _text_types(task: Task, *more: str) -> dict[str, pyarrow.DataType]:
 
 def _read_jsonl(file: Path, task: Task) -> pyarrow.Table:
     schema = pyarrow.schema(_text_types(task))
-    return json.read_json(file, parse_options=json.ParseOptions(explicit_schema=schema))
+    read, parse = json.ReadOptions(block_size=BLOCK_BYTES), json.ParseOptions(schema)
+    return json.read_json(file, read, parse)
 
 
 def _read_csv(file: Path, task: Task) -> pyarrow.Table:
@@ -277,7 +280,7 @@ def _read_csv(file: Path, task: Task) -> pyarrow.Table:
     if file.suffix == ".tsv":
         parse = csv.ParseOptions(delimiter="\t", quote_char=False)
     convert = csv.ConvertOptions(column_types=_text_types(task, task.label_column))
-    return csv.read_csv(file, parse_options=parse, convert_options=convert)
+    return csv.read_csv(file, csv.ReadOptions(block_size=BLOCK_BYTES), parse, convert)
 
 
 _READERS: dict[str, Callable[[Path, Task], pyarrow.Table]] = {
