@@ -198,12 +198,8 @@ def make_runs(runs: list[GlueSettings], workers: int, progress: "Progress") -> i
         while pending or futures:
             for slot in pools.keys() - {slot for slot, _ in futures.values()}:
                 if pending:
-                    try:
-                        future = pools[slot].submit(make_run, pending[0], slot)
-                    except BrokenProcessPool:  # the process died between two runs
-                        pools[slot] = start_worker(slot, count)
-                    else:
-                        futures[future] = slot, pending.popleft()
+                    future = submit_run(pending[0], pools, slot)
+                    futures[future] = slot, pending.popleft()
             done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
                 slot, run = futures.pop(future)
@@ -215,12 +211,23 @@ def make_runs(runs: list[GlueSettings], workers: int, progress: "Progress") -> i
             alive = launcher in (None, os.getppid())
             rule, remedy = "must live as long as its grid", "start the same command again"
             require(alive, "launcher", rule, "its end", remedy)
+        for pool in pools.values():
+            pool.shutdown()  # Python warns of the semaphores that a killed worker leaves
     except KeyboardInterrupt:
         raise InputError("grid must run to its end, got an interrupt; start it again") from None
     finally:
         for process in multiprocessing.active_children():
             process.kill()
     return failures
+
+
+def submit_run(run: GlueSettings, pools: dict[int, ProcessPoolExecutor], slot: int) -> Future:
+    """Hand a run to the worker of a slot, replaced if its process died between two runs."""
+    try:
+        return pools[slot].submit(make_run, run, slot)
+    except BrokenProcessPool:
+        pools[slot] = start_worker(slot, len(pools))
+        return pools[slot].submit(make_run, run, slot)
 
 
 def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:

@@ -37,8 +37,21 @@ def ask(folder: Path, **changes) -> GridSettings:
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Workers are threads: what is made does not depend on it, and processes take seconds."""
-    monkeypatch.setattr(grid, "start_worker", lambda slot, workers: ThreadPoolExecutor(1))
+    """Workers are threads: what is made does not depend on it, and processes take seconds.
+
+    All must have ended by themselves: Python warns of what killed processes leave.
+    """
+    workers = []
+
+    def start_worker(slot, count):
+        workers.append(ThreadPoolExecutor(1))
+        return workers[-1]
+
+    monkeypatch.setattr(grid, "start_worker", start_worker)
+    yield
+    for worker in workers:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            worker.submit(print)
 
 
 @pytest.fixture
