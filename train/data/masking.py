@@ -27,8 +27,9 @@ class Vocab:
         cls_id, sep_id, pad_id, mask_id: Ids of [CLS], [SEP], [PAD] and [MASK].
         size: Number of ids, V.
         special_ids: Ids of all special tokens, which are never masked.
-        is_continuation: [V] bool, whether an id continues a word (##ing), to mask whole words; None
-            masks single tokens.
+        is_continuation: [V] bool, whether an id continues a word (##ing); None if tokens do not
+            show it.
+        whole_word: Whether to mask whole words instead of single tokens.
     """
 
     cls_id: int
@@ -38,6 +39,7 @@ class Vocab:
     size: int
     special_ids: tuple[int, ...]
     is_continuation: NDArray[np.bool_] | None = None
+    whole_word: bool = False
 
     @classmethod
     def from_tokenizer(
@@ -56,11 +58,12 @@ class Vocab:
         require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
-        continuation = find_continuations(tokenizer) if whole_word else None
+        continuation = find_continuations(tokenizer)
         rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
         valid = not whole_word or continuation is not None
         require(valid, "corpus.whole_word", rule, "true", remedy)
-        return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
+        size = len(tokenizer)
+        return cls(cls_id, sep_id, pad_id, mask_id, size, special_ids, continuation, whole_word)
 
 
 def mask_tokens(
@@ -87,7 +90,8 @@ def mask_tokens(
     """
     row_key, column = (seed, epochs[:, None], sequence[:, None]), np.arange(ids.shape[1])
     masked_unit = column  # column whose draw decides: the token itself, or the start of its word
-    if vocab.is_continuation is not None:
+    if vocab.whole_word:
+        assert vocab.is_continuation is not None  # as `from_tokenizer` has checked
         # all tokens of a word share the draw of its first column; a special token starts a word
         masked_unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
     chosen = stateless_rng.uniform(CHOICE_STREAM, *row_key, masked_unit) < mask_rate

@@ -89,8 +89,7 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model)
     rate = None if language_model.causal else MASK_RATE
-    # held-out masks are single tokens whatever training uses
-    single_token_vocab = dataclasses.replace(vocab, is_continuation=None)
+    single_token_vocab = dataclasses.replace(vocab, whole_word=False)  # whatever training uses
     was_training = model.training
     model.eval()
     for start in range(0, len(batches), accelerator.num_processes):

@@ -15,7 +15,8 @@ from train.data.masking import Vocab, mask_tokens
 from train.settings import InputError
 
 VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
-WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40)  # the last third goes on
+# ids from 40 on continue a word
+WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40, whole_word=True)
 
 
 def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, vocab=VOCAB):
@@ -80,7 +81,7 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     tokenizer = vocabulary.load_tokenizer(str(tmp_path / "pieces"))
     vocab = Vocab.from_tokenizer(tokenizer, whole_word=True)
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
-    assert Vocab.from_tokenizer(tokenizer).is_continuation is None
+    assert vocab.whole_word > Vocab.from_tokenizer(tokenizer).whole_word
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
     with pytest.raises(InputError, match="corpus.whole_word must be false unless"):
         Vocab.from_tokenizer(other, whole_word=True)

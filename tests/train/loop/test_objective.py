@@ -146,7 +146,7 @@ def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
     config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
     model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
     vocab = dataclasses.replace(VOCAB, size=2000)
-    words = dataclasses.replace(vocab, is_continuation=np.arange(2000) % 3 > 0)
+    words = dataclasses.replace(vocab, is_continuation=np.arange(2000) % 3 > 0, whole_word=True)
     scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (vocab, words)]
     assert scores[0] == scores[1]
 
