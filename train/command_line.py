@@ -191,7 +191,9 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
     if key in types and value:
         found = value[1].strip("'\"").replace("None", "null")
-        return f"{key} must be of type {_describe_type(types[key])}, got {found}; see --help"
+        is_item = get_origin(types[key]) is list and not found.startswith("[")
+        remedy = f"write [{found}]" if is_item else "see --help"
+        return f"{key} must be of type {_describe_type(types[key])}, got {found}; {remedy}"
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
     prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
     # in YAML the section of a misspelt key stands before it, or is missing

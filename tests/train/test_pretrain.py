@@ -237,7 +237,11 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_
     if kind == "roformer":  # at any length
         longer = validate(EvaluateSettings(str(folder / "model"), settings.corpus, length=300))
         assert math.isfinite(longer["validation_loss"])
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["length"] == 300
+        printed = capsys.readouterr()
+        assert json.loads(printed.out.splitlines()[-1])["length"] == 300
+        assert "warning: corpus.validation has" in printed.err
+        with pytest.raises(InputError, match=f"model must be .*; write {folder}/model$"):
+            validate(EvaluateSettings(str(folder), settings.corpus))
 
 
 @pytest.mark.parametrize("kind", ["RoFormer", "Bert"])

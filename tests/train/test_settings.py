@@ -160,6 +160,11 @@ def test_a_mistake_in_a_yaml_file_is_one_line_that_names_the_key(text, message, 
     assert "\n" not in str(caught.value)
 
 
+def test_a_list_of_one_is_shown_with_its_brackets():
+    with pytest.raises(InputError, match=r"^models must be of type list of str, .*; write \[m\]$"):
+        parse_settings(LengthSettings, ["--models=m"])
+
+
 def test_yaml_runs_no_code(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text(f"optim: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n")

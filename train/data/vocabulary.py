@@ -197,7 +197,9 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
         rule, remedy = "must be a folder, vocab.txt or hub id of a tokenizer", "check the path"
-        if Path(name).exists():
+        if (Path(name) / "model").is_dir():  # the folder of a run
+            remedy = f"write {name}/model"
+        elif Path(name).exists():
             remedy = "save it there with save_pretrained"
         elif key == "corpus.tokenizer":
             remedy += ", or give corpus.vocabulary_size to learn one there"

@@ -8,6 +8,7 @@ different runs are comparable. A decoder predicts every next token.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ import roformer
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
-from train.data.corpus import tokenize_corpus
+from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
@@ -154,6 +155,7 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
     )
     with accelerator.local_main_process_first():
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
+    accelerator.print(*describe_stores([], store), sep="\n", file=sys.stderr)
     language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
     indices = np.arange(len(sequences))[: settings.sequences]
