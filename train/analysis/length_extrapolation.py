@@ -234,9 +234,8 @@ def plot_losses_by_length(axis: Any, rows: list[Row], trained: int, models: Iter
         means = [float(np.mean(values)) for values in measured.values()]
         style: dict[str, Any] = {"linestyle": styles[way], "marker": "o", "markersize": 4}
         axis.plot(list(measured), means, color=colours[model], label=label, **style)
-        if all(len(values) > 1 for values in measured.values()):
-            low, high = ([f(values) for values in measured.values()] for f in (min, max))
-            axis.fill_between(list(measured), low, high, color=colours[model], alpha=0.15)
+        low, high = ([f(values) for values in measured.values()] for f in (min, max))
+        axis.fill_between(list(measured), low, high, color=colours[model], alpha=0.15)
         refused = [length for length, values in losses.items() if not values]
         if refused:
             y = [means[-1] if means else 0.0] * len(refused)

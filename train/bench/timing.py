@@ -105,8 +105,7 @@ class Benchmark:
         if target is not None and self.settings.scale == "full":
             asked, reached = f">= {target:g} {unit}", value >= target
         row = {"part": self.part, "case": case, "peer": model, "value": value, "unit": unit}
-        low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
-        row |= {"low": low, "high": high, "asked": asked, "reached": reached}
+        row |= {"low": min(values), "high": max(values), "asked": asked, "reached": reached}
         self.rows.append(row)
         print(" | ".join(cells(row)), flush=True)
 
@@ -171,7 +170,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """Format a row of a table."""
     digits = ",.0f" if abs(row["value"]) >= 1000 else ",.2f"
     value = f"{row['value']:{digits}} {row['unit']}"
-    if row["low"] is not None:
+    if row["low"] is not None:  # as in files of earlier commits
         value += f" ({row['low']:{digits}} to {row['high']:{digits}})"
     verdict = {None: "", True: ", reached", False: ", **missed**"}[row["reached"]]
     return [row["case"], row["peer"], value, f"{row['asked']}{verdict}"]
