@@ -133,6 +133,7 @@ def test_host_compiled_layers_have_no_graph_break_and_compile_once(kernel, confi
         assert graphs in (None, counters["stats"]["unique_graphs"])
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not counters["graph_break"]
+    assert hasattr(model.cross_entropy, "_orig_mod")  # the loss is compiled too
 
 
 def test_the_peak_is_that_of_a_gpu():

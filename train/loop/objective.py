@@ -42,6 +42,7 @@ class LanguageModel(nn.Module):
                 f"do, got {model.config.model_type!r}; use one of those"
             )
         self.model = model
+        self.cross_entropy = CrossEntropy()
         if self.packed and not isinstance(model, RoFormerPreTrainedModel):
             raise InputError(
                 "model.attention must be a kernel that model.type knows, got "
@@ -115,7 +116,7 @@ class LanguageModel(nn.Module):
             layout["unpad"] = True
         hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
-        return cross_entropy(logits, labels)
+        return self.cross_entropy(logits, labels)
 
 
 def build_language_model(
@@ -141,13 +142,16 @@ def check_model(settings: ModelSettings, length: int) -> None:
         LanguageModel(build_model(dataclasses.replace(settings, init=None), config, seed=0))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the summed cross-entropy in float32, and the number of correct predictions.
+class CrossEntropy(nn.Module):
+    """Summed cross-entropy in float32; a module, because modules are what Accelerate compiles."""
 
-    Args:
-        logits: [n, V], any floating dtype.
-        labels: [n] token ids; `IGNORE_INDEX` is ignored.
-    """
-    logits = logits.float()
-    correct = (logits.detach().argmax(dim=-1) == labels).sum()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"), correct
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss and the number of correct predictions.
+
+        Args:
+            logits: [n, V], any floating dtype.
+            labels: [n] token ids; `IGNORE_INDEX` is ignored.
+        """
+        logits = logits.float()
+        correct = (logits.detach().argmax(dim=-1) == labels).sum()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"), correct

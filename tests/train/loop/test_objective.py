@@ -16,7 +16,7 @@ from tiny import TINY_MODEL, enlarge
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex, make_batch
 from train.loop.evaluate import evaluate
-from train.loop.objective import LanguageModel, cross_entropy
+from train.loop.objective import CrossEntropy, LanguageModel
 from train.settings import InputError
 
 
@@ -130,7 +130,7 @@ def test_the_loss_is_that_of_float64_in_any_precision(dtype, offset):
     labels[::5] = IGNORE_INDEX
     logits[2] = 1.0  # all equal: the first is the prediction
     ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, correct = cross_entropy(ours, labels)
+    loss, correct = CrossEntropy()(ours, labels)
     expected = F.cross_entropy(exact, labels, reduction="sum", ignore_index=IGNORE_INDEX)
     for value in (loss, expected):
         (value / 7).backward()
