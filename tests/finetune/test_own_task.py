@@ -156,6 +156,11 @@ def test_texts_of_any_length_with_lines_are_read_in_blocks(suffix, lines, block,
     assert read_split_columns(task, "train", None)["text"] == texts
 
 
+def test_the_byte_order_mark_of_a_spreadsheet_is_no_part_of_a_name():
+    Path("own.csv").write_text("text,color\na,red\nb,green\n", encoding="utf-8-sig")
+    assert describe("own.csv", validation="own.csv").columns == ("text",)
+
+
 def test_ids_are_read_where_the_rows_have_no_names():
     train = write("own.csv", {"text": TEXTS, "color": [0, 1, 2] * 4})
     task = describe(train, labels=("blue", "green", "red"), validation=train)
