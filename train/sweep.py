@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from train.atomic_dir import check_writable
-from train.command_line import run_command
-from train.settings import InputError, require
+from train.command_line import parse_settings, run_command
+from train.settings import InputError, PretrainSettings, require
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ def text_flags(folders: list[str]) -> list[str]:
 
 
 def pretrain_commands(settings: SweepSettings) -> dict[str, list[str]]:
-    """Return the command of every run by its name, all variants of a seed before the next seed."""
+    """Return the command of every run by its name, all variants of a seed before the next seed.
+
+    Raises:
+        InputError: `train/pretrain.py` would refuse the settings of a run.
+    """
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     launcher += ["--config_file", settings.accelerate, str(Path(__file__).parent / "pretrain.py")]
     shared, corpus = ["--config", settings.pretrain], text_flags(settings.text)
@@ -80,7 +84,9 @@ def pretrain_commands(settings: SweepSettings) -> dict[str, list[str]]:
         for variant, flags in settings.variants.items():
             name = f"{variant}-{seed}"
             run = ["--run.folder", settings.folder, "--run.name", name, "--run.seed", str(seed)]
-            commands[name] = [*launcher, *shared, *shlex.split(flags), *run, *corpus]
+            settings_flags = [*shared, *shlex.split(flags), *run, *corpus]
+            parse_settings(PretrainSettings, settings_flags)
+            commands[name] = [*launcher, *settings_flags]
     return commands
 
 

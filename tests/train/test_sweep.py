@@ -15,6 +15,7 @@ from train.settings import InputError, PretrainSettings
 from train.sweep import SweepSettings, main, pretrain_commands, run_commands
 
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+PRETRAIN = str(ROOT / "configs" / "pretrain" / "demo.yaml")
 FINISHED = "from pathlib import Path; Path({!r}).mkdir(parents=True); Path({!r}).touch()"
 
 
@@ -62,7 +63,7 @@ def test_every_shipped_sweep_gives_settings_that_pretraining_accepts(path, monke
 def test_finished_runs_are_skipped_and_embedded_text_is_passed_on(tmp_path, capsys):
     subprocess.run(finishing(tmp_path, "a-0"), check=True)
     variants = {"a": "--model.type bert", "b": ""}
-    main(SweepSettings("x.yaml", variants, str(tmp_path), ["embedded"], dry=True))
+    main(SweepSettings(PRETRAIN, variants, str(tmp_path), ["embedded"], dry=True))
     first, command = capsys.readouterr().out.splitlines()
     assert first.startswith("1 of 2 runs")
     assert "--run.name b-0" in command
@@ -127,13 +128,15 @@ def test_an_interrupted_sweep_terminates_its_runs_and_starts_no_other(tmp_path, 
     ("changes", "match"),
     [
         ({"workers": 0}, "workers must"),
+        ({"pretrain": "nowhere.yaml"}, "File does not exist"),
+        ({"variants": {"a": "--optim.learning_rat 1"}}, "did you mean optim.learning_rate"),
         ({"text": []}, "text must"),
         ({"text": ["nowhere"]}, r"text must hold train\*"),
         ({"text": ["TMP/b"]}, r"text must hold validation\*"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path, text, changes, match):
-    values = {"pretrain": "x.yaml", "variants": {"a": ""}, "folder": "runs", "text": text}
+    values = {"pretrain": PRETRAIN, "variants": {"a": ""}, "folder": "runs", "text": text}
     values |= changes
     values["text"] = [folder.replace("TMP", str(tmp_path)) for folder in values["text"]]
     with pytest.raises(InputError, match=match):
