@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields, replace
@@ -298,7 +298,7 @@ def collect_line(future: Future, run: GlueSettings) -> Line | None:
 
 
 class Progress:
-    """Prints one line per run: its score, the mean over seeds so far, and the time left.
+    """Prints one line per run, and the time left.
 
     Args:
         total: Number of runs to make.
@@ -308,7 +308,6 @@ class Progress:
     def __init__(self, total: int, workers: int) -> None:
         self.total, self.workers, self.done = total, workers, 0
         self.seconds: list[float] = []
-        self.scores: dict[tuple, list[float]] = defaultdict(list)
 
     def print_line(self, run: GlueSettings, line: Line | None) -> None:
         """Print the outcome of a run; None means that another grid made it."""
@@ -318,10 +317,6 @@ class Progress:
         else:
             text = format_result(line)
             self.seconds += [line["seconds"]] if "seconds" in line else []
-            if line.get("headline") is not None:
-                scores = self.scores[run_key(asdict(replace(run, seed=0)))]
-                scores.append(100 * line["headline"])
-                text += f"; mean {np.mean(scores):.1f} of {len(scores)}"
         erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
         print(f"{erase}[{self.done}/{self.total}] {text}; {self.time_left()}", flush=True)
 

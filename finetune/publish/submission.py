@@ -242,10 +242,8 @@ def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:
             score, facts = "PLACEHOLDER", [f"{source.note}: one answer for all rows"]
         else:
             score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
-            facts = [run_name(result), f"learning rate {result['learning_rate']:g}"]
-            facts += [f"seed {result['seed']}", *["from MNLI"] * (result["mnli"] is not None)]
+            facts = [run_name(result), f"seed {result['seed']}", source.note]
             facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
-            facts.append(source.note)
         print(f"{file.name:<12} {score:<14} {', '.join(facts)}")
     print(f"written: {output}")
     gaps = [file.name for file, source in sources.items() if source.result is None]

@@ -163,8 +163,8 @@ def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, smal
     assert found["WNLI.tsv"] == answers(best, "WNLI.tsv")
     assert {value for _, value in found["STS-B.tsv"][1:]} == {"0.000"}  # never -0.000
     (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("WNLI.tsv"))
-    notes = "from MNLI, one answer for every validation row, best of 3"
-    assert re.search(rf"70.0 +wnli-a-\w{{10}}, learning rate 2e-05, seed 2, {notes}$", row)
+    notes = "seed 2, best of 3, one answer for every validation row"
+    assert re.search(rf"70.0 +wnli-a-\w{{10}}, {notes}$", row)
 
 
 def test_a_zip_is_of_one_models_weights(tmp_path, small):
