@@ -282,6 +282,13 @@ def own_run(**changes) -> tuple[dict, GlueSettings]:
     return glue.main(settings), settings
 
 
+def test_fine_tuning_checks_the_rows_of_a_description_written_by_hand():
+    write("own.csv", {"text": TEXTS, "color": ["red"] * 12})
+    task = "{columns: [text], label_column: color, labels: [red, green], train: own.csv}"
+    Path("own.yaml").write_text(task)
+    refused(own_run, "color of own/train", "different values", "0 in all 11 rows")
+
+
 def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     """From files to the report and the card, beside a control, without the YAML file."""
     (first, a), (second, b) = sentences(240, 0), sentences(240, 1)
