@@ -28,7 +28,7 @@ import os, pandas, sys
 logs = {run: f"runs/gpu/{run}/log.jsonl" for run in sys.argv[1:]}
 rows = {run: pandas.read_json(log, lines=True).dropna(subset="mfu").tail(1) for run, log in logs.items() if os.path.exists(log)}
 columns = ["step", "seconds_per_step", "tokens_per_second", "mfu", "data_wait", "memory_gb", "loss"]
-print(pandas.concat(rows).droplevel(1)[columns].to_string() if rows else "no steps logged")
+print(pandas.concat(rows).droplevel(1).reindex(columns=columns).to_string() if rows else "no steps logged")
 END
 }
 

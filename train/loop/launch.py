@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -82,6 +83,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         )
     # cuDNN makes a plan for every new shape of a batch
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # Inductor, on the softmax over the vocabulary
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
     if accelerator.is_fsdp2:
         keep_float32(accelerator.state.fsdp_plugin)
     return accelerator
