@@ -16,7 +16,8 @@ def tasks(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_corpus, "MEGABYTES", 1)
         for name in ("a", "b"):
-            main(DemoTasksSettings(str(folder / name), str(folder / "tokens"), 500, 100))
+            # all rows: few sentences are in both parts of the text
+            main(DemoTasksSettings(str(folder / name), str(folder / "tokens"), 10_000, 10_000))
         yield folder
 
 
@@ -58,7 +59,7 @@ def test_every_second_sentence_has_its_words_backwards(tasks, documents):
     found = rows(tasks, "demo-order")
     assert abs(sum(row["label"] for row in found) - len(found) / 2) <= 1
     flat = " ".join(documents)
-    for row in found:
+    for row in found[:500]:
         words = row["sentence"].removesuffix(".").split()
         assert f"{' '.join(words[::-1] if row['label'] else words)}." in flat
 
