@@ -275,7 +275,7 @@ def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
     [
         ({"models": ["gone"]}, "model"),
         ({"tasks": ["sst2", "rte"]}, "glue_dir"),
-        ({"attention": "imagined"}, "model"),
+        ({"attention": "imagined"}, "attention"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_any_run(tmp_path, changes, key):
