@@ -37,15 +37,6 @@ def test_every_config_opens_with_command_cost_and_expectation(path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
-def test_a_config_without_padding_has_what_its_kernel_needs():
-    found = [parse_settings(PretrainSettings, ["--config", str(path)]).model for path in PRETRAIN]
-    unpadded = [model for model in found if model.attention == "unpadded"]
-    assert unpadded  # the option has a config that uses it
-    for model in unpadded:
-        assert model.type == "roformer"
-        assert model.config["attention_probs_dropout_prob"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("run", "model"),
     [(PRETRAIN[0], model) for model in MODELS] + [(run, MODELS[0]) for run in PRETRAIN[1:]],
