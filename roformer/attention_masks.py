@@ -87,7 +87,7 @@ def select_implementation(
     chosen = requested
     if requested in (AUTO, UNPADDED):
         is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
-        # one function serves both; whether padding is left out is decided in `varlen_inputs`
+        # one function serves both; `may_unpad` decides whether padding is left out
         chosen = "sdpa" if is_plain_sdpa else UNPADDED
     if output_attentions and roformer_config.linear_attention is not None:
         raise ValueError(

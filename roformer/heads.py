@@ -106,7 +106,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """Compute logits over the vocabulary.
 
         In training with `config.sparse_prediction` they are computed at labelled tokens only: the
-        same loss for a sixth of the head's arithmetic at the usual 15 %.
+        same loss for a sixth of the head's arithmetic at the usual 15 %. Without it, on a CPU with
+        few labels, the loss has logits of its own, and no gradient through `logits`.
 
         `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.

@@ -577,7 +577,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_position_bias(config)  # the name in checkpoints
+        self.score_bias = build_position_bias(config)  # checkpoints have this name
         # EncoderDecoderModel replaces `config` by one of transformers' class, without rope settings
         self.roformer_config = config
         # the layers depend on these fields, so that editing them later would have no effect
@@ -640,7 +640,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 whatever its `position_ids` are.
             max_length_q: Length of the longest document.
             unpad: Whether the implementations `auto` and `unpadded` may leave padding out, where
-                `last_hidden_state` is then 0: True without a warning, None with one from `auto`.
+                `last_hidden_state` is then 0. None: they may, and `auto` warns; True: they may,
+                without a warning; False: they may not.
             **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by eager
                 attention) and `return_dict`.
 
@@ -677,9 +678,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # 2. positions, once for all layers
         position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
         is_counted = position_ids is None and batch.document_ids is None
-        distances = compute_relative_positions(config, batch.position_ids, past_length, is_counted)
+        relative_positions = compute_relative_positions(
+            config, batch.position_ids, past_length, is_counted
+        )
         # 3. masks in the form of the attention implementation
-        position_bias = None if self.score_bias is None else self.score_bias(distances)
+        position_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         # implementations without masks support neither a cache nor an encoder
         needs_mask = cache is not None or has_encoder
         document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
@@ -690,7 +693,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         encoder_mask = cross_attention_mask(
             self.config, attn_inputs.implementation, hidden_states, *encoder
         )
-        # 4. remove padding, for implementations that take document lengths in place of a mask
+        # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attn_inputs.unpad_input(
             hidden_states, position_embeddings
         )
@@ -703,10 +706,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_mask,
             past_key_values=cache,
             implementation=attn_inputs.implementation,
-            relative_positions=distances,
+            relative_positions=relative_positions,
             **(kwargs | attn_inputs.attention_kwargs),
         )
-        # 6. put the padding back
+        # 6. back to the rows of the batch
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=attn_inputs.pad_input(hidden_states), past_key_values=cache
         )
@@ -770,7 +773,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return linear_attention_inputs(batch, implementation, output_hidden_states)
         if document_lengths is not None and not self.roformer_config.has_position_bias:
             cu_seqlens, max_seqlen = document_lengths
-            if not _is_one_row(hidden_states, attention_mask):
+            if not _can_use_lengths(hidden_states, attention_mask):
                 cu_seqlens = None
             is_allowed = unpad is not False and may_unpad(
                 self.config, batch, hidden_states, self.encoder, output_hidden_states
@@ -793,8 +796,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
 
 
-def _is_one_row(hidden_states: Tensor, attention_mask: Any) -> bool:
-    """Return whether the batch already is one row without padding."""
+def _can_use_lengths(hidden_states: Tensor, attention_mask: Any) -> bool:
+    """Return whether the batch is one row without padding, whose lengths the kernel can read."""
     if attention_mask is not None or hidden_states.shape[0] != 1:
         return False
     # without a kernel for the device, lengths are read on the host, which no compiler can follow

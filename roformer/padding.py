@@ -1,4 +1,4 @@
-"""Padding and packed documents: which tokens belong together, and layouts without padding.
+"""Positions, padding and packed documents: which tokens belong together, layouts without padding.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
 each other. Here the document of each token is known to every attention implementation.

@@ -60,6 +60,7 @@ def compute_rope_parameters(
         return compute(config, device)
     if rope["rope_type"] == "dynamic":
         return compute(config, device, seq_len=row_lengths[..., None])
+    # longrope, the other type that depends on the length
     trained_length = rope["original_max_position_embeddings"]
     short, attention_scaling = compute(config, device, seq_len=trained_length)
     long, _ = compute(config, device, seq_len=trained_length + 1)

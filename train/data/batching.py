@@ -274,7 +274,8 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
 def max_predictions(tokens: int, mask_rate: float | None) -> int:
     """Bound the predicted tokens of `tokens`, a multiple of 8.
 
-    The bound is mean plus 6 standard deviations for independently chosen tokens.
+    The bound is mean plus 6 standard deviations for independently chosen tokens. A batch with more,
+    as whole words can have, is padded to the next multiple: another compilation, never an error.
     """
     if mask_rate is None:
         return tokens

@@ -76,6 +76,8 @@ def mask_tokens(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose tokens to predict and corrupt them.
 
+    What happens to a token depends on its own and earlier columns only, never on the padding.
+
     Args:
         ids: [B, L] token ids.
         sequence: [B] index of each row's sequence. With `epochs` and `seed` it decides the masks of
@@ -89,12 +91,14 @@ def mask_tokens(
         Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
     row_key, column = (seed, epochs[:, None], sequence[:, None]), np.arange(ids.shape[1])
-    masked_unit = column  # column whose draw decides: the token itself, or the start of its word
+    deciding_column = column  # whose draw counts: the token's own, or that of its word's start
     if vocab.whole_word:
         assert vocab.is_continuation is not None  # as `from_tokenizer` has checked
         # all tokens of a word share the draw of its first column; a special token starts a word
-        masked_unit = np.maximum.accumulate(np.where(vocab.is_continuation[ids], 0, column), axis=1)
-    chosen = stateless_rng.uniform(CHOICE_STREAM, *row_key, masked_unit) < mask_rate
+        deciding_column = np.maximum.accumulate(
+            np.where(vocab.is_continuation[ids], 0, column), axis=1
+        )
+    chosen = stateless_rng.uniform(CHOICE_STREAM, *row_key, deciding_column) < mask_rate
     chosen &= ~np.isin(ids, vocab.special_ids)
     action = stateless_rng.uniform(ACTION_STREAM, *row_key, column)
     draws = stateless_rng.uniform(RANDOM_ID_STREAM, *row_key, column)
