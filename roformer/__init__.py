@@ -100,6 +100,9 @@ def use_for_auto_classes() -> None:
 
     One call a process; all other model types are left as they are. Without it
     `AutoModel.from_pretrained` builds transformers' own RoFormer from the same folder.
+
+    `AutoModel.from_config` with a configuration of transformers' own class builds this RoFormer,
+    too, except in transformers 5.17, which ignores such registrations.
     """
     AutoConfig.register("roformer", RoFormerConfig, exist_ok=True)
     for auto, model in _HEADS.items():  # also for configurations of transformers' own class

@@ -474,8 +474,9 @@ assert load("plus").config.norm_type == "rms_norm"
 assert type(load("stock")) is transformers.RoFormerForMaskedLM
 roformer.use_for_auto_classes()
 assert type(load("stock")) is roformer.RoFormerForMaskedLM
-config = transformers.RoFormerConfig(num_hidden_layers=1)
-assert type(auto.from_config(config)) is roformer.RoFormerForMaskedLM
+if transformers.__version__ != "5.17.0":  # ignores registrations of its own configurations
+    config = transformers.RoFormerConfig(num_hidden_layers=1)
+    assert type(auto.from_config(config)) is roformer.RoFormerForMaskedLM
 """
     done = command("-c", code, tmp_path)
     assert done.returncode == 0, done.stderr
