@@ -195,8 +195,10 @@ def format_interval(interval: Row | str | None, digits: str = ".3f") -> str:
 
 def plot(models: Models, lengths: list[Row], settings: CurvesSettings, unit: str) -> None:
     """Plot losses against tokens and time, differences from the first model, loss by length."""
-    tokens, seconds, difference, by_length = axes = make_axes(2, 2, 10.5, 7.4)
     first, *others = models
+    panels = 2 + bool(others) + bool(lengths)
+    rows, columns = (2, 2) if panels == 4 else (1, panels)
+    tokens, seconds, *further = axes = make_axes(rows, columns, 5.2 * columns, 3.8 * rows)
     colours = dict(zip(models, COLOURS * len(models)))
     for axis, (key, scale, label) in zip((tokens, seconds), X_AXES):
         for model, seeds in models.items():
@@ -209,16 +211,17 @@ def plot(models: Models, lengths: list[Row], settings: CurvesSettings, unit: str
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
     tokens.legend(title="held out (dots); training (faint)", frameon=False)
-    for model in others:
-        x, differences = paired_difference(models[first], models[model])
-        if differences.size:
-            plot_band(difference, x / 1e6, differences, colours[model])
-    difference.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    difference.set_xlabel("tokens (millions); band: range over seeds")
-    difference.set_ylabel(f"{first} − the other; below 0 {first} is better")  # noqa: RUF001 the sign
-    difference.set_visible(bool(others))
-    by_length.set_visible(bool(lengths))
+    if others:
+        difference = further.pop(0)
+        for model in others:
+            x, differences = paired_difference(models[first], models[model])
+            if differences.size:
+                plot_band(difference, x / 1e6, differences, colours[model])
+        difference.axhline(0, color="black", linewidth=0.8, linestyle=":")
+        difference.set_xlabel("tokens (millions); band: range over seeds")
+        difference.set_ylabel(f"{first} − other, below 0: better")  # noqa: RUF001 the sign
     if lengths:
+        by_length = further.pop()
         unchanged = [row for row in lengths if row["way"] == UNCHANGED]
         # the shortest length is that of training: models are not rescaled there
         plot_losses_by_length(by_length, unchanged, min(x["length"] for x in unchanged), models)
