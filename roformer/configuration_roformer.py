@@ -34,7 +34,8 @@ class RoFormerConfig(PreTrainedConfig):
     The defaults are those of transformers' `RoFormerConfig`, except `summary_type`: its default
     here is "first", whereas a `config.json` without it means "last", as in transformers. The fields
     after `sparse_prediction` are unknown to transformers' RoFormer: a model with other than their
-    defaults is saved as `roformer_plus`.
+    defaults is saved as `roformer_plus`. A checkpoint with the fields of both is
+    [junnyu/roformer_chinese_base](https://huggingface.co/junnyu/roformer_chinese_base).
 
     Attributes:
         vocab_size: Number of token ids, V.

@@ -482,6 +482,14 @@ if transformers.__version__ != "5.17.0":  # ignores registrations of its own con
     assert done.returncode == 0, done.stderr
 
 
+def test_transformers_classes_load_quietly_after_the_auto_classes_build_ours():
+    code = (
+        "import transformers, roformer; roformer.use_for_auto_classes(); transformers.RoFormerModel"
+    )
+    done = command("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_every_head_has_its_auto_class(config):
     heads = {
         "AutoModel": RoFormerModel,
