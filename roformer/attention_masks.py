@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import has_forward_hooks, has_hidden_values, is_plain, is_traced
+from .kernels.dispatch import has_hidden_values, has_hooks, is_plain, is_traced
 from .padding import (
     BatchMetadata,
     SplitLayout,
@@ -137,7 +137,7 @@ def may_unpad(
         return True
     if not is_plain(hidden_states) or batch.padding_mask is None:
         return False
-    return not has_forward_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
+    return not has_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
 
 
 def warn_of_zeros(config: PreTrainedConfig) -> None:

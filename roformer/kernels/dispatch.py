@@ -98,7 +98,7 @@ def has_hidden_values(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
 
 
-def has_forward_hooks(model: nn.Module) -> bool:
+def has_hooks(model: nn.Module) -> bool:
     """Return whether a module of the model has a forward hook; True where torch cannot tell.
 
     Forward pre-hooks are not looked for.

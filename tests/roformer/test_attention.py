@@ -255,12 +255,12 @@ def test_rows_of_transformers_flattening_collator_are_packed(config):
 
 
 def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refused(config):
-    for name in ("somebody/flash-attn9", "maskless"):
+    for name in ("an-org/flash-attn9", "maskless"):
         AttentionInterface.register(name, cu_seqlens_attention)
-    AttentionMaskInterface.register("somebody/flash-attn9", flash_attention_mask)
+    AttentionMaskInterface.register("an-org/flash-attn9", flash_attention_mask)
     ids, positions = torch.randint(1, 60, (1, 5)), torch.tensor([[0, 1, 2, 0, 1]])
     expected = model_with(config, "eager")(ids, position_ids=positions)[0]
-    model = model_with(config, "somebody/flash-attn9")
+    model = model_with(config, "an-org/flash-attn9")
     torch.testing.assert_close(model(ids, position_ids=positions)[0], expected)
     with pytest.raises(ValueError, match="attn_implementation must take a mask for packed rows"):
         model_with(config, "maskless")(ids, position_ids=positions)

@@ -269,7 +269,7 @@ def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
     check_save_folder(str(tmp_path / "empty"))
     check_save_folder(str(saved(tmp_path)))
     tiny_model(tmp_path / "pretrained", "bert")  # known names, but no card of ours
-    (tmp_path / "pretrained/README.md").write_text("# A model of somebody else")
+    (tmp_path / "pretrained/README.md").write_text("# The model of another author")
     (tmp_path / "file").write_text("mine")
     more = saved(tmp_path / "more")
     (more / "notes.txt").write_text("mine")

@@ -14,7 +14,7 @@ from roformer import (
     RoFormerModel,
 )
 from roformer.kernels import attention
-from roformer.kernels.dispatch import has_forward_hooks
+from roformer.kernels.dispatch import has_hooks
 from tiny import TINY_MODEL, enlarge
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -130,12 +130,12 @@ def test_hooks_on_layers_see_the_rows_of_the_batch(calls):
 @pytest.mark.parametrize("is_known", [True, False])
 def test_without_a_way_to_ask_for_hooks_padding_is_computed(is_known, monkeypatch):
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    assert not has_forward_hooks(model)
+    assert not has_hooks(model)
     if is_known:
         model[0][0].register_forward_hook(lambda *x: None)
     else:
         monkeypatch.delattr(model[0][0], "_forward_hooks")
-    assert has_forward_hooks(model)
+    assert has_hooks(model)
 
 
 def test_a_row_of_padding_alone_is_scored_as_without_the_other_rows():
