@@ -30,7 +30,7 @@ from train.data.stateless_rng import permute
 from train.settings import require
 
 Rows = NDArray[np.int64]
-ROWS_PER_CALL = 8192
+ROWS_PER_CALL = 1024
 """Rows per call of the tokenizer, whose result takes 240 bytes a token."""
 BUCKET_BATCHES = 32
 """Batches whose examples are sorted together: 1 % of the tokens are padding at length 512."""
@@ -44,12 +44,14 @@ class Examples:
         inputs: Name of a model input, except the attention mask -> values of all examples
             concatenated, [T].
         text_lengths: Tokens per text, [N * K]; the K texts of an example are neighbours.
+        full_lengths: The same before truncation.
         labels: Class ids, int64, or values, float32; -1 where the file has none; [N].
         padding: Padding value of each input.
     """
 
     inputs: dict[str, NDArray[np.int32]]
     text_lengths: Rows
+    full_lengths: Rows
     labels: NDArray
     padding: dict[str, int]
 
@@ -63,12 +65,28 @@ class Examples:
         """Tokens of the longest text of each example, [N]."""
         return self.text_lengths.reshape(len(self), -1).max(axis=1)
 
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Share of the texts that are truncated, and of all tokens that are cut off."""
+        cut = self.full_lengths - self.text_lengths
+        tokens = cut.sum() / self.full_lengths.sum()
+        return {"texts": round(float((cut > 0).mean()), 4), "tokens": round(float(tokens), 4)}
+
     def __len__(self) -> int:
         return len(self.labels)
 
+    def micro_batches(self, rows: Rows, tokens: int) -> list[Rows]:
+        """Split rows [B] into parts of at most `tokens` padded tokens, or of one row."""
+        size = max(1, tokens // (self._texts_per_row * int(self.lengths[rows].max())))
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    @property
+    def _texts_per_row(self) -> int:
+        return len(self.text_lengths) // len(self)
+
     def batch(self, rows: Rows, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Collate rows [B] to model inputs [B * K, L], padded to the longest, and `labels` [B]."""
-        count = len(self.text_lengths) // len(self)
+        count = self._texts_per_row
         texts = (rows[:, None] * count + np.arange(count)).ravel()  # [B * K]
         columns = np.arange(self.lengths[rows].max())
         mask = columns < self.text_lengths[texts, None]  # [B * K, L]
@@ -105,10 +123,13 @@ def make_examples(
     if pair_encoding == "separate":
         texts = [[text for row in zip(*texts) for text in row]]
     tokens = tokenize(texts, tokenizer, length, cache)
-    lengths = tokens.pop("lengths").astype(np.int64)
+    lengths, full_lengths = (
+        tokens.pop(name).astype(np.int64) for name in ("lengths", "full_lengths")
+    )
     padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     labels = columns["label"]
-    return Examples(tokens, lengths, labels, {name: padding.get(name, 0) for name in tokens})
+    padding = {name: padding.get(name, 0) for name in tokens}
+    return Examples(tokens, lengths, full_lengths, labels, padding)
 
 
 def tokenize(
@@ -117,17 +138,23 @@ def tokenize(
     """Tokenize N rows of one or two texts, or load their tokens from the cache.
 
     Returns:
-        Each model input except the attention mask, [T], and `lengths`, [N].
+        Each model input except the attention mask, [T]; `lengths`, and `full_lengths` without
+        truncation, [N].
     """
     key = hashlib.sha256(repr((identify_tokenizer(tokenizer), length)).encode())
     for column in texts:
         key.update("\0".join([*column, ""]).encode(errors="surrogatepass"))
-    file = Path(cache) / f"glue-{key.hexdigest()[:20]}.safetensors"
+    file = Path(cache) / f"task-{key.hexdigest()[:20]}.safetensors"
     if not file.exists():
         parts: dict[str, list[NDArray[np.int32]]] = defaultdict(list)
         for start in range(0, len(texts[0]), ROWS_PER_CALL):
             chunk = [column[start : start + ROWS_PER_CALL] for column in texts]
-            encoded = tokenizer(*chunk, truncation="longest_first", max_length=length)
+            encoded = tokenizer(*chunk)
+            parts["full_lengths"] += [
+                np.array([len(row) for row in encoded["input_ids"]], np.int32)
+            ]
+            if parts["full_lengths"][-1].max() > length:
+                encoded = tokenizer(*chunk, truncation="longest_first", max_length=length)
             for name in encoded:
                 if name != "attention_mask":
                     parts[name] += [np.asarray(row, np.int32) for row in encoded[name]]

@@ -6,10 +6,10 @@ Each run appends one line to the results file and writes its predictions beside 
 """
 
 import math
-import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,21 +17,19 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
 )
 
 import roformer
-from finetune.data import Examples, check_tokenizer, epoch_batches, make_examples
+from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
 from finetune.metrics import score_splits
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
@@ -41,9 +39,9 @@ from finetune.results import (
     write_answers,
     write_predictions,
 )
-from finetune.run_info import describe_run, format_result
+from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
-from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
+from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
 from finetune.task_data import check_splits, find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
@@ -99,6 +97,9 @@ def main(
     check_forward(model, data, task)
     labels = {split: examples.labels for split, examples in data.items()}
     result = describe_run(settings, config.model_type, labels, accelerator)
+    result["truncation"] = {split: examples.truncation for split, examples in data.items()}
+    for line in describe_truncation(result) if on_step is None else ():  # grids show results only
+        accelerator.print(line)
     logits: Logits = {}
     try:
         losses, logits = fine_tune(settings, model, data, accelerator, on_step)
@@ -137,6 +138,7 @@ def fine_tune(
     """
     train, batch_size = data["train"], settings.batch_size
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    tokens = settings.micro_batch_tokens
     total_steps = settings.epochs * math.ceil(len(train) / batch_size)
     warmup_steps = round(settings.warmup_share * total_steps)
     factor = schedule_factor(settings.schedule, warmup_steps, total_steps)
@@ -144,6 +146,8 @@ def fine_tune(
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     on_step = on_step or progress_bar(settings, enabled=accelerator.is_main_process)
+    model.train()
+    check_memory(model, train, tokens, accelerator)
     step, losses = 0, []
     for epoch in range(settings.epochs):
         model.train()
@@ -152,30 +156,77 @@ def fine_tune(
             # dropout is a function of seed, step and rank
             torch.manual_seed(int(stateless_rng.random_bits(settings.seed, step, rank)) >> 1)
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
-            shard = rows[rank::world_size]
-            # a process without a row joins the gradient reduction with an empty loss
-            batch = train.batch(shard if len(shard) else rows[:1], accelerator.device)
-            labels = batch.pop("labels")[: len(shard)]
-            loss = loss_sum(model(**batch).logits[: len(shard)], labels)
-            # gradients are averaged over processes: this makes it the mean over the global batch
-            accelerator.backward(loss * world_size / len(rows))
+            loss = compute_gradients(model, train, rows, tokens, accelerator)
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             # batches that the loss scaler skips count as 0
-            epoch_loss += loss.detach() if scaler is None else loss.detach().nan_to_num(0, 0, 0)
+            epoch_loss += loss if scaler is None else loss.nan_to_num(0, 0, 0)
             step += 1
             if step % CHECK_EVERY == 0 or step == total_steps:
                 if scaler is None:
                     check_finite(gradient_norm, "gradient", step)  # the same on every process
                 elif scaler.get_scale() <= MIN_LOSS_SCALE:
                     raise DivergedError(f"gradient not finite at any scale ({step})")
-                on_step(step, total_steps, loss.item() / max(1, len(shard)))
+                on_step(step, total_steps, loss.item() / max(1, len(rows[rank::world_size])))
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
     splits = (split for split in data if split != "train")
     num_labels = load_task(settings.task).num_labels
-    logits = {s: predict(model, data[s], batch_size, num_labels, accelerator) for s in splits}
+    logits = {
+        split: predict(model, data[split], batch_size, tokens, num_labels, accelerator)
+        for split in splits
+    }
     return losses, logits
+
+
+def compute_gradients(
+    model: nn.Module, examples: Examples, rows: Rows, tokens: int, accelerator: Accelerator
+) -> Tensor:
+    """Accumulate the gradients of a batch's mean loss, each process for its own rows.
+
+    Args:
+        model: As prepared by Accelerate.
+        examples: The training split.
+        rows: Rows of the batch, of all processes, [B].
+        tokens: Most tokens of a micro-batch of one process.
+        accelerator: Its processes share the rows.
+
+    Returns:
+        The loss summed over this process's rows, scalar.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    micro_batches = examples.micro_batches(rows, tokens * world_size)
+    loss = torch.zeros((), device=accelerator.device)
+    for i, part in enumerate(micro_batches, start=1):
+        shard = part[rank::world_size]
+        # gradients are reduced over processes with the last micro-batch
+        with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
+            # a process without a row joins the reduction with an empty loss
+            batch = examples.batch(shard if len(shard) else part[:1], accelerator.device)
+            labels = batch.pop("labels")[: len(shard)]
+            part_loss = loss_sum(model(**batch).logits[: len(shard)], labels)
+            # gradients are averaged over processes: this makes it the mean over the batch
+            accelerator.backward(part_loss * world_size / len(rows))
+        loss += part_loss.detach()
+    return loss
+
+
+def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Accelerator) -> None:
+    """Compute the gradients of the longest rows, so that a lack of memory shows before the run.
+
+    Raises:
+        InputError: The largest micro-batch does not fit into memory.
+    """
+    longest = np.argsort(train.lengths, kind="stable")[::-1]
+    rows = train.micro_batches(longest, tokens * accelerator.num_processes)[0]
+    try:
+        compute_gradients(model, train, rows, tokens, accelerator)
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+        rule, remedy = "must fit into memory", "lower it, or shorten length"
+        raise InputError(f"micro_batch_tokens {rule}, got {tokens}; {remedy}") from error
+    model.zero_grad(set_to_none=True)
 
 
 def answer_file(settings: GlueSettings, result: dict[str, Any]) -> Path:
@@ -208,6 +259,7 @@ def predict(
     model: Model,
     examples: Examples,
     batch_size: int,
+    tokens: int,
     num_labels: int,
     accelerator: Accelerator,
 ) -> NDArray[np.float32]:
@@ -222,13 +274,15 @@ def predict(
     model.eval()
     logits = torch.zeros(len(examples), num_labels, device=accelerator.device)
     order = np.argsort(examples.lengths, kind="stable")
+    rank, world_size = accelerator.process_index, accelerator.num_processes
     for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        shard = rows[accelerator.process_index :: accelerator.num_processes]
-        batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
-        batch.pop("labels")
-        indices = torch.from_numpy(shard).to(logits.device)
-        logits[indices] = model(**batch).logits.float()[: len(shard)]
+        batch_rows = order[start : start + batch_size]
+        for rows in examples.micro_batches(batch_rows, tokens * world_size):
+            shard = rows[rank::world_size]
+            batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
+            batch.pop("labels")
+            indices = torch.from_numpy(shard).to(logits.device)
+            logits[indices] = model(**batch).logits.float()[: len(shard)]
     reduced = accelerator.reduce(logits).cpu().numpy()
     check_finite(reduced, "logits", len(reduced))
     return reduced
@@ -300,70 +354,6 @@ def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
     return {
         k: v for k, v in splits.items() if is_own or folder is None or find_split_file(*v, folder)
     }
-
-
-def load_model(settings: GlueSettings, config: Any) -> Model:
-    """Load the model in float32 with a new head drawn from the seed.
-
-    `random_weights` draws all weights. From an MNLI model the layers of the head that have the
-    same shape are kept, such as BERT's pooler.
-
-    Raises:
-        InputError: The folder has no weights or those of another architecture, or the model has
-            no such head or attention kernel.
-    """
-    torch.manual_seed(settings.seed)
-    if settings.pooling == "own":
-        return load_weights(AutoModelForSequenceClassification, settings, config)
-    encoder = load_weights(AutoModel, settings, config)
-    torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
-    task = load_task(settings.task)
-    texts = len(task.columns) if settings.pair_encoding == "separate" else 1
-    head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
-    model = SharedHeadClassifier(encoder, head)
-    if settings.mnli is not None:
-        model.load_fitting_head(settings.mnli)
-    return model
-
-
-def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTrainedModel:
-    """Load the weights of a run into a model of an Auto class, or draw them."""
-    options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    folder = settings.mnli or settings.model
-    if settings.mnli is not None and settings.pooling != "own":
-        folder = str(Path(folder) / ENCODER)
-    try:
-        if settings.random_weights:
-            return auto_class.from_config(config, **options)
-        model, loading = auto_class.from_pretrained(
-            folder,
-            config=config,
-            ignore_mismatched_sizes=True,  # replaces the head of another task
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        if settings.attention is not None and re.search("attn|attention", str(error), re.I):
-            rule, remedy = "must be one the model has", "leave it out for the model's own"
-            found = f"{settings.attention!r} ({first_line(error)})"
-            raise InputError(f"attention {rule}, got {found}; {remedy}") from error
-        key = "model" if settings.mnli is None else "mnli"
-        raise loading_error(key, folder, "weights of an encoder", error) from error
-    new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
-    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
-    share = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
-    rule = "must hold the weights of its config.json"
-    found = f"{folder} without {share:.0%} of them"
-    require(share < 0.5, "model", rule, found, "use --random_weights true for a control")
-    return model
-
-
-def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
-    """Create the error for a folder or hub id that transformers cannot load."""
-    found = f"{path!r} ({first_line(error)})"
-    encoder = Path(path) / ENCODER  # of a model saved with the shared head
-    remedy = f"take {encoder}" if encoder.is_dir() else "check it"
-    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; {remedy}")
 
 
 @torch.no_grad()

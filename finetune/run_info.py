@@ -97,6 +97,16 @@ def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: 
     return shlex.join([*launch, "finetune/glue.py", *flags])
 
 
+def describe_truncation(result: dict[str, Any]) -> list[str]:
+    """Describe how much of each split the length of a run cuts off; nothing if all texts fit."""
+    return [
+        f"{split}: {shares['texts']:.1%} of the texts are longer than {result['length']} tokens; "
+        f"{shares['tokens']:.1%} of all tokens are cut off"
+        for split, shares in result["truncation"].items()
+        if shares["texts"]
+    ]
+
+
 def format_result(result: dict[str, Any]) -> str:
     """Format a line of the results for the terminal."""
     control = ", random weights," if result["random_weights"] else ""

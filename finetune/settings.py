@@ -44,6 +44,9 @@ class Recipe:
     """Longest input in tokens, special tokens included; of a pair the longer text is truncated."""
     batch_size: int = 32
     """Examples per optimizer step, over all processes."""
+    micro_batch_tokens: int = 16384
+    """Most tokens of a forward pass of a process, padding included; the gradients of several are
+    accumulated, so that long texts need no more memory."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     epochs: int = 3
@@ -66,7 +69,8 @@ class Recipe:
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "learning_rate", "epochs", "clip_norm"):
+        positive = "batch_size", "micro_batch_tokens", "learning_rate", "epochs", "clip_norm"
+        for name in positive:
             value, remedy = getattr(self, name), "leave it out for the default"
             require(0 < value < math.inf, name, "must be positive and finite", value, remedy)
         length, decay, share = self.length, self.weight_decay, self.warmup_share

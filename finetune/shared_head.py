@@ -11,17 +11,22 @@ Shapes: B rows, K texts a row (1, or 2 for pairs encoded separately), L tokens, 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import roformer
+from finetune.settings import GlueSettings
+from finetune.tasks import load_task
+from train.settings import InputError, first_line, require
 
 ENCODER = "encoder"
 """Subfolder of a saved model."""
@@ -123,3 +128,67 @@ class SharedHeadClassifier(nn.Module):
         saved = load_file(Path(folder) / HEAD_FILES[1])
         fitting = {name: x for name, x in saved.items() if own[name].shape == x.shape}
         self.head.load_state_dict(own | fitting)
+
+
+def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel | SharedHeadClassifier:
+    """Load the model in float32 with a new head drawn from the seed.
+
+    `random_weights` draws all weights. From an MNLI model the layers of the head that have the
+    same shape are kept, such as BERT's pooler.
+
+    Raises:
+        InputError: The folder has no weights or those of another architecture, or the model has
+            no such head or attention kernel.
+    """
+    torch.manual_seed(settings.seed)
+    if settings.pooling == "own":
+        return load_weights(AutoModelForSequenceClassification, settings, config)
+    encoder = load_weights(AutoModel, settings, config)
+    torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
+    task = load_task(settings.task)
+    texts = len(task.columns) if settings.pair_encoding == "separate" else 1
+    head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
+    model = SharedHeadClassifier(encoder, head)
+    if settings.mnli is not None:
+        model.load_fitting_head(settings.mnli)
+    return model
+
+
+def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTrainedModel:
+    """Load the weights of a run into a model of an Auto class, or draw them."""
+    options = {"attn_implementation": settings.attention, "dtype": torch.float32}
+    folder = settings.mnli or settings.model
+    if settings.mnli is not None and settings.pooling != "own":
+        folder = str(Path(folder) / ENCODER)
+    try:
+        if settings.random_weights:
+            return auto_class.from_config(config, **options)
+        model, loading = auto_class.from_pretrained(
+            folder,
+            config=config,
+            ignore_mismatched_sizes=True,  # replaces the head of another task
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if settings.attention is not None and re.search("attn|attention", str(error), re.I):
+            rule, remedy = "must be one the model has", "leave it out for the model's own"
+            found = f"{settings.attention!r} ({first_line(error)})"
+            raise InputError(f"attention {rule}, got {found}; {remedy}") from error
+        key = "model" if settings.mnli is None else "mnli"
+        raise loading_error(key, folder, "weights of an encoder", error) from error
+    new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    share = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
+    rule = "must hold the weights of its config.json"
+    found = f"{folder} without {share:.0%} of them"
+    require(share < 0.5, "model", rule, found, "use --random_weights true for a control")
+    return model
+
+
+def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
+    """Create the error for a folder or hub id that transformers cannot load."""
+    found = f"{path!r} ({first_line(error)})"
+    encoder = Path(path) / ENCODER  # of a model saved with the shared head
+    remedy = f"take {encoder}" if encoder.is_dir() else "check it"
+    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; {remedy}")

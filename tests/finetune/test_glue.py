@@ -20,6 +20,7 @@ from sklearn.metrics import accuracy_score
 from torch.utils.data import DataLoader
 from transformers import pipeline
 
+import roformer
 from finetune import glue
 from finetune.data import epoch_batches
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results
@@ -79,6 +80,48 @@ def test_a_tiny_model_learns_a_separable_task(tmp_path, kind):
         "positive",
         "negative",
     ]
+
+
+def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(tmp_path):
+    """Gradients are accumulated, and evaluation is split, without changing more than rounding."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_model(tmp_path / "model", "roformer", **still)
+    write_stsb(tmp_path / "glue", train=100)
+    logits = []
+    for tokens in (16384, 40, 1):
+        run = settings(tmp_path, "stsb", epochs=2, micro_batch_tokens=tokens)
+        run = replace(run, output=str(tmp_path / f"{tokens}" / "results.jsonl"))
+        line = glue.main(run)
+        logits.append(read_predictions(prediction_file(run.output, line, "validation"))[1])
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-5)
+    np.testing.assert_allclose(logits[2], logits[0], atol=2e-5)
+
+
+def test_a_lack_of_memory_is_one_line_before_the_first_step(tmp_path, monkeypatch):
+    tiny_model(tmp_path / "model", "roformer")
+    write_sst2(tmp_path / "glue")
+    steps = []
+
+    def allocate(*args, **inputs):
+        torch.empty(2**60)
+
+    monkeypatch.setattr(roformer.RoFormerForSequenceClassification, "forward", allocate)
+    monkeypatch.setattr(glue, "check_forward", lambda *args: None)
+    with pytest.raises(InputError, match="micro_batch_tokens"):
+        glue.main(settings(tmp_path), on_step=lambda *step: steps.append(step))
+    assert not steps
+
+
+def test_a_run_says_how_much_its_length_cuts_off(tmp_path, capsys):
+    tiny_model(tmp_path / "model", "roformer")
+    texts = ["good film", "good " * 20, "bad day", "bad " * 30]  # and [CLS], [SEP]
+    for split in ("train", "validation"):
+        write_split(tmp_path / "glue", "sst2", split, {"sentence": texts, "label": [1, 1, 0, 0]})
+    line = glue.main(settings(tmp_path, length=12, epochs=1))
+    cut = {"texts": 0.5, "tokens": round((22 - 12 + 32 - 12) / (4 + 22 + 4 + 32), 4)}
+    assert line["truncation"] == {"train": cut, "validation": cut}
+    assert "train: 50.0% of the texts are longer than 12 tokens" in capsys.readouterr().out
+    assert glue.main(settings(tmp_path, length=32, epochs=1))["truncation"]["train"]["tokens"] == 0
 
 
 class InOurOrder(transformers.Trainer):
