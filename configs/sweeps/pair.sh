@@ -6,8 +6,8 @@
 # RoFormer and BERT of one size with the same text, order, masks and seeds; GLUE of both and of their controls (the
 # same architectures from random initialisation), which do not depend on pretraining, so the models of the first seed serve. Started again, it continues.
 set -euo pipefail
-scale=$1 glue=$2 folder=runs/pair-$1 text=$(IFS=,; echo "${*:3}") held_out=${3:+$3/validation*} length=128
-[ "$scale" = base ] && length=512
+scale=$1 glue=$2 folder=runs/pair-$1 held_out=${3:+$3/validation*} length=128
+[ "$scale" = base ] && length=512 && export WORKERS=1 HARDWARE=one_gpu_compiled
 read -ra seeds <<< "${SEEDS-0 1}"
 launch=${LAUNCH-accelerate launch --quiet --config_file configs/accelerate/cpu.yaml}
 
@@ -22,7 +22,11 @@ tune() { # TASKS OPTIONS...: the pretrained models, then the controls too
   "${grid[@]}" --models "$(list "${runs[0]}/model" "${runs[1]}/model")" --random_control true
 }
 
-python -m train.sweep --config "configs/sweeps/pair-$scale.yaml" --seeds "$(list "${seeds[@]}")" ${text:+--text "[$text]"}
+for seed in "${seeds[@]}"; do
+  for model in roformer bert; do
+    echo "$model-$seed --run.seed $seed --config configs/model/$model-$scale.yaml"
+  done
+done | configs/sweeps/runs.sh "pair-$scale" "${@:3}"
 tune "${TASKS-cola sst2 mrpc wnli}"
 [ -z "${LONG-stsb rte}" ] || tune "${LONG-stsb rte}" --epochs 10 # as in ELECTRA's code (Clark et al. 2020)
 $launch -m train.analysis.length_extrapolation --models "$(list "${runs[@]/%//model}")" \

@@ -34,7 +34,6 @@ LAYERS = {
     "train.analysis": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.analysis"},
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},
-    "train.sweep": COMMON,
     "finetune": {
         *COMMON,
         "train.intervals",
