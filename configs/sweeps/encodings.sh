@@ -22,5 +22,5 @@ done
 accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m train.analysis.length_extrapolation \
   --models "$(list "${runs[@]/%//model}")" --corpus.validation "${held_out:-embedded}" --lengths "[$lengths]" \
   --trained "${lengths%%,*}" --output "$folder/lengths.png"
-python -m train.analysis.loss_curves --runs "$(list "${runs[@]}")" --lengths "$folder/lengths.json" \
-  --output "$folder/comparison.png" --title 'One model, several encodings of position'
+python -m train.analysis.loss_curves --runs "$(list "${runs[@]}")" --output "$folder/comparison.png" \
+  --title 'One model, several encodings of position'

@@ -9,7 +9,7 @@ divides the lowest frequency by s and keeps the highest ("NTK-aware"). Nothing i
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 import roformer
-from train.analysis.runs import expand_globs, group_by_model
-from train.atomic_dir import model_name
+from train.analysis.runs import find_folders
+from train.atomic_dir import split_seed
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
@@ -32,14 +32,12 @@ from train.data.masking import Vocab
 from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import start_accelerator
 from train.loop.model_init import load_config
-from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
+from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, InputError, require
 from train.tables import markdown_table
 
 Row = dict[str, Any]
 
-UNCHANGED = "as it is"
-REFUSED_LABEL = "refused, its table of positions has ended"
 TOKENS_PER_BATCH = 4096
 
 
@@ -59,7 +57,7 @@ class LengthSettings:
     attention: str = "eager"
     """Attention kernel by transformers' name."""
     output: str = "results/lengths.png"
-    """Figure to write; the numbers are written beside it as .json."""
+    """Figure to write; table and numbers are written beside it as .md and .json."""
 
     def __post_init__(self) -> None:
         for length in self.lengths:
@@ -75,20 +73,18 @@ def main(settings: LengthSettings) -> list[Row]:
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
-    folders = expand_globs(settings.models)
-    models = group_by_model([model_name(folder) for folder in folders])
-    by_name = {model_name(folder): folder for folder in folders}
-    rows = [
-        {"model": model, "seed": seed} | row
-        for model, seeds in models.items()
-        for seed, name in seeds.items()
-        for row in measure(by_name[name], settings, accelerator)
-    ]
+    rows = []
+    for name, folder in find_folders(settings.models, "models").items():
+        model, seed = split_seed(name)
+        rows += [
+            {"model": model, "seed": seed} | row for row in measure(folder, settings, accelerator)
+        ]
     if accelerator.is_main_process:
-        output = Path(settings.output)
+        output, table = Path(settings.output), format_table(rows, settings.lengths)
         plot(rows, settings.trained, output)
+        output.with_suffix(".md").write_text(table + "\n")
         output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        print(format_table(rows, settings.lengths))
+        print(table)
         print(f"figure: {output}")
     return rows
 
@@ -133,9 +129,9 @@ def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, An
         scale: s = L / L_trained; at most 1 means no rescaling.
 
     Returns:
-        Name of the rescaling -> changed fields; `UNCHANGED` is the first.
+        Name of the rescaling -> changed fields; the first changes nothing.
     """
-    found: dict[str, dict[str, Any]] = {UNCHANGED: {}}
+    found: dict[str, dict[str, Any]] = {"as it is": {}}
     rope = getattr(config, "rope_parameters", None)
     if rope is None or rope["rope_type"] != "default" or scale <= 1:
         return found
@@ -207,45 +203,31 @@ def format_table(rows: list[Row], lengths: list[int]) -> str:
 
 
 def plot(rows: list[Row], trained: int, output: Path) -> None:
-    """Write the figure."""
-    (axis,) = make_axes(1, 1, 9.5, 4.6)
-    plot_losses_by_length(axis, rows, trained, [row["model"] for row in rows])
-    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure([axis], output)
-
-
-def plot_losses_by_length(axis: Any, rows: list[Row], trained: int, models: Iterable[str]) -> None:
-    """Plot loss against length: a colour for each model, a line style for each rescaling.
-
-    Args:
-        axis: Axis to plot on.
-        rows: Rows of `main`.
-        trained: Longest sequence of pretraining.
-        models: Models in the order of their colours; those that are missing follow.
-    """
+    """Plot loss against length: a color for each model, a line style for each rescaling."""
+    figure, (axis,) = make_axes(1, 1, 9.5, 4.6)
     found = losses_by_length(rows)
     lengths = sorted({row["length"] for row in rows})
-    names = dict.fromkeys([*models, *(model for model, _ in found)])
-    colours = dict(zip(names, COLOURS * len(names)))
+    colors = dict(zip(dict.fromkeys(model for model, _ in found), COLORS * len(found)))
     styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
     for (model, way), losses in found.items():
         measured = {length: values for length, values in losses.items() if values}
-        label = model if len(styles) == 1 else f"{model}, {way}"
+        label, color = f"{model}, {way}", colors[model]
         means = [float(np.mean(values)) for values in measured.values()]
-        style: dict[str, Any] = {"linestyle": styles[way], "marker": "o", "markersize": 4}
-        axis.plot(list(measured), means, color=colours[model], label=label, **style)
+        axis.plot(list(measured), means, f"o{styles[way]}", color=color, markersize=4, label=label)
         low, high = ([f(values) for values in measured.values()] for f in (min, max))
-        axis.fill_between(list(measured), low, high, color=colours[model], alpha=0.15)
+        axis.fill_between(list(measured), low, high, color=color, alpha=0.15)
         refused = [length for length, values in losses.items() if not values]
         if refused:
             y = [means[-1] if means else 0.0] * len(refused)
-            axis.plot(refused, y, "x", color=colours[model], markersize=8,
-                      label=f"{model}: {REFUSED_LABEL}")  # fmt: skip
+            label = f"{model}: refused, its table of positions has ended"
+            axis.plot(refused, y, "x", color=color, markersize=8, label=label)
     axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.set_xlabel(f"length in tokens; trained up to {trained}")
     axis.set_ylabel("held-out loss (nats a predicted token)")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    save_figure(figure, output)
 
 
 if __name__ == "__main__":

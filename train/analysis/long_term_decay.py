@@ -24,8 +24,7 @@ from torch import Tensor
 import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
-from train.analysis.runs import group_by_model
-from train.atomic_dir import model_name
+from train.analysis.runs import find_folders
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
@@ -33,7 +32,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
-from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
+from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, ModelSettings, require
 
 Floats = NDArray[np.float64]
@@ -118,7 +117,7 @@ def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict
 
 
 def decay_of_model(
-    folder: str, settings: DecaySettings, distances: Floats, accelerator: Accelerator
+    name: str, folder: str, settings: DecaySettings, distances: Floats, accelerator: Accelerator
 ) -> dict[str, Scores]:
     """Decay for queries and keys of a model on held-out text, trained and with random weights.
 
@@ -146,10 +145,10 @@ def decay_of_model(
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     inv_freq = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     decays = {}
-    for name, model_settings in (("trained", trained), ("untrained", untrained)):
+    for state, model_settings in (("trained", trained), ("untrained", untrained)):
         model = build_model(model_settings, config, seed=0).eval()
         pairs = queries_and_keys(model.base_model, inputs, config.rotary_dim)
-        decays[f"{model_name(folder)}, {name}"] = decay_of_scores(*pairs, distances, inv_freq)
+        decays[f"{name}, {state}"] = decay_of_scores(*pairs, distances, inv_freq)
     return decays
 
 
@@ -167,24 +166,18 @@ def queries_and_keys(
     Returns:
         [N, rotary_dim] each, all layers and heads.
     """
-    outputs: dict[str, list[Tensor]] = {"query": [], "key": []}  # of each layer, [B, L, H * D]
-    for layer in model.encoder.layer:
-        for name, kept in outputs.items():
-            getattr(layer.attention.self, name).register_forward_hook(
-                lambda module, args, output, kept=kept: kept.append(output)
-            )
-    model(**inputs)
+    layers = [layer.attention.self for layer in model.encoder.layer]
+    hidden_states = model(**inputs, output_hidden_states=True).hidden_states
     generator = torch.Generator().manual_seed(0)
     rows, positions = inputs["attention_mask"].bool().nonzero(as_tuple=True)
     lengths = inputs["attention_mask"].sum(-1)
-    pairs = NUM_PAIRS // len(outputs["query"])
+    pairs = NUM_PAIRS // len(layers)
     drawn = torch.randint(len(rows), (pairs,), generator=generator)
     row, position = rows[drawn], positions[drawn]
     other = (torch.rand(pairs, generator=generator) * lengths[row]).long()
-    attention = model.encoder.layer[0].attention.self
-    heads = (attention.num_attention_heads, attention.attention_head_size)
-    queries = torch.cat([layer[row, position] for layer in outputs["query"]])
-    keys = torch.cat([layer[row, other] for layer in outputs["key"]])
+    queries = torch.cat([x.query(h[row, position]) for x, h in zip(layers, hidden_states)])
+    keys = torch.cat([x.key(h[row, other]) for x, h in zip(layers, hidden_states)])
+    heads = (layers[0].num_attention_heads, layers[0].attention_head_size)
     query, key = (x.unflatten(-1, heads).flatten(0, 1)[:, :rotary_dim] for x in (queries, keys))
     return query, key
 
@@ -195,10 +188,9 @@ def main(settings: DecaySettings) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
-    group_by_model([model_name(folder) for folder in settings.models])  # refuses equal names
     scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
-    for folder in settings.models:
-        scores |= decay_of_model(folder, settings, distances, accelerator)
+    for name, folder in find_folders(settings.models, "models").items():
+        scores |= decay_of_model(name, folder, settings, distances, accelerator)
     sizes = {"thetas": [(HEAD_DIM, x) for x in THETAS], "widths": [(x, THETA) for x in WIDTHS]}
     bounds = {
         kind: {
@@ -224,20 +216,20 @@ def main(settings: DecaySettings) -> dict[str, Any]:
 
 def plot(numbers: dict[str, Any], output: Path) -> None:
     """Plot the bound for several thetas, for several widths, and the scores."""
-    axes = make_axes(1, 3, 14, 4.2)
+    figure, axes = make_axes(1, 3, 14, 4.2)
     x = numbers["distances"]
     for axis, bounds in zip(axes, numbers["bound"].values()):
-        for (label, values), colour in zip(bounds.items(), COLOURS):
-            axis.plot(x, values, color=colour, linewidth=1.2, label=label)
+        for (label, values), color in zip(bounds.items(), COLORS):
+            axis.plot(x, values, color=color, label=label)
         axis.set_ylabel("mean of |S_j|, the paper's bound")
-    for (name, decay), colour in zip(numbers["scores"].items(), COLOURS * 2):
-        axes[2].plot(x, decay["mean"], color=colour, linewidth=1.2, label=name)
-        axes[2].plot(x, decay["size"], color=colour, linewidth=0.8, linestyle=":")
+    for (name, decay), color in zip(numbers["scores"].items(), COLORS * len(numbers["scores"])):
+        axes[2].plot(x, decay["mean"], color=color, label=name)
+        axes[2].plot(x, decay["size"], color=color, linewidth=0.8, linestyle=":")
     axes[2].set_ylabel("score as a cosine: mean; dotted: mean of absolute values")
     for axis in axes:
         axis.set_xlabel("distance m − n in tokens")  # noqa: RUF001 the sign
-        axis.legend(frameon=False, fontsize=8)
-    save_figure(axes, output)
+        axis.legend()
+    save_figure(figure, output)
 
 
 def ends(values: list[float], digits: str) -> str:

@@ -16,18 +16,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from train.analysis.length_extrapolation import (
-    UNCHANGED,
-    losses_by_length,
-    plot_losses_by_length,
-)
-from train.analysis.runs import NATS, Models, Run, read_runs
+from train.analysis.runs import Models, Run, read_runs
 from train.command_line import run_command
 from train.intervals import t_interval
-from train.plotting import COLOURS, check_figure_path, make_axes, save_figure
-from train.settings import InputError, require
+from train.plotting import COLORS, check_figure_path, make_axes, save_figure
+from train.settings import require
 from train.tables import markdown_table
 
 Floats = NDArray[np.float64]
@@ -44,27 +40,23 @@ class CurvesSettings:
     runs: list[str]
     """Run folders or globs of them, as [runs/a-0, runs/b-0] or ['runs/pair/*-?']; every other model
     is compared with the first."""
-    lengths: str | None = None
-    """The .json that `train.analysis.length_extrapolation` wrote for the same models."""
     output: str = "results/curves.png"
     """Figure to write, .png or .svg; table and numbers are written beside it as .md and .json."""
     title: str = "Masked-LM loss"
     """Title of the figure."""
 
     def __post_init__(self) -> None:
+        require(len(self.runs) > 0, "runs", "must name a folder", "none", "add one")
         check_figure_path(self.output)
 
 
 def main(settings: CurvesSettings) -> None:
     """Read the runs, plot, write numbers and table, print the table."""
     models, unit = read_runs(settings.runs)
-    lengths = read_lengths(settings.lengths)
-    known_unit = not lengths or unit == NATS
-    require(known_unit, "lengths", "must be null for runs on bytes", settings.lengths, "drop it")
     runs = [run for seeds in models.values() for run in seeds.values()]
     ends = {key: min(float(run.held_out[key].iloc[-1]) for run in runs) for key, *_ in X_AXES}
-    rows = summarize(models, ends, lengths)
-    plot(models, lengths, settings, unit)
+    rows = summarize(models, ends)
+    plot(models, settings, unit)
     table, output = format_table(rows, ends, unit), Path(settings.output)
     output.with_suffix(".md").write_text(table + "\n")
     logs = {run.name: json.loads(run.held_out.to_json(orient="records")) for run in runs}
@@ -110,18 +102,16 @@ def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> tu
     return x, losses_at("tokens", pairs[0], x) - losses_at("tokens", pairs[1], x)
 
 
-def summarize(models: Models, ends: Mapping[str, float], lengths: list[Row]) -> list[Row]:
+def summarize(models: Models, ends: Mapping[str, float]) -> list[Row]:
     """Summarize each model: speed, losses, and difference from the first.
 
     Args:
         models: Runs.
         ends: Tokens and seconds that all runs have reached.
-        lengths: Rows of `length_extrapolation`, or none.
 
     Returns:
         A row for each model; the keys are those of the .json file.
     """
-    by_length = losses_by_length(lengths)
     first = next(iter(models.values()))
     rows: list[Row] = []
     losses: list[dict[int, float]] = []
@@ -141,10 +131,6 @@ def summarize(models: Models, ends: Mapping[str, float], lengths: list[Row]) -> 
                 "at_equal_tokens": summary(at["tokens"]),
                 "first_minus_it": summary(differences[~np.isnan(differences)]),
                 "at_equal_time": summary(at["seconds"]),
-                "at_length": {
-                    length: summary(found) or "refused"
-                    for length, found in by_length.get((model, UNCHANGED), {}).items()
-                },
             }
         )
     return rows
@@ -164,7 +150,6 @@ def summary(values: Sequence[float] | Floats) -> Row | None:
 
 def format_table(rows: list[Row], ends: Mapping[str, float], unit: str) -> str:
     """Format the rows of `summarize` as a Markdown table."""
-    lengths = sorted({length for row in rows for length in row["at_length"]})
     body = []
     for row in rows:
         size = row["parameters"]
@@ -177,81 +162,53 @@ def format_table(rows: list[Row], ends: Mapping[str, float], unit: str) -> str:
             f"{rows[0]['model']} − it": format_interval(row["first_minus_it"], "+.3f"),  # noqa: RUF001 the sign
             f"loss at {ends['seconds'] / 60:.1f} min": format_interval(row["at_equal_time"]),
         }
-        for length in lengths:
-            cells[f"at length {length}"] = format_interval(row["at_length"].get(length))
         body.append(cells)
     note = f"Held-out loss in {unit}; mean ± half of the 95 % t interval over seeds of pretraining."
     return f"{markdown_table(pd.DataFrame(body))}\n\n{note}"
 
 
-def format_interval(interval: Row | str | None, digits: str = ".3f") -> str:
+def format_interval(interval: Row | None, digits: str = ".3f") -> str:
     """Format an interval as mean ± half width."""
-    if interval is None or isinstance(interval, str):
-        return interval or ""
+    if interval is None:
+        return ""
     half = interval["half"]
     half = "" if half is None else f" ± {half:{digits.replace('+', '')}}"
     return f"{interval['mean']:{digits}}{half}"
 
 
-def plot(models: Models, lengths: list[Row], settings: CurvesSettings, unit: str) -> None:
-    """Plot losses against tokens and time, differences from the first model, loss by length."""
+def plot(models: Models, settings: CurvesSettings, unit: str) -> None:
+    """Plot losses against tokens and time, and differences from the first model."""
     first, *others = models
-    panels = 2 + bool(others) + bool(lengths)
-    rows, columns = (2, 2) if panels == 4 else (1, panels)
-    tokens, seconds, *further = axes = make_axes(rows, columns, 5.2 * columns, 3.8 * rows)
-    colours = dict(zip(models, COLOURS * len(models)))
+    panels = 3 if others else 2
+    figure, (tokens, seconds, *further) = make_axes(1, panels, 5.2 * panels, 3.8)
+    colors = dict(zip(models, COLORS * len(models)))
     for axis, (key, scale, label) in zip((tokens, seconds), X_AXES):
         for model, seeds in models.items():
             runs = list(seeds.values())
             for run in runs:
                 x, losses = run.training[key] / scale, run.training["loss"]
-                axis.plot(x, losses, color=colours[model], alpha=0.25, linewidth=0.8)
+                axis.plot(x, losses, color=colors[model], alpha=0.25, linewidth=0.8)
             x = shared_x(key, runs)
-            plot_band(axis, x / scale, losses_at(key, runs, x), colours[model], label=model)
+            plot_band(axis, x / scale, losses_at(key, runs, x), colors[model], label=model)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
-    tokens.legend(title="held out (dots); training (faint)", frameon=False)
-    if others:
-        difference = further.pop(0)
+    tokens.legend(title="held out (dots); training (faint)")
+    for difference in further:
         for model in others:
             x, differences = paired_difference(models[first], models[model])
             if differences.size:
-                plot_band(difference, x / 1e6, differences, colours[model])
+                plot_band(difference, x / 1e6, differences, colors[model])
         difference.axhline(0, color="black", linewidth=0.8, linestyle=":")
         difference.set_xlabel("tokens (millions); band: range over seeds")
         difference.set_ylabel(f"{first} − other, below 0: better")  # noqa: RUF001 the sign
-    if lengths:
-        by_length = further.pop()
-        unchanged = [row for row in lengths if row["way"] == UNCHANGED]
-        # the shortest length is that of training: models are not rescaled there
-        plot_losses_by_length(by_length, unchanged, min(x["length"] for x in unchanged), models)
-        by_length.legend(frameon=False, fontsize=8)
-    tokens.figure.suptitle(settings.title)
-    save_figure(axes, Path(settings.output))
+    figure.suptitle(settings.title)
+    save_figure(figure, Path(settings.output))
 
 
-def plot_band(axis: Any, x: Floats, values: Floats, colour: str, label: str | None = None) -> None:
+def plot_band(axis: Axes, x: Floats, values: Floats, color: str, label: str | None = None) -> None:
     """Plot the mean of values [seeds, n] over seeds, and their range."""
-    style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2, "color": colour}
-    axis.plot(x, values.mean(0), label=label, **style)
-    axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2)
-
-
-def read_lengths(file: str | None) -> list[Row]:
-    """Read the rows that `length_extrapolation` wrote; none for None.
-
-    Raises:
-        InputError: There is no such file, or it holds something else.
-    """
-    if file is None:
-        return []
-    try:
-        rows = json.loads(Path(file).read_text())
-        losses_by_length(rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = "lengths must be a .json of train.analysis.length_extrapolation"
-        raise InputError(f"{rule}, got {file} ({error!r}); run that command first") from error
-    return rows
+    axis.plot(x, values.mean(0), label=label, marker="o", markersize=2.5, color=color)
+    axis.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.2)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Logs of runs, grouped by model: names that end in the seed, as `bert-0` and `bert-1`."""
+"""Logs of runs, and the names of runs and models: `bert-0` and `bert-1` are seeds of `bert`."""
 
 import glob
 import json
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from train.atomic_dir import split_seed
+from train.atomic_dir import model_name
 from train.data.vocabulary import BYTES
 from train.settings import require
 
@@ -24,29 +23,43 @@ class Run:
 
     Attributes:
         name: Name of its folder.
+        model: The name without the seed at its end.
+        seed: `run.seed`.
         training: Rows of log.jsonl with `loss`.
         held_out: Rows with `validation_loss`.
-        parameters: Number of parameters, if known.
+        parameters: Number of parameters, if recorded.
         bytewise: Whether its tokens are bytes.
-        seed: `run.seed`, if known.
     """
 
     name: str
+    model: str
+    seed: int
     training: pd.DataFrame
     held_out: pd.DataFrame
-    parameters: int | None = None
-    bytewise: bool = False
-    seed: int | None = None
+    parameters: int | None
+    bytewise: bool
 
 
 Models = Mapping[str, Mapping[int, Run]]
 """Model -> seed -> run."""
 
 
-def expand_globs(patterns: Sequence[str]) -> list[str]:
-    """Replace every glob by the sorted paths it matches; each path is listed once."""
-    found = [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]
-    return list(dict.fromkeys(found))
+def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
+    """Return the folders of runs or models by their name: `a` for runs/a and for runs/a/model.
+
+    Args:
+        patterns: Folders or globs; each folder counts once.
+        key: Setting that holds them.
+
+    Raises:
+        InputError: Two have the same name.
+    """
+    folders: dict[str, str] = {}
+    for folder in [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]:
+        name = model_name(folder)
+        unique = folders.setdefault(name, folder) == folder
+        require(unique, key, "must have different names", f"{name} twice", "rename one")
+    return folders
 
 
 def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
@@ -59,71 +72,44 @@ def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
         Model -> seed -> run, and the unit of the losses: `BITS` if all runs read bytes.
 
     Raises:
-        InputError: A folder holds no run, or two runs have the same name.
+        InputError: A folder holds no run, or two runs have the same model and seed.
     """
-    require(len(patterns) > 0, "runs", "must name a run folder", "none", "add one")
-    runs = [read_log(folder) for folder in expand_globs(patterns)]
-    seeds_of_runs = {run.name: run.seed for run in runs}
-    models = group_by_model([run.name for run in runs], "runs", seeds_of_runs)
-    by_name = {run.name: run for run in runs}
-    grouped = {m: {s: by_name[name] for s, name in seeds.items()} for m, seeds in models.items()}
+    models: dict[str, dict[int, Run]] = {}
+    runs = [read_run(folder) for folder in find_folders(patterns, "runs").values()]
+    for run in runs:
+        seeds = models.setdefault(run.model, {})
+        rule, found = "must differ in model or seed", f"two of {run.model} with seed {run.seed}"
+        require(run.seed not in seeds, "runs", rule, found, "drop one")
+        seeds[run.seed] = run
     if not all(run.bytewise for run in runs):
-        return grouped, NATS
+        return models, NATS
     for run in runs:
         run.training["loss"] /= math.log(2)
         run.held_out["validation_loss"] /= math.log(2)
-    return grouped, BITS
+    return models, BITS
 
 
-def read_log(folder: str) -> Run:
+def read_run(folder: str) -> Run:
     """Read log.jsonl, environment.json and settings.yaml of a run folder.
 
     Raises:
         InputError: It has no log, or nothing was logged or evaluated yet.
     """
-    log, environment, settings = (
-        Path(folder) / name for name in ("log.jsonl", "environment.json", "settings.yaml")
-    )
+    log, name = Path(folder) / "log.jsonl", Path(folder).name
     require(log.is_file(), "runs", "must hold a log.jsonl", folder, "name folders under run.folder")
     rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
     training = pd.DataFrame([row for row in rows if "loss" in row])
     held_out = pd.DataFrame([row for row in rows if "validation_loss" in row])
     logged = not training.empty and not held_out.empty
     require(logged, "runs", "must have logged and evaluated", folder, "wait, or run it longer")
-    known = json.loads(environment.read_text()) if environment.is_file() else {}
-    given = yaml.safe_load(settings.read_text()) if settings.is_file() else {}
+    settings = yaml.safe_load((log.parent / "settings.yaml").read_text())
+    seed = settings["run"]["seed"]
     return Run(
-        name=Path(folder).name,
+        name=name,
+        model=name.removesuffix(f"-{seed}"),
+        seed=seed,
         training=training,
         held_out=held_out,
-        parameters=known.get("parameters"),
-        bytewise=given.get("corpus", {}).get("tokenizer") == BYTES,
-        seed=given.get("run", {}).get("seed"),
+        parameters=json.loads((log.parent / "environment.json").read_text()).get("parameters"),
+        bytewise=settings["corpus"]["tokenizer"] == BYTES,
     )
-
-
-def group_by_model(
-    names: Sequence[str], key: str = "models", known_seeds: Mapping[str, int | None] | None = None
-) -> dict[str, dict[int, str]]:
-    """Group runs that differ in their seed: `bert-0` and `bert-1` are seeds of `bert`.
-
-    Args:
-        names: Names of runs; one without a number is seed 0.
-        key: Setting to name in an error.
-        known_seeds: `run.seed` by name; another number in a name, as in `width-16`, is no seed.
-
-    Returns:
-        Model -> seed -> name.
-
-    Raises:
-        InputError: Two runs have the same model and seed.
-    """
-    models: dict[str, dict[int, str]] = defaultdict(dict)
-    for name in names:
-        model, seed = split_seed(name)
-        if (known_seeds or {}).get(name) not in (None, seed):
-            model, seed = name, 0
-        unique = seed not in models[model]
-        require(unique, key, "must have different names", f"{model} twice", "rename one")
-        models[model][seed] = name
-    return dict(models)

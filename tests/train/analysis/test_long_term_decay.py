@@ -10,12 +10,7 @@ from transformers import BertConfig, BertForMaskedLM
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import TINY_MODEL
-from train.analysis.long_term_decay import (
-    DecaySettings,
-    decay_bound,
-    decay_of_scores,
-    main,
-)
+from train.analysis.long_term_decay import DecaySettings, decay_bound, decay_of_scores, main
 from train.settings import HeldOutSettings, InputError
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ LOSSES = {"rope-0": [5.0, 4.0], "rope-1": [5.0, 4.2], "rope-2": [5.0, 4.1],
           "none-0": [6.0, 5.5], "none-1": [6.0, 5.8], "none-2": [6.0, 5.2]}  # fmt: skip
 
 
-def write_run(folder, losses, speed=100, tokens=100, logged=100):
+def write_run(folder, losses, speed=100, tokens=100, logged=100, seed=None, tokenizer=None):
     """Write a run that is evaluated every `tokens` tokens and makes `speed` a second."""
     folder.mkdir(parents=True)
     rows = []
@@ -27,6 +26,10 @@ def write_run(folder, losses, speed=100, tokens=100, logged=100):
         rows += [place | {"loss": loss + 0.1, "tokens_per_second": logged}]
         rows += [place | {"validation_loss": loss}]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "environment.json").write_text(json.dumps({"parameters": 1234567}))
+    seed = int(folder.name.rpartition("-")[2]) if seed is None else seed
+    settings = {"corpus": {"tokenizer": tokenizer}, "run": {"seed": seed}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     return str(folder)
 
 
@@ -36,13 +39,12 @@ def runs(tmp_path):
     for name, losses in LOSSES.items():
         speed = 100 if name.startswith("rope") else 200
         found.append(write_run(tmp_path / name, losses, speed, logged=speed + int(name[-1])))
-        (tmp_path / name / "environment.json").write_text(json.dumps({"parameters": 1234567}))
     return found
 
 
-def compare(tmp_path, runs, **settings):
+def compare(tmp_path, runs):
     """The numbers that the command writes."""
-    main(CurvesSettings(runs, output=str(tmp_path / "c.png"), **settings))
+    main(CurvesSettings(runs, output=str(tmp_path / "c.png")))
     return json.loads((tmp_path / "c.json").read_text())
 
 
@@ -52,7 +54,7 @@ def test_the_interval_is_students():
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     ends = (found["mean"] - found["half"], found["mean"] + found["half"])
     assert ends == pytest.approx((low, high))
-    assert summary([4.0])["half"] is None
+    assert summary([4.0]) == {"mean": 4.0, "half": None, "values": [4.0]}
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
@@ -87,39 +89,6 @@ def test_a_single_run_has_curves_and_no_interval(runs, tmp_path):
     assert row["at_equal_tokens"] == {"mean": 4.0, "half": None, "values": [4.0]}
 
 
-def test_longer_texts_are_columns_and_a_table_that_ends_is_refused(runs, tmp_path):
-    rows = [
-        {"model": model, "seed": seed, "way": "as it is", "length": length, "validation_loss": loss}
-        for model, seed, length, loss in [("rope", 0, 16, 4.0), ("rope", 1, 16, 4.5),
-                                          ("rope", 0, 32, 6.0), ("none", 0, 16, 5.0)]
-    ]  # fmt: skip
-    rows += [{"model": "none", "seed": 0, "way": "as it is", "length": 32, "refused": "too long"}]
-    rows += [rows[2] | {"way": "theta rescaled", "validation_loss": 3.0}]
-    (tmp_path / "lengths.json").write_text(json.dumps(rows))
-    rope, none = compare(tmp_path, runs, lengths=str(tmp_path / "lengths.json"))["models"]
-    assert rope["at_length"]["16"]["values"] == [4.0, 4.5]
-    assert rope["at_length"]["32"]["mean"] == 6.0  # as it is
-    assert none["at_length"]["32"] == "refused"
-    header = (tmp_path / "c.md").read_text().splitlines()[0]
-    assert [cell.strip() for cell in header.split("|")][-3:-1] == ["at length 16", "at length 32"]
-
-
-def test_a_model_has_one_colour_in_all_panels(runs, tmp_path, monkeypatch):
-    axes = []
-    monkeypatch.setattr(
-        "train.analysis.loss_curves.save_figure", lambda found, output: axes.extend(found)
-    )
-    row = {"seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
-    rows = [row | {"model": "none"}, row | {"model": "rope"}]  # in another order than the runs
-    (tmp_path / "lengths.json").write_text(json.dumps(rows))
-    compare(tmp_path, runs, lengths=str(tmp_path / "lengths.json"))
-    colours = [
-        {x.get_label(): x.get_color() for x in axis.lines if x.get_label() in ("rope", "none")}
-        for axis in (axes[0], axes[1], axes[3])
-    ]
-    assert colours == [{"rope": "tab:red", "none": "tab:blue"}] * 3
-
-
 def test_a_shorter_run_moves_difference_and_losses_to_one_place(runs, tmp_path):
     third = write_run(tmp_path / "third-0", [7.0])  # half as many tokens
     rope, none, _ = compare(tmp_path, [runs[0], runs[3], third])["models"]
@@ -139,8 +108,7 @@ def test_curves_of_differences_go_as_far_as_all_seeds_and_between_evaluations(tm
 
 
 def test_a_model_of_which_one_seed_has_no_loss_there_has_none(runs, tmp_path):
-    write_run(tmp_path / "late" / "none-1", [6.0, 5.8], speed=20, tokens=999)
-    late = str(tmp_path / "late" / "none-1")
+    late = write_run(tmp_path / "late" / "none-1", [6.0, 5.8], speed=20, tokens=999)
     rope, none = compare(tmp_path, [*runs[:2], runs[3], late])["models"]
     assert rope["at_equal_tokens"]["values"] == [4.0, 4.2]
     assert (none["at_equal_tokens"], none["at_equal_time"]) == (None, None)
@@ -151,36 +119,21 @@ def test_a_model_of_which_one_seed_has_no_loss_there_has_none(runs, tmp_path):
 
 
 def test_losses_are_bits_where_all_runs_read_bytes(runs, tmp_path):
-    for bytewise, unit in ((runs[:1], 1.0), (runs, math.log(2))):
-        for run in bytewise:
-            Path(run, "settings.yaml").write_text("corpus: {tokenizer: bytes}\n")
-        found = compare(tmp_path, runs)["models"][0]["at_equal_tokens"]["values"]
-        np.testing.assert_allclose(found, np.array([4.0, 4.2, 4.1]) / unit)
+    read_bytes = write_run(tmp_path / "bytes-0", [4.0], tokenizer="bytes")
+    for compared, unit in (([read_bytes, runs[0]], 1.0), ([read_bytes], math.log(2))):
+        found = compare(tmp_path, compared)["models"][0]["at_equal_tokens"]["values"]
+        np.testing.assert_allclose(found, [4.0 / unit])
     assert "bits a byte" in (tmp_path / "c.md").read_text()
-    row = {"model": "rope", "seed": 0, "way": "as it is", "length": 16, "validation_loss": 4.0}
-    (tmp_path / "lengths.json").write_text(json.dumps([row]))  # in nats, of pieces
-    with pytest.raises(InputError, match="lengths must be null for runs on bytes"):
-        compare(tmp_path, runs, lengths=str(tmp_path / "lengths.json"))
 
 
-def test_the_end_of_a_name_is_a_seed_only_where_the_run_had_it(tmp_path):
-    for name, loss in (("rate-1e-3", 4.0), ("rate-1e-4", 5.0), ("rope-3", 6.0)):
-        write_run(tmp_path / name, [loss, loss])
-        seed = 3 if name == "rope-3" else 0
-        text = yaml.safe_dump({"corpus": {}, "run": {"seed": seed}})
-        (tmp_path / name / "settings.yaml").write_text(text)
-    models, _ = read_runs([str(tmp_path / name) for name in ("rate-1e-3", "rate-1e-4", "rope-3")])
-    found = {(model, seed): run.name for model in models for seed, run in models[model].items()}
-    names = {("rate-1e-3", 0): "rate-1e-3", ("rate-1e-4", 0): "rate-1e-4", ("rope", 3): "rope-3"}
-    assert found == names
-
-
-def test_a_glob_names_runs_and_each_is_read_once(tmp_path):
-    for name in ("bert-0", "rope-0", "rope-1"):
-        write_run(tmp_path / name, [5.0])
+def test_a_glob_names_runs_and_the_end_of_a_name_is_a_seed_only_where_the_run_had_it(tmp_path):
+    for name, seed in (("rate-3", 0), ("rate-4", 0), ("rope-3", 3), ("rope-4", 4)):
+        write_run(tmp_path / name, [5.0, 4.0], seed=seed)
     (tmp_path / "rope-1.log").touch()
     models, _ = read_runs([str(tmp_path / "rope-?"), str(tmp_path / "*-?")])
-    assert {name: list(seeds) for name, seeds in models.items()} == {"rope": [0, 1], "bert": [0]}
+    assert {model: list(seeds) for model, seeds in models.items()} == {
+        "rope": [3, 4], "rate-3": [0], "rate-4": [0],
+    }  # fmt: skip
 
 
 def test_one_slow_interval_does_not_slow_a_run(runs, tmp_path):
@@ -192,19 +145,15 @@ def test_one_slow_interval_does_not_slow_a_run(runs, tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(runs, tmp_path):
-    for text in ("{", '[{"model": "rope"}]', '"rope"'):
-        (tmp_path / "lengths.json").write_text(text)
-        with pytest.raises(InputError, match="lengths must be"):
-            compare(tmp_path, runs, lengths=str(tmp_path / "lengths.json"))
-    with pytest.raises(InputError, match="lengths must be .* got nowhere"):
-        compare(tmp_path, runs, lengths="nowhere")
     with pytest.raises(InputError, match="output "):
         CurvesSettings(runs, output="table")
-    twice = [write_run(tmp_path / parent / "a", [5.0]) for parent in ("one", "two")]
-    with pytest.raises(InputError, match="runs .* got a twice"):
-        compare(tmp_path, twice)
-    with pytest.raises(InputError, match="runs .* got .*nothing"):
-        compare(tmp_path, [str(tmp_path / "nothing")])
-    with pytest.raises(InputError, match="runs must have logged and evaluated"):
-        compare(tmp_path, [write_run(tmp_path / "young", [])])
+    for wrong, message in (
+        ([write_run(tmp_path / parent / "a-0", [5.0]) for parent in ("one", "two")], "a-0 twice"),
+        ([runs[0], write_run(tmp_path / "rope", [5.0], seed=0)], "two of rope with seed 0"),
+        ([str(tmp_path / "nothing")], "runs .* got .*nothing"),
+        ([write_run(tmp_path / "young-0", [])], "runs must have logged and evaluated"),
+        ([], "runs must name"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compare(tmp_path, wrong)
     assert not (tmp_path / "c.png").exists()
