@@ -82,7 +82,7 @@ bench: setup ## speed of training and inference against transformers' models on 
 	$(BIN)/python -m train.bench $(ARGS)
 GPU_PYTHON ?= $(PYTHON)
 bench-gpu: ## the same on an NVIDIA GPU; GPU_PYTHON needs torch for CUDA, transformers and accelerate
-	$(GPU_PYTHON) -m train.bench --device cuda --output results/bench-gpu.json $(ARGS)
+	$(GPU_PYTHON) -m train.bench --device cuda --output runs/bench-gpu.json $(ARGS)
 help: ## what each target does
 	@awk -F ':.*## ' '/^[a-z-]+( [a-z-]+)?:.*## / {printf "%-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 clean: ## remove environments and caches; runs/ and results/ stay

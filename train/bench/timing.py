@@ -18,16 +18,12 @@ import torch
 import transformers
 
 from train.atomic_dir import check_writable
-from train.bench.baselines import (
-    MASK_RATE,
-    STEPS,
-    STOCK,
-    Step,
-    Workload,
-    make_baseline,
-)
+from train.bench.baselines import MASK_RATE, STEPS, STOCK, Workload, make_baseline
 from train.loop.flops import measure_peak_flops, step_flops
 from train.settings import require
+
+Seconds = dict[str, list[float]]
+"""Model -> seconds of its step in each turn."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class BenchSettings:
     """Turns of each model that count, after one for warming up."""
     scale: str = "full"
     """full, or tiny: the same steps with tiny models and texts, to test the benchmark."""
-    output: str = "results/bench-cpu.json"
+    output: str = "runs/bench-cpu.json"
     """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
@@ -56,24 +52,16 @@ class BenchSettings:
 
 
 class Benchmark:
-    """Times models and collects the rows of the tables.
+    """Times models and collects the rows of a table.
 
     Attributes:
         settings: What to measure.
-        part: Name of the table that rows are added to.
         rows: Rows so far; their keys are those of the JSON file.
-        peak_flops: Measured operations per second of a matrix product, in bfloat16 (key True) and
-            float32.
     """
 
     def __init__(self, settings: BenchSettings) -> None:
-        self.settings, self.part = settings, ""
+        self.settings = settings
         self.rows: list[dict[str, Any]] = []
-        device = torch.device(settings.device)
-        self.peak_flops = {
-            bf16: measure_peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
-            for bf16 in (False, True)
-        }
 
     def workload(self, **fields: Any) -> Workload:
         """Return a workload on the device, reduced if `scale` is tiny."""
@@ -88,7 +76,6 @@ class Benchmark:
         model: str,
         values: Sequence[float],
         unit: str,
-        target: float | None = None,
         average: Callable[[Sequence[float]], float] = statistics.median,
     ) -> None:
         """Add a row and print it: the average and the range of some values.
@@ -98,82 +85,67 @@ class Benchmark:
             model: What computed it.
             values: One for each turn.
             unit: Unit of the values.
-            target: What the average should reach; ignored if `scale` is tiny.
             average: Median, or another mean.
         """
-        value, asked, reached = average(values), "", None
-        if target is not None and self.settings.scale == "full":
-            asked, reached = f">= {target:g} {unit}", value >= target
-        row = {"part": self.part, "case": case, "peer": model, "value": value, "unit": unit}
-        row |= {"low": min(values), "high": max(values), "asked": asked, "reached": reached}
-        self.rows.append(row)
-        print(" | ".join(cells(row)), flush=True)
+        row = {"case": case, "model": model, "value": average(values), "unit": unit}
+        self.rows.append(row | {"low": min(values), "high": max(values)})
+        print(" | ".join(cells(self.rows[-1])), flush=True)
 
-    def time(
-        self, task: str, names: Sequence[str], workload: Workload, factor: int = 1
-    ) -> dict[str, list[float]]:
-        """Time models alternately in a new process: seconds of each in `factor` x `rounds` turns.
+    def time(self, task: str, names: Sequence[str], workload: Workload) -> Seconds:
+        """Time models alternately in a new process.
 
         Args:
             task: A key of `STEPS`.
             names: Models.
             workload: Their size, batch and precision.
-            factor: Multiple of `rounds`.
         """
-        turns = factor * self.settings.rounds
-        return in_new_process(time_models, task, list(names), workload, turns)
+        return in_new_process(time_models, task, names, workload, self.settings.rounds)
 
     def compare(
         self,
         task: str,
         workload: Workload,
-        targets: Mapping[str, float | None],
+        names: Sequence[str],
         baselines: Sequence[str] = (STOCK,),
-    ) -> dict[str, list[float]]:
+    ) -> Seconds:
         """Add the speed-up of models over baselines, as ratios within a turn.
 
         Args:
             task: A key of `STEPS`.
             workload: Size, batch and precision.
-            targets: Models, and the speed-up over the first baseline that each should reach.
+            names: Models.
             baselines: Models to compare with.
-
-        Returns:
-            Seconds of each model in each turn.
         """
-        seconds = self.time(task, [*baselines, *targets], workload)
-        for name, target in targets.items():
+        seconds = self.time(task, [*baselines, *names], workload)
+        for name in names:
             for baseline in baselines:
                 model = name if baseline == STOCK else f"{name} against {baseline}"
                 ratios = [a / b for a, b in zip(seconds[baseline], seconds[name])]
-                least = target if baseline == baselines[0] else None
-                self.add(f"{task}, {workload}", model, ratios, "x", least)
+                self.add(f"{task}, {workload}", model, ratios, "x")
         return seconds
 
-    def add_speed(self, task: str, workload: Workload, name: str, seconds: Sequence[float]) -> None:
-        """Add the tokens per second of a model, padding not counted."""
-        speeds = [workload.tokens / x for x in seconds]
-        self.add(f"{task}, {workload}", name, speeds, "tokens/s")
+    def add_speeds(self, task: str, workload: Workload, seconds: Seconds) -> None:
+        """Add the tokens per second of models, padding not counted."""
+        for name, values in seconds.items():
+            speeds = [workload.tokens / x for x in values]
+            self.add(f"{task}, {workload}", name, speeds, "tokens/s")
 
-    def add_share_of_peak(
-        self, workload: Workload, name: str, seconds: Sequence[float], target: float | None = None
-    ) -> None:
-        """Add the operations of a training step over those of the device's peak in that time."""
+    def add_share_of_peak(self, workload: Workload, name: str, seconds: Sequence[float]) -> None:
+        """Add the operations of a training step over those of matrix products in that time."""
         lengths, tokens = workload.lengths(), float(workload.tokens)
         config, squares = make_baseline(name, workload).config, float((lengths**2).sum())
         flops = step_flops(config, tokens, squares, MASK_RATE * tokens)
-        shares = [100 * flops / self.peak_flops[workload.bf16] / x for x in seconds]
-        self.add(f"training, {workload}", name, shares, "% of peak", target)
+        dtype = torch.bfloat16 if workload.bf16 else torch.float32
+        peak = measure_peak_flops(torch.device(workload.device), dtype)
+        shares = [100 * flops / peak / x for x in seconds]
+        self.add(f"training, {workload}", name, shares, f"% of {peak / 1e12:.3g} TFLOP/s")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Format a row of a table."""
     digits = ",.0f" if abs(row["value"]) >= 1000 else ",.2f"
-    value = f"{row['value']:{digits}} {row['unit']}"
-    if row["low"] is not None:  # as in files of earlier commits
-        value += f" ({row['low']:{digits}} to {row['high']:{digits}})"
-    verdict = {None: "", True: ", reached", False: ", **missed**"}[row["reached"]]
-    return [row["case"], row["peer"], value, f"{row['asked']}{verdict}"]
+    value, low, high = (f"{row[key]:{digits}}" for key in ("value", "low", "high"))
+    return [row["case"], row["model"], f"{value} {row['unit']} ({low} to {high})"]
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -183,39 +155,28 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.bench.baselines"])
-    with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(_call, torch.get_num_threads(), function, *arguments).result()
+    with ProcessPoolExecutor(1, context, _start, (torch.get_num_threads(),)) as pool:
+        return pool.submit(function, *arguments).result()
 
 
-def _call(threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def _start(threads: int) -> None:
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()  # of zeros at padding, which nobody reads here
-    return function(*arguments)
 
 
-def time_models(
-    task: str, names: Sequence[str], workload: Workload, turns: int
-) -> dict[str, list[float]]:
-    """Time a step of each model on the same batch: seconds of each in each turn."""
-    steps = {name: STEPS[task](name, workload) for name in names}
-    return time_steps(steps, turns, workload.device)
-
-
-def time_steps(
-    steps: Mapping[str, Step], turns: int, device: str = "cpu"
-) -> dict[str, list[float]]:
-    """Time steps alternately, after a turn for warming up.
+def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:
+    """Time a step of each model on the same batch alternately, after a turn for warming up.
 
     Args:
-        steps: Steps by name.
+        task: A key of `STEPS`.
+        names: Models.
+        workload: Their size, batch, precision and device; on cuda a step is repeated ten times in
+            a turn.
         turns: Turns to measure.
-        device: Device of the steps; on cuda each is repeated ten times in a turn.
-
-    Returns:
-        Seconds of each step in each turn.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    cuda = device == "cuda"
+    steps = {name: STEPS[task](name, workload) for name in names}
+    seconds: Seconds = {name: [] for name in names}
+    cuda = workload.device == "cuda"
     repeats = 10 if cuda else 1
     synchronize: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     for turn in range(turns + 1):
