@@ -56,7 +56,7 @@ def test_a_validation_split_with_rows_missing_is_not_official():
         (["--task", "rte", "--schedule", "sometimes"], ["schedule", "linear", "'sometimes'"]),
         (["--task", "rte", "--warmup_share", "1"], ["warmup_share", "below 1"]),
         (["--task", "rte", "--output", "."], ["output", "must name a file"]),
-        (["--task", "rte", "--lenght", "64"], ["lenght", "length"]),
+        (["--task", "rte", "--lenght", "64"], ["unrecognized arguments: --lenght"]),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(flags, words):
