@@ -23,12 +23,18 @@ import roformer
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import stateless_rng, vocabulary
-from train.data.batching import SequenceIndex, StepDataset, check_batch_size, max_predictions
-from train.data.corpus import describe_stores, tokenize_corpus
+from train.data.batching import (
+    SequenceIndex,
+    StagedDataset,
+    StepDataset,
+    check_batch_size,
+    max_predictions,
+    split_stages,
+    stage_seed,
+)
+from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
-from train.data.stages import StagedDataset, split_stages, stage_seed
-from train.data.token_store import TokenStore
 from train.loop.async_scalars import AsyncScalars
 from train.loop.checkpoint import full_tensor
 from train.loop.data_loader import make_loader
@@ -163,7 +169,7 @@ def train(
         evaluate,
         model,
         held_out,
-        dataset.vocab,
+        dataset.stages[0].vocab,
         accelerator,
         eval_rows,
         indices,

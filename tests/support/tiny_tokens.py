@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from train.data.corpus import TokenStore
 from train.data.masking import Vocab
-from train.data.token_store import TokenStore
 
 VOCAB = Vocab(2, 3, 0, 4, 60_000, (0, 1, 2, 3, 4))
 

@@ -98,6 +98,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
         (["--run.save_every=0"], "run.save_every must be at least 1, got 0"),
         (["--run.seed=18446744073709551616"], "run.seed must be from 0"),
         (["--corpus.weights=[.inf]"], "corpus.weights must be a positive number"),
+        (["--corpus.weights=[1.0, 2.0]"], "corpus.weights must be a positive number"),
         (["--config=/nowhere.yaml"], "File does not exist: '/nowhere.yaml'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Step 5 of the data path: documents cut into sequences, put in order and grouped into batches.
+"""Step 4 of the data path: documents cut into sequences, put in order and grouped into batches.
 
 Everything is a pure function of (settings, seed, step) and does not depend on the number of
 processes, so that the state of the loader is one integer. A batch has one of two layouts, with the
@@ -8,7 +8,10 @@ packed row without padding.
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
 
+import bisect
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from train.data import stateless_rng
+from train.data.corpus import TokenStore
 from train.data.masking import Vocab, mask_tokens
-from train.data.token_store import TokenStore
-from train.settings import require
+from train.settings import PretrainSettings, require, stage_settings
 
 Indices = NDArray[np.int64]
 
@@ -295,10 +298,11 @@ def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
     require(batch_size % multiple == 0, "optim.batch_size", rule, batch_size, "change either")
 
 
+@dataclass
 class StepDataset(Dataset):
     """Micro-batches of one process, by optimizer step.
 
-    Args:
+    Attributes:
         sequences: The training text.
         vocab: The tokenizer's ids.
         batch_size: Sequences per step, over all processes.
@@ -311,25 +315,16 @@ class StepDataset(Dataset):
         pad_predictions_to: As in `make_batch`.
     """
 
-    def __init__(
-        self,
-        sequences: SequenceIndex,
-        vocab: Vocab,
-        batch_size: int,
-        micro_batch: int,
-        mask_rate: float | None,
-        seed: int,
-        processes: int = 1,
-        rank: int = 0,
-        packed: bool = False,
-        pad_predictions_to: int | None = None,
-    ) -> None:
-        check_batch_size(batch_size, micro_batch, processes)
-        self.sequences, self.vocab = sequences, vocab
-        self.batch_size, self.micro_batch = batch_size, micro_batch
-        self.mask_rate, self.seed = mask_rate, seed
-        self.processes, self.rank = processes, rank
-        self.packed, self.pad_predictions_to = packed, pad_predictions_to
+    sequences: SequenceIndex
+    vocab: Vocab
+    batch_size: int
+    micro_batch: int
+    mask_rate: float | None
+    seed: int
+    processes: int = 1
+    rank: int = 0
+    packed: bool = False
+    pad_predictions_to: int | None = None
 
     def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
@@ -348,3 +343,40 @@ class StepDataset(Dataset):
             make_batch(self.sequences, index, epochs, *options)
             for index, epochs in self.micro_batch_indices(step)
         ]
+
+
+def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
+    """Return the settings of each stage, as those of a run without stages."""
+    stages = [stage_settings(settings, index) for index in range(len(settings.stages))]
+    return stages or [settings]
+
+
+def stage_seed(seed: int, stage: int) -> int:
+    """Derive the seed of a stage, so that stages on the same text differ in order and masks."""
+    return seed if stage == 0 else int(stateless_rng.random_bits(seed, stage)) >> 1
+
+
+class StagedDataset(Dataset):
+    """Micro-batches of one process, by optimizer step of the run.
+
+    Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
+    Chinese model. A run without stages is one stage.
+
+    Args:
+        stages: Number of steps and data set of each stage. The number of the last stage may be
+            None: it does not end.
+
+    Attributes:
+        total: Number of steps of all stages, or None.
+    """
+
+    def __init__(self, stages: list[tuple[int | None, StepDataset]]) -> None:
+        self.stages = [dataset for _, dataset in stages]
+        steps = [number for number, _ in stages]
+        self.starts = [0, *itertools.accumulate(number or 0 for number in steps[:-1])]
+        self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
+
+    def __getitem__(self, step: int) -> list[dict[str, Any]]:
+        """Return all micro-batches that this process computes in a step."""
+        stage = bisect.bisect_right(self.starts, step) - 1
+        return self.stages[stage][step - self.starts[stage]]

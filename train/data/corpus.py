@@ -1,4 +1,4 @@
-"""Step 3 of the data path: documents to token ids on disk, tokenized once and cached.
+"""Step 3 of the data path: documents to token ids on disk, and reading of the ids.
 
     python -m train.data.corpus --corpus.train TEXT --corpus.validation TEXT --corpus.tokenizer DIR
 
@@ -13,13 +13,18 @@ one cannot be read, and an interrupted build continues with the first missing sh
     <cache>/<corpus>/    documents.bin   int64 ends of all documents of all shards
                          manifest.json   names of the shards, counts
     <cache>/hashes/                      hashes of files, so that unchanged files are not read again
+
+A manifest also holds the size and a hash of each file of its folder. The hash is of 16 pages: it
+notices a file that was cut, swapped, emptied or overwritten, and costs 64 KB of reading; it does
+not notice a change between those pages.
 """
 
 import hashlib
 import itertools
-import os
+import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -43,8 +48,6 @@ from train.data.documents import (
     short_hash,
     source_names,
 )
-from train.data.token_store import COUNTS, TokenStore, is_intact, read_manifest, seal
-from train.environment import peak_memory
 from train.settings import CorpusSettings, HeldOutSettings, require
 
 FORMAT = 2
@@ -56,6 +59,12 @@ BATCH_CHARACTERS = 1_000_000
 BATCHES_PER_SHARD = 64
 """Batches per shard: an interruption costs at most 64 MB of text, about ten seconds."""
 
+COUNTS = ("documents", "tokens", "continuations", "unknown", "text_bytes")
+"""Counts in the manifest of a shard."""
+
+PAGE, PAGES = 4096, 16
+"""Bytes of a page, and pages of a file that are hashed; smaller files are hashed as a whole."""
+
 MAX_UNKNOWN, MAX_PIECES = 0.05, 2.5
 """Share of unknown tokens and pieces a word above which a text gets a warning. bert-base-uncased
 cuts English words into 1.0 pieces, French into 1.6, German into 2.4 and Russian into 6.4."""
@@ -66,8 +75,52 @@ MAX_SHARED = 0.1
 MIN_HELD_OUT = 10_000
 """Held-out tokens below which there is a warning."""
 
-STALE_SECONDS = 3600
-"""Age at which an unfinished shard is taken to be left by a build that was killed."""
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Token ids of a corpus, in shards; each document lies in one shard.
+
+    Attributes:
+        document_ends: End of each document in the tokens of all shards, [documents], int64,
+            memory-mapped.
+        shards: Folders of the shards, in order.
+        shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
+        dtype: dtype of the ids on disk, uint16 or uint32.
+        source_documents: Number of documents of each name in `corpus.train`, in order.
+        folder: Folder of the joined corpus; its name is a hash of what decides the tokens.
+    """
+
+    document_ends: NDArray[np.int64]
+    shards: tuple[Path, ...]
+    shard_starts: NDArray[np.int64]
+    dtype: np.dtype
+    source_documents: tuple[int, ...]
+    folder: Path
+
+    def totals(self) -> Counter[str]:
+        """Add up the counts in the manifests of all shards, by their names."""
+        counts: Counter[str] = Counter()
+        for shard in self.shards:
+            manifest = _read_manifest(shard)
+            counts.update({name: manifest[name] for name in COUNTS})
+        return counts
+
+    def document_hashes(self) -> NDArray[np.uint64]:
+        """Read a hash of the tokens of each document, [documents]."""
+        hashes = [np.fromfile(shard / "hashes.bin", np.uint64) for shard in self.shards]
+        return np.concatenate(hashes)
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Read `count` ids from position `start` in the tokens of all shards; one shard holds them.
+
+        Opening the file at each call takes 11 microseconds from the page cache. Mapping every shard
+        instead would exceed the limit of open files: 100 billion tokens are 6,000 shards.
+        """
+        shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
+        offset = (start - int(self.shard_starts[shard])) * self.dtype.itemsize
+        ids = np.fromfile(self.shards[shard] / "tokens.bin", self.dtype, count, offset=offset)
+        assert len(ids) == count, f"{self.shards[shard]} ends early"
+        return ids
 
 
 def tokenize_corpus(
@@ -90,101 +143,106 @@ def tokenize_corpus(
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
-        builder = _ShardBuilder(corpus, part, tokenizer, state, bar)
         for files in find_files(corpus, part):
-            found = [shard for source in files for shard in builder.shards(source)]
+            found: list[Path] = []
+            for source in files:
+                found += _make_shards(source, corpus, part, tokenizer, state, bar)
             shards += found
-            documents.append(sum(read_manifest(shard)["documents"] for shard in found))
+            documents.append(sum(_read_manifest(shard)["documents"] for shard in found))
         return _open_store(corpus, part, shards, tuple(documents))
 
 
-@dataclass(frozen=True)
-class _ShardBuilder:
-    """Finds or makes the shards of sources.
+def _make_shards(
+    source: Source,
+    corpus: HeldOutSettings,
+    part: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_hash: str,
+    bar: tqdm,
+) -> list[Path]:
+    """Return the folders of all shards of a source; missing ones are made."""
+    facts = {
+        "format": FORMAT,
+        "text": hash_source(source, part, corpus),
+        "tokenizer": tokenizer_hash,
+    }
+    name = short_hash(*facts.values())
+    folders = (Path(corpus.cache) / f"{name}-{number:05d}" for number in itertools.count())
+    shards: list[Path] = []
+    done = 0
+    for folder in folders:
+        if not _is_intact(folder):
+            break
+        shards.append(folder)
+        manifest = _read_manifest(folder)
+        if manifest["last"]:
+            return shards
+        done += manifest["documents"]
+    # `folder` is the first that is missing
+    batches = _split_batches(itertools.islice(read_source(source, part, corpus), done, None))
+    batch = next(batches, None)
+    while batch is not None:
+        with write_dir_atomically(folder) as unfinished:
+            shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
+            counts = _write_shard(shard, unfinished, tokenizer, bar)
+            batch = next(batches, None)
+            _seal(unfinished, facts | counts | {"last": batch is None})
+        shards.append(folder)
+        folder = next(folders)
+    return shards
 
-    Attributes:
-        corpus: The corpus section.
-        part: "train" or "validation".
-        tokenizer: A fast tokenizer.
-        tokenizer_hash: Hash of its state.
-        bar: Progress bar, in documents.
-    """
 
-    corpus: HeldOutSettings
-    part: str
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer_hash: str
-    bar: tqdm
+def _write_shard(
+    batches: Iterator[list[str]], folder: Path, tokenizer: PreTrainedTokenizerBase, bar: tqdm
+) -> dict[str, Any]:
+    """Write tokens, document ends and document hashes of one shard; returns their counts."""
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    is_continuation = vocabulary.find_continuations(tokenizer)
+    ends: list[int] = [0]
+    hashes: list[bytes] = []
+    counts = dict.fromkeys(COUNTS, 0)
+    with (folder / "tokens.bin").open("wb") as stream:
+        for batch in batches:
+            for document in _encode(batch, tokenizer):
+                ids = np.asarray(document, dtype)
+                stream.write(ids.tobytes())
+                ends.append(ends[-1] + len(ids))
+                hashes.append(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
+                counts["unknown"] += document.count(tokenizer.unk_token_id)
+                if is_continuation is not None:
+                    counts["continuations"] += int(is_continuation[ids].sum())
+            counts["text_bytes"] += sum(len(text.encode()) for text in batch)
+            bar.update(len(batch))
+    np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
+    (folder / "hashes.bin").write_bytes(b"".join(hashes))
+    return counts | {"documents": len(hashes), "tokens": ends[-1], "dtype": dtype.name}
 
-    def shards(self, source: Source) -> list[Path]:
-        """Return the folders of all shards of a source; missing ones are made."""
-        cache = Path(self.corpus.cache)
-        facts = {
-            "format": FORMAT,
-            "text": hash_source(source, self.part, self.corpus),
-            "tokenizer": self.tokenizer_hash,
-        }
-        name = short_hash(*facts.values())
-        found = _find_shards(cache, name)
-        if found and read_manifest(found[-1])["last"]:
-            return found
-        _remove_stale(cache, name)
-        done = sum(read_manifest(shard)["documents"] for shard in found)
-        texts = itertools.islice(read_source(source, self.part, self.corpus), done, None)
-        folders = _shard_folders(cache, name, len(found))
-        return found + list(self._make_shards(source, _split_batches(texts), folders, facts))
 
-    def _make_shards(
-        self,
-        source: Source,
-        batches: Iterator[list[str]],
-        folders: Iterator[Path],
-        facts: dict[str, Any],
-    ) -> Iterator[Path]:
-        """Write batches to as many shards as needed."""
-        rule = "must not change while it is read"
-        batch = next(batches, None)
-        while batch is not None:
-            folder = next(folders)
-            with write_dir_atomically(folder) as unfinished:
-                shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
-                counts = self._write_shard(shard, unfinished)
-                batch = next(batches, None)
-                unchanged = hash_source(source, self.part, self.corpus) == facts["text"]
-                remedy = "start again when it is whole"
-                require(unchanged, f"corpus.{self.part}", rule, source, remedy)
-                seal(unfinished, facts | counts | {"last": batch is None})
-            yield folder
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    # the fast path of the Rust tokenizer: no offsets, all cores
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return (encoding.ids for encoding in encodings)
 
-    def _write_shard(self, batches: Iterator[list[str]], folder: Path) -> dict[str, Any]:
-        """Write tokens, document ends and document hashes of one shard; returns their counts."""
-        dtype = np.dtype(np.uint16 if len(self.tokenizer) <= 2**16 else np.uint32)
-        is_continuation = vocabulary.find_continuations(self.tokenizer)
-        ends: list[int] = [0]
-        hashes: list[bytes] = []
-        counts = dict.fromkeys(COUNTS, 0)
-        with (folder / "tokens.bin").open("wb") as stream:
-            for batch in batches:
-                for document in _encode(batch, self.tokenizer):
-                    ids = np.asarray(document, dtype)
-                    stream.write(ids.tobytes())
-                    ends.append(ends[-1] + len(ids))
-                    hashes.append(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
-                    counts["unknown"] += document.count(self.tokenizer.unk_token_id)
-                    if is_continuation is not None:
-                        counts["continuations"] += int(is_continuation[ids].sum())
-                counts["text_bytes"] += sum(len(text.encode()) for text in batch)
-                self.bar.update(len(batch))
-        np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
-        (folder / "hashes.bin").write_bytes(b"".join(hashes))
-        return counts | {"documents": len(hashes), "tokens": ends[-1], "dtype": dtype.name}
+
+def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Group texts into batches of a little more than `BATCH_CHARACTERS`."""
+    batch: list[str] = []
+    length = 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if length > BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 def _open_store(
     corpus: HeldOutSettings, part: str, shards: list[Path], source_documents: tuple[int, ...]
 ) -> TokenStore:
     """Join shards: the ends of their documents become one file, which all processes map."""
-    manifests = [read_manifest(shard) for shard in shards]
+    manifests = [_read_manifest(shard) for shard in shards]
     sizes = [manifest["tokens"] for manifest in manifests]
     found = f"{', '.join(source_names(corpus, part))} with none"
     remedy = "raise the share" if corpus.held_out_share else "check the files"
@@ -198,17 +256,55 @@ def _open_store(
     names = [shard.name for shard in shards]
     folder = Path(corpus.cache) / short_hash(names, source_documents if weighted else None)
     documents = sum(source_documents)
-    if not is_intact(folder):
+    if not _is_intact(folder):
         with write_dir_atomically(folder) as unfinished:
             with (unfinished / "documents.bin").open("wb") as stream:
                 for shard, start in zip(shards, starts):
                     ends = np.fromfile(shard / "documents.bin", np.int64) + start
                     stream.write(ends.tobytes())
             counts = {"documents": documents, "tokens": sum(sizes)}
-            seal(unfinished, counts | {"shards": names})
+            _seal(unfinished, counts | {"shards": names})
     ends = np.memmap(folder / "documents.bin", np.int64, "r")
     dtype = np.dtype(manifests[0]["dtype"])
     return TokenStore(ends, tuple(shards), starts, dtype, source_documents, folder)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder of the cache."""
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def _seal(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a folder, with the size and hash of each of its files."""
+    files = {file.name: _fingerprint(file) for file in sorted(folder.glob("*.bin"))}
+    text = json.dumps(manifest | {"files": files}, indent=2)
+    (folder / "manifest.json").write_text(text)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether a folder is as it was sealed; one that is not is removed."""
+    if not folder.exists():
+        return False
+    try:
+        files = _read_manifest(folder)["files"].items()
+        if all(_fingerprint(folder / name) == found for name, found in files):
+            return True
+    except (OSError, ValueError, LookupError):  # no manifest, or one of an earlier version
+        pass
+    with suppress(FileNotFoundError):  # another process removed it first
+        shutil.rmtree(folder)
+    return False
+
+
+def _fingerprint(file: Path) -> list[Any]:
+    """Size of a file and hash of evenly spaced pages of it, the first and the last among them."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    starts = np.linspace(0, max(0, size - PAGE), PAGES).astype(np.int64)
+    with file.open("rb") as stream:
+        for start in starts.tolist() if size > PAGE * PAGES else [0]:
+            stream.seek(start)
+            digest.update(stream.read(PAGE if size > PAGE * PAGES else -1))
+    return [size, digest.hexdigest()]
 
 
 def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
@@ -253,51 +349,6 @@ def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
         yield f"warning: corpus.validation {rule}, got {found}; {remedy}"
 
 
-def _shard_folders(cache: Path, source: str, first: int) -> Iterator[Path]:
-    """Folders of the shards of a source, without end, from number `first`."""
-    return (cache / f"{source}-{i:05d}" for i in itertools.count(first))
-
-
-def _find_shards(cache: Path, source: str) -> list[Path]:
-    """Shards of a source in the cache, up to the last or to the first that is missing."""
-    found: list[Path] = []
-    for folder in _shard_folders(cache, source, 0):
-        if not is_intact(folder):
-            break
-        found.append(folder)
-        if read_manifest(folder)["last"]:
-            break
-    return found
-
-
-def _remove_stale(cache: Path, source: str) -> None:
-    """Remove what killed builds left; a younger folder may be a build on another machine."""
-    for folder in cache.glob(f".{source}-*"):
-        with suppress(OSError):  # another process removed it first
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(folder)
-
-
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    # the fast path of the Rust tokenizer: no offsets, all cores
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return (encoding.ids for encoding in encodings)
-
-
-def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Group texts into batches of a little more than `BATCH_CHARACTERS`."""
-    batch: list[str] = []
-    length = 0
-    for text in texts:
-        batch.append(text)
-        length += len(text)
-        if length > BATCH_CHARACTERS:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
-
-
 @dataclass(frozen=True)
 class TokenizeSettings:
     """Tokenize text before a run, which then finds it in `corpus.cache`."""
@@ -306,26 +357,22 @@ class TokenizeSettings:
 
 
 def main(settings: TokenizeSettings) -> None:
-    """Tokenize both parts and print their size, the speed and the peak memory."""
+    """Tokenize both parts and print their size and the speed."""
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
     check_disjoint_files(corpus)
     tokenizer = vocabulary.load_tokenizer(vocabulary.train_if_missing(corpus))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     stores = []
     for part in ("train", "validation"):
-        started, before = time.time(), time.perf_counter()
+        started = time.time()
         store = tokenize_corpus(corpus, part, tokenizer)
         stores.append(store)
-        seconds = time.perf_counter() - before
+        seconds = time.time() - started
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
-        size = sum(read_manifest(shard)["text_bytes"] for shard in new) / 1e6
-        peak = peak_memory(torch.device("cpu")) / 1e9
+        size = sum(_read_manifest(shard)["text_bytes"] for shard in new) / 1e6
         print(
-            f"{part}: {store.folder}, {len(new)} of {len(store.shards)} shards "
-            f"made from {size:.1f} MB of text in "
-            f"{seconds:.1f} s, {size / seconds / cores:.2f} MB/s a core on {cores} cores; "
-            f"peak memory {peak:.2f} GB"
+            f"{part}: {store.folder}, {len(new)} of {len(store.shards)} shards made from "
+            f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.2f} MB/s"
         )
     print(*describe_stores(stores[:1], stores[1]), sep="\n")
 

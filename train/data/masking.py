@@ -1,4 +1,4 @@
-"""Step 6 of the data path: masking, a pure function of (seed, epoch, sequence).
+"""Step 5 of the data path: masking, a pure function of (seed, epoch, sequence).
 
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by

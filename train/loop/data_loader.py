@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch.utils.data import DataLoader
 
-from train.data.stages import StagedDataset
+from train.data.batching import StagedDataset
 from train.loop.preemption import SIGNALS
 
 

@@ -14,8 +14,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
-from train.data.batching import max_predictions
-from train.data.stages import StagedDataset
+from train.data.batching import StagedDataset, max_predictions
 from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model

@@ -21,7 +21,7 @@ from train.data.batching import (
     training_order,
 )
 from train.pretrain import main as pretrain
-from train.settings import InputError, PretrainSettings
+from train.settings import PretrainSettings
 
 
 @pytest.fixture
@@ -271,13 +271,6 @@ def test_rows_are_framed_and_masked_where_it_says(sequences):
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
     share = len(batch["label_positions"]) / batch["attention_mask"].sum()
     assert 0.1 < share < 0.2
-
-
-def test_batches_that_cannot_be_shared_out_are_refused(sequences):
-    with pytest.raises(
-        InputError, match=r"optim.batch_size must be a multiple .*\(12 x 2 = 24\), got 32"
-    ):
-        steps_of(sequences, 32, 12, 2)
 
 
 def test_a_sequence_is_masked_differently_in_every_epoch(sequences):

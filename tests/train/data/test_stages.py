@@ -7,7 +7,7 @@ import pytest
 
 from tiny import log_rows
 from train.command_line import parse_settings
-from train.data.stages import StagedDataset, split_stages, stage_seed
+from train.data.batching import StagedDataset, split_stages, stage_seed
 from train.pretrain import main
 from train.settings import InputError, PretrainSettings
 
@@ -103,8 +103,6 @@ def test_a_text_changed_in_one_stage_is_noticed(pretrain_flags, other_text, tmp_
 
 def test_a_stage_begins_at_once_where_the_one_before_it_ends():
     class Named(str):
-        vocab = None
-
         def __getitem__(self, step):
             return str(self), step
 
