@@ -56,7 +56,7 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
 
 def write_text_atomically(file: Path, text: str) -> None:
     """Write a text file through a temporary one, so that it is always the old or the new one."""
-    temporary = file.with_name(f"{file.name}.tmp")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several processes may write it
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
 

@@ -240,7 +240,7 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_
         printed = capsys.readouterr()
         assert json.loads(printed.out.splitlines()[-1])["length"] == 300
         assert "warning: corpus.validation has" in printed.err
-        with pytest.raises(InputError, match=f"model must be .*; write {folder}/model$"):
+        with pytest.raises(InputError, match="model must be .* of a run is in its folder model$"):
             validate(EvaluateSettings(str(folder), settings.corpus))
 
 

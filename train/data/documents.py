@@ -9,7 +9,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
+from train.atomic_dir import write_text_atomically
 from train.data import demo_corpus
 from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line, require
 
@@ -79,14 +79,12 @@ def _match_files(name: str, key: str) -> list[Path]:
         rule, found = f"must hold {suffixes} files", f"none in {name!r}"
         require(bool(files), key, rule, found, "put text there")
         return sorted(unique.values())
-    matches = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
+    files = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
     if glob.has_magic(name):
-        require(bool(matches), key, "must match a file", f"none for {name!r}", "check the pattern")
-    files = []
-    for match in matches:
-        rule, remedy = f"must be {suffixes} files", "convert or rename the file"
-        require(bool(known_suffix(match)), key, rule, str(match), remedy)
-        files += _match_files(str(match), key) if match.is_dir() else [match]
+        require(bool(files), key, "must match a file", f"none for {name!r}", "check the pattern")
+    unknown = [str(file) for file in files if not known_suffix(file)]
+    rule, remedy = f"must be {suffixes} files", "convert or rename the file"
+    require(not unknown, key, rule, ", ".join(unknown[:3]), remedy)
     return files
 
 
@@ -157,9 +155,7 @@ def _file_hash(file: Path, cache: Path) -> str:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     entry.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = entry.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(digest)
-    unfinished.replace(entry)
+    write_text_atomically(entry, digest)
     return digest
 
 
@@ -212,9 +208,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__} instead of an object")
-            if "\\u" in line:  # half of a surrogate pair is valid JSON, but cannot be encoded
-                json.dumps(row, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {place}: {error}; mend it"
             ) from error

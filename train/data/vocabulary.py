@@ -196,13 +196,10 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        rule, remedy = "must be a folder, vocab.txt or hub id of a tokenizer", "check the path"
-        if (Path(name) / "model").is_dir():  # the folder of a run
-            remedy = f"write {name}/model"
-        elif Path(name).exists():
-            remedy = "save it there with save_pretrained"
-        elif key == "corpus.tokenizer":
-            remedy += ", or give corpus.vocabulary_size to learn one there"
+        rule = "must be a folder, vocab.txt or hub id of a tokenizer"
+        remedy = "check the path; the tokenizer of a run is in its folder model"
+        if key == "corpus.tokenizer":
+            remedy = "check the path, or give corpus.vocabulary_size to learn one there"
         raise InputError(f"{key} {rule}, got {name!r}; {remedy}") from error
     require(tokenizer.is_fast, key, "must be a fast tokenizer", name, "use a BERT tokenizer")
     # a tokenizer.json may hold both from its last use, and would then cut documents

@@ -43,12 +43,6 @@ def test_a_damaged_archive_is_one_line_that_names_it(written, tmp_path, tokenize
         assert "\n" not in str(caught.value)
 
 
-def test_archives_that_were_joined_are_read_to_the_end(written, tmp_path):
-    packed = pack(written / "b.jsonl", "gzip")
-    packed.write_bytes(packed.read_bytes() * 2)
-    assert len(texts(packed, tmp_path)) == 6
-
-
 def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
     assert len(texts(written, tmp_path)) == 9
     assert len(texts(written / "*.*l*", tmp_path)) == 3
@@ -60,7 +54,6 @@ def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_p
     (written / "d.jsonl").write_text("")
     (written / "e[0].jsonl").write_text('{"text": null}\n')
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), written / "f.parquet")
-    (written / "folder.txt").mkdir()
     assert len(texts(written, tmp_path)) == 10
     assert texts(written / "e[0].jsonl", tmp_path) == [""]
 
@@ -177,25 +170,6 @@ def test_linked_files_and_folders_are_read_once(written, tmp_path):
     (written / "lost.txt").symlink_to(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"readable file, got .*lost\.txt"):
         tokenize_corpus(corpus(str(written), tmp_path), "train", vocabulary.byte_tokenizer())
-
-
-def test_a_glob_may_match_the_folders_that_spark_writes(tmp_path):
-    for number, text in enumerate(TEXTS):
-        (tmp_path / f"{number}.parquet").mkdir()
-        pq.write_table(
-            pa.table({"text": [text]}), tmp_path / f"{number}.parquet" / "part-0.parquet"
-        )
-        (tmp_path / f"{number}.parquet" / "_SUCCESS").touch()
-    assert texts(tmp_path / "*.parquet", tmp_path) == TEXTS
-
-
-@pytest.mark.parametrize("line", ['{"text": "\\ud800"}', '{"text": ' + "[" * 100_000])
-def test_json_that_is_no_text_is_named_by_its_line(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n' + line + "\n")
-    read = read_documents(corpus(str(tmp_path / "a.jsonl"), tmp_path), "train")
-    assert next(read) == "\N{GRINNING FACE}"
-    with pytest.raises(InputError, match=r"got line 2 of .*a\.jsonl"):
-        next(read)
 
 
 @pytest.mark.parametrize(
