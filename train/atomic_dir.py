@@ -40,6 +40,8 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
         temporary.chmod(0o755)  # mkdtemp and safetensors give no access to other users
         for file in temporary.rglob("*.safetensors"):
             file.chmod(0o644)
+        for path in [*temporary.rglob("*"), temporary]:
+            _fsync(path)  # after a power cut the folder is there whole, or not at all
         if replace and target.exists():
             target.rename(replaced)  # restored if the next rename fails
         try:
@@ -47,11 +49,21 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
         except OSError:
             if replace or not target.exists():
                 raise
+        _fsync(target.parent)
     finally:
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         for folder in (temporary, replaced):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text_atomically(file: Path, text: str) -> None:

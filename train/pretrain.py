@@ -35,9 +35,13 @@ from train.data.batching import (
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
-from train.loop.async_scalars import AsyncScalars
-from train.loop.checkpoint import full_tensor
-from train.loop.data_loader import make_loader
+from train.loop.checkpoint import (
+    CheckpointSaver,
+    full_tensor,
+    lock_run_dir,
+    resume,
+    save_model,
+)
 from train.loop.evaluate import evaluate
 from train.loop.flops import peak_flops
 from train.loop.launch import is_compiled, start_accelerator
@@ -45,6 +49,7 @@ from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.model_init import build_config, extend_max_positions
 from train.loop.objective import LanguageModel, build_language_model, check_model
 from train.loop.optim import (
+    AsyncScalars,
     NonFiniteGuard,
     build_optimizer,
     check_warmup,
@@ -52,8 +57,7 @@ from train.loop.optim import (
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop
-from train.loop.run_dir import CheckpointSaver, lock_run_dir, resume, save_model
+from train.loop.preemption import PreemptionHandler, announce_stop, make_loader
 from train.loop.run_log import RunLog
 from train.loop.run_metadata import check_settings_unchanged, flat_settings
 from train.settings import CorpusSettings, PretrainSettings

@@ -9,7 +9,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
-from train.loop.async_scalars import AsyncScalars
 from train.settings import InputError, OptimSettings, require
 
 MAX_SKIPPED_STEPS = 3
@@ -171,6 +170,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Set the learning rate of every parameter group, times the factor of a Muon group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_factor", 1.0)
+
+
+class AsyncScalars:
+    """A small tensor that is copied to the host now, and read later, without waiting for a GPU.
+
+    Args:
+        tensor: [n], on any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host = tensor
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self) -> list[float]:
+        """Return the values; waits only for work queued on the device before the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
 
 class NonFiniteGuard:

@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from tiny import ROOT, command
-from train.loop import checkpoint, run_dir
+from train.loop import checkpoint
 from train.settings import InputError
 
 
@@ -84,7 +85,7 @@ def test_a_folder_without_checkpoint_has_none(tmp_path):
 def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, checkpoint.gather_state(*trained(1)), {})
-    (tmp_path / "checkpoints" / "step-00000009.tmp").mkdir()
+    (tmp_path / "checkpoints" / ".step-00000009.unfinished-killed").mkdir()
     checkpoint.prune(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
@@ -101,8 +102,9 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
 
 HOLDER = """
 import os, pathlib, sys, time
-from train.loop import run_dir
-with run_dir.lock_dir(pathlib.Path(sys.argv[1])):
+from accelerate import Accelerator
+from train.loop.checkpoint import lock_run_dir
+with lock_run_dir(pathlib.Path(sys.argv[1]), Accelerator(cpu=True)):
     if os.fork():  # what is left, like a data worker, must not keep the run from going on
         print(flush=True)
     time.sleep(600)
@@ -110,7 +112,7 @@ with run_dir.lock_dir(pathlib.Path(sys.argv[1])):
 
 
 def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_dir, "LOCK_TIMEOUT", 1.0)
+    monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 1.0)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -120,13 +122,13 @@ def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monk
             found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()}"
             with (
                 pytest.raises(InputError, match=f"run.folder must be free, {found}; end it"),
-                run_dir.lock_dir(tmp_path),
+                checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)),
             ):
                 pass
             assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
             holder.kill()
             holder.wait()
-            with run_dir.lock_dir(tmp_path):
+            with checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)):
                 assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
             assert not capsys.readouterr().out
         finally:
@@ -138,7 +140,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with run_dir.lock_dir(tmp_path):
+    with checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)):
         pass
     assert "lock: No locks available; start a run only once" in capsys.readouterr().out
 

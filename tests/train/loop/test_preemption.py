@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from launched_runs import (
     CPU,
@@ -35,7 +36,7 @@ from launched_runs import (
     wait_for,
 )
 from tiny import ROOT
-from train.loop import checkpoint, run_dir
+from train.loop import checkpoint
 from train.loop.preemption import MIN_STALL_SECONDS, STOP_REASONS, PreemptionHandler
 
 SRUN = """#!/bin/sh
@@ -107,7 +108,7 @@ def assert_saved_at_once(run: Path, last: int) -> None:
     """A signal came after that step: in the next or the one after all agree, save and leave."""
     assert last < newest_step(run) <= last + 2
     assert last_logged_step(run) == newest_step(run)  # nothing was trained past what was saved
-    assert not list(run.rglob("*.tmp"))
+    assert not list(run.rglob("*.unfinished-*"))
 
 
 @pytest.mark.slow
@@ -249,7 +250,8 @@ def test_a_launcher_that_died_before_the_first_step_is_noticed_at_it(
     pretrain_flags, tmp_path, start
 ):
     run = tmp_path / "runs" / "tiny"
-    with run_dir.lock_dir(run):  # so that the process waits before its first step
+    # so that the process waits before its first step
+    with checkpoint.lock_run_dir(run, Accelerator(cpu=True)):
         launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
         wait_for(lambda: "waiting up to" in read_output(tmp_path))
         (process,) = child_pids(launcher.pid)
