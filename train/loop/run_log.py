@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,45 +31,40 @@ INITIAL_STATE: dict[str, Any] = {
 """`RunLog.state` before the first step. The keys belong to the checkpoint format."""
 
 
-@dataclass
 class Clock:
-    """Time since the beginning of the run, and the training time since the last report.
+    """Time since the beginning of the run, and training time since the last report.
 
-    Attributes:
+    Args:
         previous_seconds: Duration of earlier launches of the run.
-        trained: Training seconds since the last report, until `resumed`.
+        trained: Training seconds since the last report.
         waited: Seconds of them spent waiting for batches.
-        started: Start of this launch, by `time.perf_counter`.
-        resumed: End of the last pause.
     """
 
-    previous_seconds: float
-    trained: float = 0.0
-    waited: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-    resumed: float = field(default_factory=time.perf_counter)
+    def __init__(self, previous_seconds: float, trained: float, waited: float) -> None:
+        now = time.perf_counter()
+        self.run_started, self.interval_started = now - previous_seconds, now - trained
+        self.waited = waited
 
     @property
     def seconds(self) -> float:
         """Duration of the run so far, over all its launches."""
-        return self.previous_seconds + time.perf_counter() - self.started
+        return time.perf_counter() - self.run_started
 
+    @property
     def training_seconds(self) -> float:
-        """Return the training time since the last report."""
-        now = time.perf_counter()
-        self.trained, self.resumed = self.trained + now - self.resumed, now
-        return self.trained
+        """Training time since the last report."""
+        return time.perf_counter() - self.interval_started
 
-    def reset(self) -> None:
+    def start_interval(self) -> None:
         """Start a new reporting interval."""
-        self.trained = self.waited = 0.0
+        self.interval_started, self.waited = time.perf_counter(), 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude an evaluation from the training time, and so from the throughput."""
-        self.training_seconds()
+        started = time.perf_counter()
         yield
-        self.resumed = time.perf_counter()
+        self.interval_started += time.perf_counter() - started
 
     def time_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, adding the time spent waiting for each to `waited`."""
@@ -150,7 +144,7 @@ class RunLog:
             "seconds": self.clock.seconds,
             "reported": self.step,
             "pending": self._reduce_sums(),
-            "unreported": [self.clock.training_seconds(), self.clock.waited],
+            "unreported": [self.clock.training_seconds, self.clock.waited],
             "validation_loss": loss if measured_at == step and math.isfinite(loss) else None,
         }
 
@@ -172,7 +166,7 @@ class RunLog:
         """Write the metrics of all steps since the last report."""
         loss, correct, predicted, tokens, squares = self._reduce_sums()
         self.tokens += int(tokens)
-        elapsed, steps = self.clock.training_seconds(), max(step - self.step, 1)
+        elapsed, steps = self.clock.training_seconds, max(step - self.step, 1)
         flops = step_flops(self.config, tokens, squares, predicted)
         peak = self.peak_flops * self.accelerator.num_processes
         row = {
@@ -194,7 +188,7 @@ class RunLog:
         if predicted:
             self.last_loss = row["loss"]
         self.step = step
-        self.clock.reset()
+        self.clock.start_interval()
         self._reset_sums(INITIAL_STATE["pending"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
@@ -237,15 +231,12 @@ def sequence_lengths(batch: Batch) -> Tensor:
 
 def truncate_log(log: Path, step: int) -> None:
     """Remove the rows after a step, which a killed run logged after its last checkpoint."""
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and _row_step(line) <= step]
-        write_text_atomically(log, "".join(kept))
-
-
-def _row_step(line: str) -> float:
-    """Return the step of a row; infinity for what a power cut may have left."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    kept = []
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn by a kill or a power cut
+            continue
+        if row["step"] <= step:
+            kept.append(f"{line}\n")
+    write_text_atomically(log, "".join(kept))
