@@ -54,16 +54,11 @@ def check_seed(seed: int, key: str) -> None:
 
 
 def _check_fields(
-    settings: Any,
-    section: str,
-    names: tuple[str, ...],
-    accept: Callable[[Any], bool],
-    rule: str,
-    remedy: str,
+    settings: Any, section: str, accept: Callable[[Any], bool], rule: str, *names: str
 ) -> None:
     """Apply one rule to several fields of a section; None, an option not used, is accepted."""
     for name in names:
-        value = getattr(settings, name)
+        value, remedy = getattr(settings, name), "leave it out for the default"
         require(value is None or accept(value), f"{section}.{name}", rule, value, remedy)
 
 
@@ -188,26 +183,18 @@ class OptimSettings:
     time."""
 
     def __post_init__(self) -> None:
-        names: tuple[str, ...] = (
-            "learning_rate",
-            "muon_scale",
-            "epsilon",
-            "clip_norm",
-            "batch_size",
-            "micro_batch",
-        )
-        rule, remedy = "must be positive and finite", "leave it out for the default"
-        _check_fields(self, "optim", names, lambda x: 0 < x < math.inf, rule, remedy)
+        rates = ("learning_rate", "muon_scale", "epsilon", "clip_norm")
+        counts = ("batch_size", "micro_batch", "steps", "tokens", "hours")
+        rule = "must be positive and finite"
+        _check_fields(self, "optim", lambda x: 0 < x < math.inf, rule, *rates, *counts)
+        rule = "must not be negative"
+        _check_fields(self, "optim", lambda x: x >= 0, rule, "warmup_steps", "weight_decay")
         valid, rule = all(0 <= beta < 1 for beta in self.betas), "must be at least 0 and below 1"
         require(valid, "optim.betas", rule, self.betas, "0.9, 0.98 work")
-        names, rule = ("warmup_steps", "weight_decay"), "must not be negative"
-        _check_fields(self, "optim", names, lambda x: x >= 0, rule, "0 turns it off")
         rule, found = f"must be one of {', '.join(OPTIMIZERS)}", repr(self.name)
         require(self.name in OPTIMIZERS, "optim.name", rule, found, "adamw is BERT's")
         rule, found = f"must be one of {', '.join(SCHEDULES)}", repr(self.schedule)
         require(self.schedule in SCHEDULES, "optim.schedule", rule, found, "linear is BERT's")
-        names, rule = ("steps", "tokens", "hours"), "must be positive"
-        _check_fields(self, "optim", names, lambda x: x > 0, rule, "raise it")
 
 
 @dataclass(frozen=True)
@@ -249,18 +236,10 @@ class RunSettings:
     """Accelerate tracker besides log.jsonl, or null."""
 
     def __post_init__(self) -> None:
-        names: tuple[str, ...] = (
-            "log_every",
-            "validate_every",
-            "validation_sequences",
-            "save_every",
-            "keep",
-        )
-        rule, remedy = "must be at least 1", "leave it out for the default"
-        _check_fields(self, "run", names, lambda x: x >= 1, rule, remedy)
-        require(self.workers >= 0, "run.workers", "must not be negative", self.workers, "use 0")
-        names = ("max_hours", "peak_tflops")
-        _check_fields(self, "run", names, lambda x: x > 0, "must be positive", "leave it out")
+        counts = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
+        _check_fields(self, "run", lambda x: x >= 1, "must be at least 1", *counts)
+        _check_fields(self, "run", lambda x: x >= 0, "must not be negative", "workers")
+        _check_fields(self, "run", lambda x: x > 0, "must be positive", "max_hours", "peak_tflops")
         valid = self.name not in ("", ".", "..") and "/" not in self.name
         rule, remedy = "must be a plain folder name", "put the path in run.folder"
         require(valid, "run.name", rule, repr(self.name), remedy)

@@ -19,7 +19,7 @@ from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import count_steps
-from train.settings import InputError, PretrainSettings, first_line
+from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
@@ -141,11 +141,6 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["labels"]))
         del moments
-    except NotImplementedError as error:  # flex_attention has no backward pass on a CPU
-        raise InputError(
-            f"model.attention must be able to train on this device, got: {first_line(error)}; "
-            "leave it out for the model's own default"
-        ) from error
     except (MemoryError, RuntimeError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not known and not any(words in str(error) for words in OUT_OF_MEMORY):
@@ -175,21 +170,10 @@ def dry_run(
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     micro_batches, tokens, hours = [], 0, 0.0
     for stage, number in zip(stages, steps):
-        length, batch_size = stage.corpus.length, stage.optim.batch_size
-        mask_rate = None if language_model.causal else stage.corpus.mask_rate
-        with accelerator.autocast():
-            rows = fit_micro_batch(
-                language_model,
-                language_model,
-                length,
-                stage.optim.micro_batch,
-                mask_rate,
-                accelerator,
-            )
+        rows, seconds = _measure_micro_batch(language_model, stage, accelerator)
         micro_batches.append(rows)
-        seconds = _time_micro_batch(language_model, rows, length, mask_rate, accelerator)
-        tokens += batch_size * length * (number or 0)
-        per_process = batch_size / rows / accelerator.num_processes
+        tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
+        per_process = stage.optim.batch_size / rows / accelerator.num_processes
         hours += (number or 0) * per_process * seconds / 3600
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
@@ -222,20 +206,20 @@ def _untrained_model(settings: PretrainSettings) -> LanguageModel:
     return build_language_model(dataclasses.replace(model, init=None), config, settings.run.seed)
 
 
-def _time_micro_batch(
-    language_model: LanguageModel,
-    rows: int,
-    length: int,
-    mask_rate: float | None,
-    accelerator: Accelerator,
-) -> float:
-    """Return the seconds of a forward and backward pass, the second of two."""
+def _measure_micro_batch(
+    language_model: LanguageModel, stage: PretrainSettings, accelerator: Accelerator
+) -> tuple[int, float]:
+    """Return a micro-batch that fits, and the seconds of its forward and backward pass."""
+    length, size = stage.corpus.length, stage.optim.micro_batch
+    mask_rate = None if language_model.causal else stage.corpus.mask_rate
+    with accelerator.autocast():
+        rows = fit_micro_batch(language_model, language_model, length, size, mask_rate, accelerator)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
     vocab_size = language_model.model.config.vocab_size
     batch = largest_batch(rows, length, vocab_size, mask_rate, language_model.packed)
     seconds = 0.0
-    for _ in range(2):
+    for _ in range(2):  # the second counts
         started = time.perf_counter()
         with accelerator.autocast():
             loss, _ = language_model(**send_to_device(batch, accelerator.device))
@@ -243,4 +227,4 @@ def _time_micro_batch(
         loss.item()  # synchronises with the device
         seconds = time.perf_counter() - started
     language_model.zero_grad(set_to_none=True)
-    return seconds
+    return rows, seconds

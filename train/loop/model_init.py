@@ -45,9 +45,7 @@ def build_config(
     names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     for name in settings.config:
         rule = f"must be a field of the {settings.type} configuration"
-        is_rope = name in ("rope_theta", "partial_rotary_factor") and "rope_parameters" in names
-        remedy = f"write rope_parameters: {{{name}: ...}}" if is_rope else "check the spelling"
-        require(name in names, "model.config", rule, repr(name), remedy)
+        require(name in names, "model.config", rule, repr(name), "check the spelling")
     with input_errors("model.config"):
         config = _config(settings, tokenizer)
     if tokenizer is not None:
@@ -92,12 +90,9 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
     saved = load_config(settings.init, "model.init")
     convertible = (saved.model_type, settings.type) == ("bert", "roformer")
     found = f"{saved.model_type} for {settings.type}"
-    rule, remedy = (
-        "must be of model.type, or bert for roformer",
-        f"set model.type {saved.model_type}",
-    )
-    same = saved.model_type == settings.type
-    require(same or convertible, "model.init", rule, found, remedy)
+    fits = convertible or saved.model_type == settings.type
+    rule, remedy = "must be of model.type, or bert for roformer", "set model.type"
+    require(fits, "model.init", rule, found, remedy)
     for name, value in settings.config.items():
         # only fields that leave the checkpoint's weights valid may change; weights of another
         # position encoding are initialised
@@ -106,10 +101,9 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
         rule = f"must stay {before} of model.init"
         require(free or before == value, f"model.config.{name}", rule, value, "leave it out")
         setattr(saved, name, value)  # the setter of a RoFormer completes rope_parameters
-    names = {f.name for f in dataclasses.fields(CONFIG_MAPPING[settings.type])} & set(
-        saved.to_dict()
-    )
-    kept = {name: getattr(saved, name) for name in names - {"transformers_version", "dtype"}}
+    fields = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
+    names = (fields & saved.to_dict().keys()) - {"transformers_version", "dtype"}
+    kept = {name: getattr(saved, name) for name in names}
     return AutoConfig.for_model(settings.type, **kept)
 
 
@@ -137,10 +131,10 @@ def _require_vocabulary(
             own = AutoTokenizer.from_pretrained(settings.init).get_vocab()
         except (OSError, ValueError):
             own = {}
-        # without tokenizer files transformers builds one of special tokens only; then compare
-        # sizes, up to padding of the embedding table
-        unknown = len(own) < len(pieces) // 2
-        fits = config.vocab_size - len(pieces) < 128 if unknown else own == pieces
+        if len(own) < len(pieces) // 2:  # it has no tokenizer: compare sizes, up to padding
+            fits = config.vocab_size - len(pieces) < 128
+        else:
+            fits = own == pieces
     rule = f"must fit the model's vocabulary of {config.vocab_size}"
     found = f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}"
     require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
@@ -170,16 +164,13 @@ def build_model(
             model, report = auto_class.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
-            missing = sorted(report["missing_keys"])
+            missing = sorted(report["missing_keys"]) if require_all_weights else []
             rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
-            require(
-                not (require_all_weights and missing), "model", rule, found, "pretrain it first"
-            )
+            require(not missing, "model", rule, found, "pretrain it first")
             return model.train()  # from_pretrained returns it in evaluation mode
         model = auto_class.from_config(config, **options)
-        load_bert_weights(
-            model, AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
-        )
+        bert = AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
+        load_bert_weights(model, bert)
     return model
 
 

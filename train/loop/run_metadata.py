@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import yaml
 from accelerate import Accelerator
 
@@ -38,12 +37,17 @@ def settings_dict(settings: Any) -> dict[str, Any]:
 
 def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | bool]:
     """Return the settings by flag name for a tracker: lists as JSON, without null values."""
-    flat = vars(jsonargparse.dict_to_namespace(settings_dict(settings)).as_flat())
-    return {
-        key: value if isinstance(value, int | float | str) else json.dumps(value)
-        for key, value in flat.items()
-        if value is not None
-    }
+    flat: dict[str, int | float | str | bool] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{name}.{key}".removeprefix("."), inner)
+        elif value is not None:
+            flat[name] = value if isinstance(value, int | float | str) else json.dumps(value)
+
+    add("", settings_dict(settings))
+    return flat
 
 
 def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
