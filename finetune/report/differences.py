@@ -134,12 +134,14 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     runs = group.runs
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "comparable"]
     rows = []
+    same = ["base_name", "model_type", "tokenizer", "parameters", "protocol"]
+    known = runs[same].fillna({"parameters": 0})
     for (configuration, label), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":
             continue
-        same = ["architecture", "protocol"]
+        own = known.loc[cell.index].max()  # a run that failed early has no number of parameters
         is_control = runs["kind"].isin(["features", "majority"]) | (
-            (runs["kind"] == "random") & (runs[same] == cell[same].iloc[0]).all(axis=1)
+            (runs["kind"] == "random") & (known == own).all(axis=1)
         )
         controls = runs[is_control & (runs["label"] == label)].dropna(subset="score")
         rows.append((configuration, label, *_gain(cell["score"], controls)))
@@ -189,7 +191,16 @@ def _are_seeds(sides: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
     number = len(seeds[0])
     consecutive = number > 1 and seeds[0][-1] - seeds[0][0] == number - 1
     same = seeds[0] == seeds[1] and list(counts) == [number, number]
-    return consecutive and same and all(side["architecture"].nunique() == 1 for side in sides)
+    kinds = ["base_name", "model_type", "tokenizer"]
+    return (
+        consecutive
+        and same
+        and all(
+            len(side[kinds].drop_duplicates()) == 1
+            and (side.groupby("label")["parameters"].nunique() <= 1).all()
+            for side in sides
+        )
+    )
 
 
 def _over_pretraining_seeds(parts: list[Difference]) -> Difference:

@@ -3,6 +3,7 @@
 The mean over seeds and its 95 % t interval are drawn for four seeds or more.
 """
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from finetune.report.differences import Difference
 from finetune.report.runs import CONTROLS, TaskGroup, seed_scores
 from finetune.report.statistics import MIN_RUNS
-from finetune.report.tables import shown_configurations
 from train.intervals import t_interval
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -50,23 +51,21 @@ class Picture:
 
 
 def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> list[Picture]:
-    """Write report-GROUP-{scores,differences,rates}.png, as far as there is something to draw."""
+    """Write report-GROUP-{differences,scores,rates}.png, as far as there is something to draw."""
     lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
     for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
         lines[run.label][LINES[run.kind]] = run.score
     zeros = {label: {"-": 0.0} for label in (*group.titles, "average")}
-    names = {kind: CONTROLS[kind] for kind in LINES}
-    caption = f"{SEEDS}. Dashed: {names['majority']}; dotted: {names['features']}."
+    caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
     differences = f"Differences. {SEEDS}; the line at 0 is no difference."
-    runs = group.runs
-    families = runs.loc[(runs["kind"] == "model") & (runs["best_of"] != ""), "family"]
-    rates = runs[runs["family"].isin(families) & (runs["best_of"] == "")]
-    shown = _score_rows(group, shown_configurations(group))
+    swept = group.runs.loc[group.runs["best_of"] != "", "family"]
+    rates = group.fine_tuned()
+    rates = rates[(rates["kind"] == "model") & rates["family"].isin(swept)]
     pictures = []
     for name, rows, marks, text in (
         ("differences", _difference_rows(pairs), zeros, differences),
-        ("scores", shown, lines, caption),
-        ("rates", _score_rows(group, rates["configuration"].unique()), lines, caption),
+        ("scores", _score_rows(group.selected()), lines, caption),
+        ("rates", _score_rows(rates), lines, caption),
     ):
         if any(values for _, cells in rows.values() for values in cells.values()):
             file = f"report-{group.name}-{name}.png"
@@ -118,17 +117,15 @@ def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str
         axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
 
 
-def _score_rows(group: TaskGroup, configurations: Sequence[str]) -> Rows:
+def _score_rows(runs: pd.DataFrame) -> Rows:
     """A row for each configuration; a colour for each model and its random weights."""
-    scores = {key: list(seed_scores(runs).values()) for key, runs in group.cells().items()}
-    heads = group.runs.drop_duplicates("configuration").set_index("configuration")
-    architectures = sorted(set(heads["architecture"]))
+    colors = dict(zip(sorted(set(runs["base_name"])), itertools.cycle(COLORS)))
     return {
         name: (
-            COLORS[architectures.index(heads.loc[name, "architecture"]) % len(COLORS)],
-            {label: scores[name, label] for label in group.titles if (name, label) in scores},
+            colors[found["base_name"].iloc[0]],
+            {label: list(seed_scores(cell).values()) for label, cell in found.groupby("label")},
         )
-        for name in configurations
+        for name, found in runs.groupby("configuration", sort=False)
     }
 
 

@@ -1,29 +1,28 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
-Writes report.md, .tex, .csv, .html and report-*.png. report.html is one file that opens from disk,
-with pictures. report.csv has every metric of every run, and the command that repeats it.
+Writes report.md, .html, .csv and report-*.png. report.html is one file that opens from disk, with
+pictures. report.csv has every metric of every run, and the command that repeats it.
 """
 
 import base64
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, pair_differences
+from finetune.report.differences import Difference, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
-from finetune.report.tables import Table, group_tables, paper_table, verdicts
+from finetune.report.tables import Table, group_tables, verdicts
 from finetune.results import RUN_KEY, read_results
-from train.settings import InputError, require
+from train.atomic_dir import check_writable
+from train.settings import require
 from train.tables import escape_cell, markdown_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "loss", "seconds", "command"}
-LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class ReportSettings:
     def __post_init__(self) -> None:
         two = self.pair is None or len(set(self.pair)) == 2
         require(two, "pair", "must be two models", self.pair, 'write --pair "[A, B]"')
-        file = self.output is not None and Path(self.output).is_file()
-        require(not file, "output", "must name a folder", f"the file {self.output}", "rename it")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +72,11 @@ def main(settings: ReportSettings) -> str:
     rule = "must hold a complete line"
     require(bool(reports), "results", rule, settings.results, "make a run first")
     folder = Path(settings.output or Path(settings.results).parent)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = write_report(reports, folder)
-    except OSError as error:
-        raise InputError(f"output must be writable, got {error}; choose another") from error
+    check_writable(folder, "output")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = write_report(reports, folder)
     print(text)
-    print(f"With pictures: {folder}/report.html; with the command of each run: report.csv")
-    print("Beside them: report.md, .tex and report-*.png")
+    print(f"With pictures: {folder}/report.html, report.md; every run and its command: report.csv")
     return text
 
 
@@ -102,9 +96,9 @@ def compare_groups(
     models = None
     if pair is not None and groups:
         runs = pd.concat([group.fine_tuned() for group in groups])
-        names = dict(zip(runs["model"], runs["short_name"]))
-        known = {name: model for model, name in names.items()} | {model: model for model in names}
-        listed, rule = ", ".join(sorted(names.values())), "must name models of the results"
+        known = dict(zip(runs["short_name"], runs["model"]))
+        listed, rule = ", ".join(sorted(known)), "must name models of the results"
+        known |= {model: model for model in runs["model"]}
         for name in pair:
             require(name in known, "pair", rule, name, f"they have {listed}")
         models = [known[name] for name in pair]
@@ -114,7 +108,16 @@ def compare_groups(
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     """Write the report in all its forms; returns it as Markdown."""
-    sections = make_sections(reports, folder)
+    sections = [
+        Section(
+            x.group.name,
+            GROUPS[x.group.name],
+            [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
+            group_tables(x.group, x.pairs),
+            draw_figures(x.group, x.pairs, folder),
+        )
+        for x in reports
+    ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -132,43 +135,9 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
         suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
         for suffix in ("md", "html")
     }
-    files = {
-        **text,
-        "tex": latex_tables(table for section in sections for table in section.tables),
-        "csv": csv_report(reports),
-    }
-    for suffix, content in files.items():
+    for suffix, content in {**text, "csv": csv_report(reports)}.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
     return text["md"]
-
-
-def make_sections(reports: Sequence[GroupReport], folder: Path) -> list[Section]:
-    """Draw the figures; a section for each group, and the paper's table beside official scores."""
-    sections = []
-    for x in reports:
-        sentences = [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)]
-        tables, pictures = group_tables(x.group, x.pairs), draw_figures(x.group, x.pairs, folder)
-        sections.append(Section(x.group.name, GROUPS[x.group.name], sentences, tables, pictures))
-    for x in reports:
-        if x.group.name == "official":
-            table = paper_table(x.group)
-            sections.append(Section("paper", "The paper's table", [], [table], []))
-    return sections
-
-
-def latex_tables(tables: Iterable[Table]) -> str:
-    """The tables for a paper, by pandas' writer."""
-    texts = [
-        table.frame.to_latex(
-            index=False,
-            escape=True,
-            caption=table.title,
-            column_format="l" + "r" * (len(table.frame.columns) - 1),
-        )
-        for table in tables
-    ]
-    text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
-    return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 
 
 def csv_report(reports: Sequence[GroupReport]) -> str:

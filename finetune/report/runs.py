@@ -37,14 +37,14 @@ METRIC_NAMES = {
     "spearman": "Spearman",
 }
 RECIPE_TEXT = {
-    "learning_rate": "rate {}",
-    "epochs": "{} epochs",
-    "batch_size": "batch {}",
-    "length": "length {}",
+    "learning_rate": "rate {:g}",
+    "epochs": "{:g} epochs",
+    "batch_size": "batch {:g}",
+    "length": "length {:g}",
     "schedule": "{} schedule",
-    "warmup_share": "warm-up {}",
-    "weight_decay": "decay {}",
-    "clip_norm": "clipped at {}",
+    "warmup_share": "warm-up {:g}",
+    "weight_decay": "decay {:g}",
+    "clip_norm": "clipped at {:g}",
     "pooling": "{} pooling",
     "pair_encoding": "{} encoding of pairs",
 }
@@ -65,16 +65,14 @@ class TaskGroup:
         name: Key of `GROUPS`.
         titles: Label of a task -> title of its column.
         runs: One row for each run of each configuration, configurations in the order of the table.
-            Beside the fields of `KEY` it has the columns `label`, `model_type`, `status`,
+            Beside the fields of `RUN_KEY` it has the columns `label`, `model_type`, `status`,
             `collapsed`, `parameters`, `metrics` and
 
             - `result`: the run's line in results.jsonl; `run_id`: its last ten characters of name
             - `kind`: `model`, or a key of `CONTROLS`
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
-            - `architecture`: number shared by models that differ in their weights alone
             - `configuration`: unique name of the row
             - `protocol`: the part of it that says how the model was fine-tuned
-            - `family`: configurations with the same family differ in the learning rate alone
             - `best_of`: number of rates of which this is the best; empty for a single rate
             - `score`: headline metric, mean over validation splits; NaN without a score
             - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
@@ -91,6 +89,12 @@ class TaskGroup:
     def fine_tuned(self) -> pd.DataFrame:
         """The runs of networks, each once."""
         return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
+
+    def selected(self) -> pd.DataFrame:
+        """The runs of networks; of several learning rates on a task the best one only."""
+        networks = self.runs[self.runs["kind"].isin(["model", "random"])]
+        best = networks.groupby(["family", "label"])["best_of"].transform("max")
+        return networks[networks["best_of"] == best]
 
     def average_name(self, labels: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""
@@ -113,20 +117,15 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
 
 def is_complete(result: Result) -> bool:
     """Whether a line is of a known task and has the fields its status implies; warns if not."""
-    known, status = result["task"] in TASKS or "description" in result, result.get("status")
-    described = {"label", "official", "model_type"}
-    needed = {"done": {*described, "collapsed"}, "diverged": described, "failed": set()}
-    complete = known and status in needed and needed[status] <= result.keys()
-    if complete and status == "done":
-        task = recorded_task(result)
-        tables = [result.get(field) or {} for field in ("metrics", "majority_metrics")]
-        splits = [table.get(split) or {} for table in tables for split in task.validation_splits]
-        scores = [split.get(metric) for split in splits for metric in task.metrics]
-        complete &= bool(scores) and all(isinstance(score, float | int) for score in scores)
-    if not complete:
-        run = f"{result['task']} {result['model']} seed {result['seed']}"
-        print(f"warning: the line of {run} is not complete and was ignored", file=sys.stderr)
-    return complete
+    needed = {"status"} if result.get("status") == "failed" else {"label", "official", "model_type"}
+    if result.get("status") == "done":
+        needed |= {"collapsed", "metrics", "majority_metrics"}
+    known = result["task"] in TASKS or "description" in result
+    if known and needed <= result.keys():
+        return True
+    run = f"{result['task']} {result['model']} seed {result['seed']}"
+    print(f"warning: the line of {run} is not complete and was ignored", file=sys.stderr)
+    return False
 
 
 def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int, float]] | None:
@@ -140,7 +139,7 @@ def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int,
         Mean over tasks of the means over seeds; and seed -> mean over tasks, for seeds with a score
         on all of them. None if a task has no score.
     """
-    table = runs.pivot(index="seed", columns="label", values="glue_score")
+    table = runs.pivot_table(index="seed", columns="label", values="glue_score")
     table = table.reindex(columns=list(labels))
     if table.empty or table.isna().all().any():
         return None
@@ -151,14 +150,6 @@ def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int,
 def seed_scores(runs: pd.DataFrame) -> dict[int, float]:
     """Seed -> headline score of the scored runs of a cell."""
     return runs.dropna(subset="score").set_index("seed")["score"].to_dict()
-
-
-def format_number(value: object) -> str:
-    """Format a value of the recipe; small floats in scientific notation, 2e-4 for 0.0002."""
-    if not isinstance(value, float):
-        return str(value)
-    mantissa, exponent = f"{value:e}".split("e")
-    return f"{value:g}" if not 0 < value < 1e-2 else f"{float(mantissa):g}e{int(exponent)}"
 
 
 def task_title(task: Task, name: str = "") -> str:
@@ -181,32 +172,37 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     """One row for each result, in the order of tasks and seeds.
 
     A run that failed early has neither label nor model type: it takes those of other runs of its
-    task, of the same data if there are any, and of its model.
+    task on the same data, and of its model.
     """
     labelled = [result for result in results if "label" in result]
     types = {result["model"]: result["model_type"] for result in labelled}
     names = shorten_names(dict.fromkeys(x["model"] for x in results))
-    known: dict[Any, tuple[str, str]] = {}
-    for result in labelled:
-        location = _group(result), result["label"]
-        known[result["task"]] = known[result["task"], result["glue_dir"]] = location
+    places = {(x["task"], x["glue_dir"]): (_group(x), x["label"]) for x in labelled}
     rows: list[dict[str, Any]] = []
     for result in results:
         task, model = recorded_task(result), result["model"]
-        unknown = "unplaced" if task.official else _group(result), task.name
-        location = known.get(result["task"], unknown)
-        location = known.get((result["task"], result["glue_dir"]), location)
-        group, label = (_group(result), result["label"]) if "label" in result else location
+        if "label" in result:
+            place = _group(result), result["label"]
+        else:
+            unknown = "unplaced" if task.official else _group(result), task.name
+            place = places.get((result["task"], result["glue_dir"]), unknown)
         row = {name: result.get(name) for name in (*RUN_KEY, "weights", "data", "precision")}
-        row |= {"group": group, "label": label, "status": result["status"], "best_of": ""}
-        row |= {"kind": "random" if result["random_weights"] else "model"}
+        row |= {
+            "group": place[0],
+            "label": place[1],
+            "status": result["status"],
+            "best_of": "",
+            "kind": "random" if result["random_weights"] else "model",
+            "model_type": types.get(model, "unknown type"),
+            "short_name": names[model],
+            "base_name": split_seed(model_name(model))[0],
+            "pretraining_seed": split_seed(names[model])[1],
+            "collapsed": result.get("collapsed", False),
+            "parameters": result.get("parameters", np.nan),
+            "result": result,
+            "run_id": run_name(result)[-10:],
+        }
         row |= {"kind": "features"} if model == SIMPLE_FEATURES else {}
-        row |= {"model_type": types.get(model, "unknown type"), "short_name": names[model]}
-        row |= {"base_name": split_seed(model_name(model))[0]}
-        row |= {"pretraining_seed": split_seed(names[model])[1]}
-        row |= {"collapsed": result.get("collapsed", False)}
-        row |= {"parameters": result.get("parameters", np.nan)}
-        row |= {"result": result, "run_id": run_name(result)[-10:]}
         rows.append(row | _scores(task, result.get("metrics")))
     order = list(dict.fromkeys([*TASKS, *(result["task"] for result in results)]))
     rows.sort(key=lambda row: (order.index(row["task"]), row["label"], row["seed"]))
@@ -233,37 +229,28 @@ def _origins(runs: pd.DataFrame) -> list[str]:
     """Text that tells apart runs with other initial weights, data or precision; mostly empty.
 
     Folders change between runs: results of the weights or data that a folder held before are not
-    further seeds of what it holds now. Each seed that starts from MNLI has a folder of its own;
-    the folder is named only if one seed started from several.
+    further seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
     """
     networks = runs[runs["kind"] != "features"]
-    started = networks[networks["mnli"] != ""]
-    several_starts = started.duplicated([name for name in RUN_KEY if name != "mnli"]).any()
-    labels = set(networks.loc[networks["task"] == "mnli", "label"])
-    mnli = labels.pop().replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
-    same_run = ["label", *(name for name in RUN_KEY if name != "glue_dir")]
-    folders = networks.groupby(same_run)["glue_dir"].transform("nunique")
-    several_folders = set(networks.loc[folders > 1, "label"])
-    start_seed = networks["seed"].where(networks["mnli"] != "", -1)
+    labels = networks.loc[networks["task"] == "mnli", "label"].unique()
+    mnli = labels[0].replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
+    is_start = networks["mnli"] != ""
+    is_hashed = networks.groupby("label")["data"].transform("count") > 0
+    networks = networks.assign(
+        start=networks["seed"].where(is_start, -1),
+        data=networks["data"].where(is_hashed, networks["glue_dir"]),
+    )
+    texts = [is_start.map({True: f"started from {mnli}", False: ""})]
     shared_by = {
-        "weights": ["model", "random_weights", "mnli", start_seed],
+        "weights": ["model", "random_weights", "start"],
         "data": ["label"],
-        "precision": [pd.Series(0, index=networks.index)],
+        "precision": ["group"],
     }
-    varies = {
-        name: networks.groupby(keys)[name].transform("nunique").reindex(runs.index) > 1
-        for name, keys in shared_by.items()
-    }
-    origins = []
-    for run in runs.itertuples():
-        source = run.mnli if several_starts else mnli
-        texts = [f"started from {source}"] if run.mnli else []
-        texts += [f"data of {run.glue_dir}"] if run.label in several_folders else []
-        for name, differs in varies.items():
-            value = getattr(run, name)
-            texts += [f"{name} {value[:8]}"] if differs[run.Index] and value == value else []
-        origins.append(", ".join(texts))
-    return origins
+    for name, keys in shared_by.items():
+        varies = networks.groupby(keys)[name].transform("nunique") > 1
+        texts.append((f"{name} " + networks[name]).where(varies, "").fillna(""))
+    table = pd.concat(texts, axis=1).reindex(runs.index, fill_value="")
+    return [_join(*row) for row in table.to_numpy()]
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
@@ -275,55 +262,33 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     varying = [field for field in identity if networks[field].nunique() > 1]
     titles, majority = _titles(runs, by_task), _majority(runs)
     fixed = pd.concat([runs[is_fixed].drop_duplicates("label", keep="last"), majority])
-    names = fixed["kind"].map(CONTROLS)
-    fixed = fixed.assign(protocol="", configuration=names, family=names, architecture=-1)
+    fixed = fixed.assign(protocol="", configuration=fixed["kind"].map(CONTROLS))
     if networks.empty:
         return TaskGroup(name, titles, fixed)
     runs = networks
     runs["rate_text"] = _recipe_texts(runs, [x for x in varying if x == "learning_rate"])
     runs["recipe_text"] = _recipe_texts(runs, [x for x in varying if x != "learning_rate"])
-    runs["architecture"] = _architectures(runs)
     runs["model_text"] = _model_texts(runs)
     runs["family"] = list(map(_join, runs["model_text"], runs["origin"], runs["recipe_text"]))
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
-    runs = pd.concat([_sorted(runs, identity), fixed], ignore_index=True)
+    runs["tasks_less"] = -runs.groupby("configuration")["label"].transform("nunique")
+    order = ["random_weights", "model_text", "origin", "best_of", "tasks_less", *identity]
+    runs = pd.concat([runs.sort_values(order, kind="stable"), fixed], ignore_index=True)
     return TaskGroup(name, titles, runs)
-
-
-def _architectures(runs: pd.DataFrame) -> pd.Series:
-    """Number the architectures: name up to the pretraining seed, type, tokenizer and size.
-
-    Names do not tell the size: `roformer-128` and `roformer-768` may be pretraining seeds, or
-    widths. It is the number of parameters on each task, where that is known.
-    """
-    sizes: list[tuple[Any, dict[str, float]]] = []
-    numbers: dict[Any, int] = {}
-    name = ["base_name", "model_type", "tokenizer"]
-    for key, found in runs.groupby([*name, "model", "kind", "origin"], sort=False):
-        known = found.dropna(subset="parameters").groupby("label")["parameters"].first().to_dict()
-        fitting = (
-            number
-            for number, (other, size) in enumerate(sizes)
-            if other == key[:3] and all(size.get(label, n) == n for label, n in known.items())
-        )
-        number = next(fitting, len(sizes))
-        sizes += [(key[:3], {})] if number == len(sizes) else []
-        sizes[number][1].update(known)
-        numbers |= dict.fromkeys(found.index, number)
-    return pd.Series(numbers)
 
 
 def _model_texts(runs: pd.DataFrame) -> list[str]:
     """Names of the models; random weights of one architecture are one row, whoever lent them.
 
-    Random weights do not depend on the pretraining. A second source for a task, and an architecture
-    that shares its name with another, keep the names of their models.
+    Random weights do not depend on the pretraining. A second source for a task, and models of
+    several sizes, which names such as roformer-128 do not tell from seeds, keep their names.
     """
-    sources = runs.groupby(["kind", "architecture", "origin", "label"])["model"]
-    same_name = runs.groupby("base_name")["architecture"].transform("nunique")
-    is_first = (runs["model"] == sources.transform("first")) & (same_name == 1)
+    sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
+    sizes = runs.groupby(["base_name", "label"])["parameters"].transform("nunique")
+    is_one_size = sizes.groupby(runs["base_name"]).transform("max") <= 1
+    is_first = (runs["model"] == sources.transform("first")) & is_one_size
     is_random = runs["kind"] == "random"
     names = runs["base_name"].where(is_random & is_first, runs["short_name"])
     tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
@@ -391,25 +356,12 @@ def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     return majority.assign(**pd.DataFrame(scores, index=last.index)) if scores else majority
 
 
-def _sorted(runs: pd.DataFrame, identity: Sequence[str]) -> pd.DataFrame:
-    """Pretrained models first; of a model the configuration with most tasks, then rates upwards."""
-    keys = {
-        "tasks": runs.groupby("configuration")["label"].transform("nunique"),
-        **{f"{field}_key": runs[field] for field in identity},
-    }
-    if "learning_rate_key" in keys:
-        keys["learning_rate_key"] = runs["learning_rate"].where(runs["best_of"] == "", 0.0)
-    by = ["random_weights", "model_text", "origin", "best_of", *keys]
-    ascending = [name != "tasks" for name in by]
-    return runs.assign(**keys).sort_values(by, ascending=ascending, kind="stable")
-
-
 def _recipe_texts(runs: pd.DataFrame, fields: Sequence[str]) -> list[str]:
     return [_recipe_text(run, fields) for run in runs.to_dict("records")]
 
 
 def _recipe_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
-    return _join(*(RECIPE_TEXT[field].format(format_number(run[field])) for field in fields))
+    return _join(*(RECIPE_TEXT[field].format(run[field]) for field in fields))
 
 
 def _join(*texts: str) -> str:

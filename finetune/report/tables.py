@@ -1,7 +1,6 @@
 """The tables of the report: DataFrames of text, made from the runs of a group.
 
-Every table has the name of its row in the first column. The report writes each of them as Markdown,
-LaTeX and HTML.
+Every table has the name of its row in the first column.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.report.differences import MINUS, Difference, comparable_tasks, control_gains
-from finetune.report.runs import (
-    CONTROLS,
-    GROUPS,
-    TaskGroup,
-    average,
-    format_number,
-    task_title,
-)
+from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
 from finetune.report.statistics import Comparison
 from finetune.tasks import TASKS, recorded_task
 
@@ -54,10 +46,14 @@ class Table:
 
 
 def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
-    """All tables of a group that have something to show, the differences first."""
+    """All tables of a group that have something to show, the differences first.
+
+    The paper's table stands beside official scores only.
+    """
     gains = control_gains(group)
     tables = [pair_table(group, same, gains) for same in by_protocol(pairs).values()]
     tables += [score_table(group), gain_table(group, gains), problem_table(group)]
+    tables += [paper_table(group)] if group.name == "official" else []
     return [table for table in tables if len(table.frame)]
 
 
@@ -160,28 +156,17 @@ def score_text(runs: pd.DataFrame) -> str:
     if first["kind"] in ("majority", "features"):
         return text
     count = f"{len(scored)}" if len(scored) == len(runs) else f"{len(scored)} of {len(runs)}"
-    outcomes = outcome_counts(runs)
-    problems = [f"{outcomes[x]} {x}" for x in ("collapsed", "diverged", "failed") if outcomes[x]]
-    text += f" ({'; '.join([count, ', '.join(problems)] if problems else [count])})"
-    return text + (f" at {format_number(first['learning_rate'])}" if first["best_of"] else "")
+    outcomes = {"collapsed": int(runs["collapsed"].sum()), **runs["status"].value_counts()}
+    names = ("collapsed", "diverged", "failed")
+    problems = ", ".join(f"{outcomes[name]} {name}" for name in names if outcomes.get(name))
+    text += f" ({count}; {problems})" if problems else f" ({count})"
+    return text + (f" at {first['learning_rate']:g}" if first["best_of"] else "")
 
 
 def spread_text(values: Sequence[float]) -> str:
     """Mean ± sample standard deviation; the latter for two values or more."""
     deviation = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
     return f"{np.mean(values):.1f}{deviation}"
-
-
-def outcome_counts(runs: pd.DataFrame) -> dict[str, int]:
-    """Number of runs of a cell, and how many have a score, collapsed, diverged, failed."""
-    status = runs["status"].tolist()
-    return {
-        "runs": len(runs),
-        "scored": status.count("done"),
-        "collapsed": int(runs["collapsed"].sum()),
-        "diverged": status.count("diverged"),
-        "failed": status.count("failed"),
-    }
 
 
 def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
@@ -239,26 +224,11 @@ def paper_table(group: TaskGroup) -> Table:
     """The paper's GLUE scores and those of our pretrained models, each with its split."""
     columns = ["row", "split of its numbers", *(task_title(TASKS[task]) for task in PAPER_TASKS)]
     rows: list[Sequence[str]] = [(name, *values) for name, values in PAPER.items()]
-    cells = {key: score_text(runs) for key, runs in group.cells().items()}
-    models = set(group.runs.loc[group.runs["kind"] == "model", "configuration"])
-    for row in filter(models.__contains__, shown_configurations(group)):
-        scores = [cells.get((row, label)) for label in PAPER_TASKS]
-        if any(scores):
-            texts = [score or DASH for score in scores]
-            rows.append((f"{row}, ours", "validation (development set)", *texts))
+    selected = group.selected()
+    models = selected[(selected["kind"] == "model") & selected["task"].isin(PAPER_TASKS)]
+    for configuration, runs in models.groupby("configuration", sort=False):
+        scores = {label: score_text(cell) for label, cell in runs.groupby("label")}
+        texts = [scores.get(label, DASH) for label in PAPER_TASKS]
+        rows.append((f"{configuration}, ours", "validation (development set)", *texts))
     title = "GLUE as printed by Su et al. 2021 (arXiv:2104.09864), and ours"
     return Table(title, pd.DataFrame(rows, columns=columns), [PAPER_REMARK])
-
-
-def shown_configurations(group: TaskGroup) -> list[str]:
-    """Configurations without single learning rates that a best-of configuration stands for."""
-    labels = {c: set(runs["label"]) for c, runs in group.runs.groupby("configuration")}
-    heads = group.runs[group.runs["kind"].isin(["model", "random"])]
-    heads = heads.drop_duplicates("configuration")
-    best = heads[heads["best_of"] != ""]
-    covering = {run.family: labels[run.configuration] for run in best.itertuples()}
-    return [
-        run.configuration
-        for run in heads.itertuples()
-        if run.best_of or not labels[run.configuration] <= covering.get(run.family, set())
-    ]

@@ -89,7 +89,7 @@ def test_a_report_says_the_same_twice_byte_for_byte(tmp_path):
     assert first == {x.name: x.read_bytes() for x in (tmp_path / "b").iterdir()}
     pictures = {name for name in first if name.endswith(".png")}
     assert pictures == {f"report-official-{x}.png" for x in ("scores", "differences", "rates")}
-    assert {f"report.{x}" for x in ("md", "tex", "csv", "html")} == first.keys() - pictures
+    assert {f"report.{x}" for x in ("md", "csv", "html")} == first.keys() - pictures
 
 
 def test_markdown_opens_with_the_verdict_and_has_the_figures(folder):

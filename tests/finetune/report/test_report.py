@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
+from finetune.report.report import ReportSettings, compare_groups, main
 from finetune.report.runs import GLUE_TASKS, average
 from finetune.report.tables import (
     group_tables,
@@ -105,8 +105,8 @@ def test_a_row_names_what_differs_between_recipes_and_no_more():
     lines = [line(BERT, "rte", rate * 1e4, learning_rate=rate) for rate in (2e-5, 3e-5)]
     lines.append(line(BERT, "rte", 0.6, weight_decay=0.0, tokenizer="words"))
     names = list(scores(lines))
-    assert "small-bert, rate 2e-5, decay 0.01" in names
-    assert "small-bert, tokenizer words, rate 2e-4, decay 0" in names
+    assert "small-bert, rate 2e-05, decay 0.01" in names
+    assert "small-bert, tokenizer words, rate 0.0002, decay 0" in names
 
 
 def test_a_task_with_a_recipe_of_its_own_says_so_in_its_column_and_splits_no_row():
@@ -138,8 +138,6 @@ def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
     assert rows["small-bert, started from MNLI"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
     few = scores([*lines, line(BERT, "mnli", 0.5, label="mnli (9k)", official=False)])
     assert few["small-bert, started from MNLI (9k)"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
-    twice = scores([*lines, line(BERT, "rte", 0.1, seed=0, mnli="other")])
-    assert twice["small-bert, started from other"]["RTE, accuracy"] == "10.0 (1)"
 
 
 @pytest.mark.parametrize("turn", [1, -1])
@@ -150,8 +148,8 @@ def test_runs_on_different_data_share_no_cell(turn):
     made.append(line(ROFORMER, "cola", 0.3))
     rows = scores(made[::turn])
     found = {name.split(", ")[-1]: row["RTE, accuracy"] for name, row in rows.items()}
-    assert found["data of a"] == "65.0 ± 7.1 (2)"
-    assert found["data of b"] == "90.0 (1)"
+    assert found["data a"] == "65.0 ± 7.1 (2)"
+    assert found["data b"] == "90.0 (1)"
     assert rows["small-roformer"]["CoLA, Matthews"] == "30.0 (1)"
     assert rows["small-roformer"]["RTE, accuracy"] == DASH
 
@@ -213,9 +211,9 @@ def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
     lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(BERT, "mrpc", (0.9, 0.7, 0.8))]
     rows = scores(lines)
     row = rows[f"small-bert, {BEST}"]
-    assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-5"
-    assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-5"
-    assert rows["small-bert, rate 4e-5"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
+    assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-05"
+    assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-05"
+    assert rows["small-bert, rate 4e-05"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
     assert set(report(lines).group.runs["best_of"]) == {"", "3"}
 
 
@@ -223,9 +221,9 @@ def test_among_rates_most_scored_seeds_then_the_smallest_rate_wins():
     lines = sweep(BERT, "rte", (0.5, 0.7, 0.6))
     equal = sweep(BERT, "rte", (0.5, 0.7, 0.7))
     for turned in (equal, equal[::-1]):  # of equal means the smallest rate wins
-        assert scores(turned)[f"small-bert, {BEST}"]["RTE, accuracy"].endswith("at 3e-5")
+        assert scores(turned)[f"small-bert, {BEST}"]["RTE, accuracy"].endswith("at 3e-05")
     lines[3] = diverged(BERT, "rte", seed=1, learning_rate=3e-5)
-    assert scores(lines)[f"small-bert, {BEST}"]["RTE, accuracy"] == "60.5 ± 0.7 (2) at 4e-5"
+    assert scores(lines)[f"small-bert, {BEST}"]["RTE, accuracy"] == "60.5 ± 0.7 (2) at 4e-05"
 
 
 def test_a_task_with_one_rate_has_no_selection():
@@ -237,11 +235,11 @@ def test_a_task_with_one_rate_has_no_selection():
 def test_selected_scores_are_only_subtracted_from_selected_ones():
     lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(ROFORMER, "rte", (0.62, 0.6, 0.6))]
     found = {protocol(pair): pair.tasks["rte"].mean for pair in report(lines).pairs}
-    expected = {"rate 2e-5": 12.0, "rate 3e-5": -10.0, "rate 4e-5": 0.0, BEST: -8.0}
+    expected = {"rate 2e-05": 12.0, "rate 3e-05": -10.0, "rate 4e-05": 0.0, BEST: -8.0}
     assert found == pytest.approx(expected)
     # three rates against two would favour the three
     fewer = [x for x in lines if x["model"] == BERT or x["learning_rate"] < 4e-5]
-    assert list(map(protocol, report(fewer).pairs)) == ["rate 2e-5", "rate 3e-5"]
+    assert list(map(protocol, report(fewer).pairs)) == ["rate 2e-05", "rate 3e-05"]
 
 
 def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
@@ -270,12 +268,12 @@ def test_a_table_needs_neither_a_roformer_nor_a_bert(control):
 @pytest.mark.parametrize("name", ["weights", "data"])
 def test_runs_of_what_was_changed_in_place_share_no_cell(name):
     lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(4)]
-    for number, (row, found) in enumerate(zip(lines, ("a" * 16, "a" * 16, "b" * 16, None))):
+    for number, (row, found) in enumerate(zip(lines, ("a", "a", "b", None))):
         row[name] = found
         row["glue_dir"] = str(number) if name == "data" else "glue"  # wherever the data are
     found = scores(lines)
-    assert found[f"small-bert, {name} aaaaaaaa"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
-    assert found[f"small-bert, {name} bbbbbbbb"]["RTE, accuracy"] == "70.0 (1)"
+    assert found[f"small-bert, {name} a"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
+    assert found[f"small-bert, {name} b"]["RTE, accuracy"] == "70.0 (1)"
     assert found["small-bert"]["RTE, accuracy"] == "80.0 (1)"
 
 
@@ -296,7 +294,7 @@ def test_the_printed_table_names_the_split_of_every_row():
     assert ours["split of its numbers"] == "validation (development set)"
 
 
-def test_markdown_and_latex_survive_any_name_of_a_model():
+def test_markdown_survives_any_name_of_a_model():
     name = "a|b_c%d$e#f{g}~h^i\\j&k<l>[m]*n`o"
     found = score_table(report([line(name, "rte", 0.6)]).group)
     columns = [
@@ -304,35 +302,14 @@ def test_markdown_and_latex_survive_any_name_of_a_model():
         for row in markdown_table(found.frame.map(escape_cell)).splitlines()
     ]
     assert {len(bars) for bars in columns} == {3}
-    text = latex_tables([found])
-    plain = re.sub(r"\\[\\&%$#_{}]", "", text)
-    assert plain.count("{") == plain.count("}")
-    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
-    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith(r" \\") for row in body)
-    assert not set("_#^~%$") & set(re.sub(r"\\[_#%$]|\\text\w+", "", "".join(body)))
 
 
-def test_latex_prints_minus_signs_and_exponents():
-    lines = [line(BERT, "rte", 0.6, learning_rate=x) for x in (2e-5, 3e-5)]
-    found = report([*lines, line(ROFORMER, "rte", 0.5, learning_rate=2e-5)])
-    text = latex_tables(group_tables(found.group, found.pairs))
-    assert r"RTE, accuracy & $-$10.00 & no \\" in text
-
-
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        ({"metrics": {}}, "scores missing"),
-        ({"task": "unheard"}, "no such task"),
-        ({"status": "new"}, "no such status"),
-        ({"label": None, "metrics": None}, "no metrics"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_line_that_lacks_something_is_one_warning(broken, why, capsys):
-    found = scores([line(BERT, "rte", 0.6), {**line(BERT, "rte", 0.7, seed=1), **broken}])
+def test_a_line_of_an_unknown_task_or_without_scores_is_one_warning(capsys):
+    broken = line(BERT, "rte", 0.7, seed=1)
+    del broken["metrics"]
+    found = scores([line(BERT, "rte", 0.6), broken, line(BERT, "rte", 0.7) | {"task": "unheard"}])
     assert found["small-bert"]["RTE, accuracy"] == "60.0 (1)"
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
@@ -345,9 +322,9 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(InputError, match="pair"):
         ReportSettings(str(file), pair=[BERT, BERT])
-    with pytest.raises(InputError, match="output"):
-        ReportSettings(str(file), output=str(file))
     write(tmp_path, [line(BERT, "rte", 0.6)])
+    with pytest.raises(InputError, match="output"):
+        main(ReportSettings(str(file), output=str(file)))
     with pytest.raises(InputError, match="pair .* got x"):
         main(ReportSettings(str(file), pair=["small-bert", "x"]))
     with pytest.raises(InputError, match="pair"):
@@ -359,4 +336,4 @@ def test_a_rate_is_chosen_by_the_headline_metric_alone():
     lines = [line(BERT, "mrpc", f1, learning_rate=r) for r, f1 in ((2e-5, 0.8), (3e-5, 0.79))]
     lines[1]["metrics"]["validation"]["accuracy"] = 0.9
     (row,) = (x for name, x in scores(lines).items() if "best of 2 rates" in name)
-    assert row["MRPC, F1"] == "80.0 (1) at 2e-5"
+    assert row["MRPC, F1"] == "80.0 (1) at 2e-05"
