@@ -1,9 +1,7 @@
 """Mistakes: the numbers are scikit-learn's, the rows are the data's, misfits are refused."""
 
-import html
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -92,23 +90,16 @@ def test_the_confusion_is_scikit_learns(tmp_path, task):
     assert "collapsed" not in text
 
 
-def test_a_collapsed_run_is_said_to_be_one(tmp_path):
-    add_run(tmp_path, "rte", collapsed=True)
-    text = main(asked(tmp_path, "rte"))
-    assert text.index("The run collapsed") < text.index("## validation")
-
-
-def test_a_class_that_is_never_the_label_has_no_shares(tmp_path):
+def test_a_collapsed_run_without_mistakes_says_both(tmp_path):
     write_split(tmp_path / "glue", "rte", "validation", two_texts(["a", "b"], [1, 1]))
-    add_run(tmp_path, "rte", rows=2, write_data=False)
+    add_run(tmp_path, "rte", rows=2, write_data=False, collapsed=True)
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
-    write_predictions(file, np.array([1, 1]), np.float32([[0, 1], [1, 0]]))
-    table = tables(main(asked(tmp_path, "rte")))[0]
-    assert table[1] == ["entailment", "0 (-)", "0 (-)", "0"]
-    assert table[2] == ["not_entailment", "1 (50.0 %)", "1 (50.0 %)", "2"]
     write_predictions(file, np.array([1, 1]), np.float32([[0, 1], [0, 1]]))
-    assert "No row is wrong." in main(asked(tmp_path, "rte"))
+    text = main(asked(tmp_path, "rte"))
+    assert text.index("The run collapsed") < text.index("## validation")
+    assert tables(text)[0][1] == ["entailment", "0 (0.0 %)", "0 (0.0 %)", "0"]
+    assert "No row is wrong." in text
 
 
 def two_texts(texts: list[str], labels: list) -> dict[str, list]:
@@ -134,15 +125,15 @@ def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
             assert [premise, hypothesis] == [texts["premise"][row], texts["hypothesis"][row]]
 
 
-def test_texts_are_shown_as_they_are_and_shortened(tmp_path):
-    odd = ["a | b * c_d <b>&amp;</b> `x` \\ [y](z) # ~~ \n\t end", "word " * 200, "x" * 500]
+def test_texts_are_shown_in_their_cells_and_shortened(tmp_path):
+    odd = ["a | b * c <b>&amp;</b> `x` \n\t end", "word " * 200, "x" * 500]
     write_split(tmp_path / "glue", "rte", "validation", two_texts(odd, [0, 0, 0]))
     add_run(tmp_path, "rte", rows=3, write_data=False)
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
     write_predictions(file, np.zeros(3, int), np.float32([[0, 3], [0, 2], [0, 1]]))
     table = tables(main(asked(tmp_path, "rte")))[1]
-    shown = [html.unescape(row[4]) for row in table[1:]]
+    shown = [row[4] for row in table[1:]]
     assert shown[0] == " ".join(odd[0].split())
     for text, full in zip(shown[1:], odd[1:]):
         assert len(text) <= MAX_CHARACTERS
@@ -150,20 +141,10 @@ def test_texts_are_shown_as_they_are_and_shortened(tmp_path):
         assert full.startswith(text.removesuffix(" …"))
 
 
-def test_a_regression_shows_its_largest_errors_and_bins(tmp_path):
+def test_a_regression_shows_its_largest_errors(tmp_path):
     labels, logits, texts = add_run(tmp_path, "stsb", rows=300)["validation"]
-    bins, largest = tables(main(asked(tmp_path, "stsb")))
-    values, labels = logits[:, 0].astype(np.float64), labels.astype(np.float32)
-    errors = values - labels
-    edges = [0, 1, 2, 3, 4, 5.1]
-    assert sum(int(row[1]) for row in bins[1:]) == 300
-    for (low, high), row in zip(pairwise(edges), bins[1:]):
-        inside = (labels >= low) & (labels < high)
-        parts = (labels[inside], values[inside], errors[inside], abs(errors[inside]))
-        assert [float(cell) for cell in row[1:]] == [
-            inside.sum(),
-            *(pytest.approx(part.mean(), abs=0.0051) for part in parts),
-        ]
+    (largest,) = tables(main(asked(tmp_path, "stsb")))
+    errors = logits[:, 0].astype(np.float64) - labels.astype(np.float32)
     assert len(largest) == 1 + NUM_MISTAKES
     assert [int(row[0]) for row in largest[1:]] == list(np.argsort(-abs(errors))[:NUM_MISTAKES])
     for row in largest[1:]:
@@ -174,38 +155,36 @@ def test_a_regression_shows_its_largest_errors_and_bins(tmp_path):
 def test_data_that_were_not_scored_are_refused(tmp_path):
     add_run(tmp_path, "rte")
     other = add_run(tmp_path, "rte", rows=90, write_data=True, seed=9)["validation"]
-    with pytest.raises(InputError, match="rte/validation must be the data .*, got 90 rows for 120"):
+    with pytest.raises(InputError, match="rte/validation must be the data .*, got other rows"):
         main(asked(tmp_path, "rte"))
     labels = other[0].copy()
     labels[[11, 40]] = 1 - labels[[11, 40]]
     texts = other[2] | {"label": labels.tolist()}
     write_split(tmp_path / "elsewhere", "rte", "validation", texts)
-    with pytest.raises(InputError, match="got another label in row 11; name their folder"):
+    with pytest.raises(InputError, match="got other rows or labels; name their folder"):
         main(asked(tmp_path, "rte", seed=9, glue_dir=str(tmp_path / "elsewhere")))
 
 
-def test_one_run_must_be_named(tmp_path):
-    add_run(tmp_path, "rte")
-    add_run(tmp_path, "rte", learning_rate=3e-5)
-    add_run(tmp_path, "rte", seed=1, status="diverged", metrics=None)
-    with pytest.raises(InputError, match="must hold a run of .*seed 5, got runs/small/model rte;"):
+def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tmp_path):
+    for changes in (
+        {},
+        {"learning_rate": 3e-5},
+        {"seed": 1, "status": "diverged", "metrics": None},
+        {"seed": 2},
+        {"seed": 2, "random_weights": True, "status": "failed"},
+    ):
+        add_run(tmp_path, "rte", **changes)
+    with pytest.raises(InputError, match="must hold one run of .*seed 5, got rte-small-"):
         main(asked(tmp_path, "rte", seed=5))
     with pytest.raises(InputError, match="run must have been scored, got diverged"):
         main(asked(tmp_path, "rte", seed=1))
-    with pytest.raises(
-        InputError, match=r"got .*learning_rate 2e-05.*3e-05.*give its --run"
-    ) as two:
+    with pytest.raises(InputError, match="give its --run") as two:
         main(asked(tmp_path, "rte"))
-    assert "warmup" not in str(two.value)
-    for name in re.findall(r"rte-small-\w+", str(two.value)):
+    names = re.findall(r"rte-small-\w+", str(two.value))
+    assert len(names) == 2
+    for name in names:
         assert "rows wrong" in main(asked(tmp_path, "rte", run=name))
-
-
-def test_random_weights_are_taken_only_when_named(tmp_path):
-    add_run(tmp_path, "rte")
-    add_run(tmp_path, "rte", random_weights=True, status="failed")
-    settings = asked(tmp_path, "rte")
-    assert "rows wrong" in main(settings)
+    assert "rows wrong" in main(asked(tmp_path, "rte", seed=2))
     *_, control = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     with pytest.raises(InputError, match="must have been scored, got failed"):
-        main(asked(tmp_path, "rte", run=run_name(control)))
+        main(asked(tmp_path, "rte", seed=2, run=run_name(control)))
