@@ -1,98 +1,50 @@
-"""GLUE's metrics as a metric of the `evaluate` library that works offline.
+"""The metrics that GLUE reports, by scikit-learn and scipy.
 
-`evaluate.load` fetches code from the hub; `GlueMetric` has the same interface over scikit-learn and
-scipy. A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
+A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
 correlation: a model that predicts one class scores 0, without a warning.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
-from sklearn import metrics as sklearn_metrics
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from finetune.tasks import Task
 
-Values = NDArray[np.float64]
-Metric = Callable[[Values, Values], float]
 Scores = dict[str, dict[str, float]]
 """Validation split -> metric -> value."""
 
 
-def accuracy(references: Values, predictions: Values) -> float:
-    """Share of equal class ids."""
-    return float(np.mean(references == predictions))
+def correlation(function: Callable[..., Any], labels: NDArray, predictions: NDArray) -> float:
+    """A correlation by `function`, 0.0 if labels or predictions are constant."""
+    for values in (labels, predictions):
+        # nearly equal values count as equal: their correlation is rounding noise
+        if np.allclose(values, values.flat[0], rtol=1e-9, atol=0.0):
+            return 0.0
+    result = function(labels, predictions)
+    return getattr(result, "statistic", result)
 
 
-def f1(references: Values, predictions: Values) -> float:
-    """F1 of class 1; 0.0 when that class is neither present nor predicted."""
-    return float(sklearn_metrics.f1_score(references, predictions, zero_division=0.0))
-
-
-def macro_f1(references: Values, predictions: Values) -> float:
-    """Mean F1 over the classes that are present or predicted."""
-    scores = sklearn_metrics.f1_score(references, predictions, average="macro", zero_division=0.0)
-    return float(scores)
-
-
-def _correlation(function: Callable[[Values, Values], Any]) -> Metric:
-    """Make a correlation 0.0 if references or predictions are constant."""
-
-    def correlation(references: Values, predictions: Values) -> float:
-        for values in (references, predictions):
-            # nearly equal values count as equal: their correlation is rounding noise
-            if np.allclose(values, values.flat[0], rtol=1e-9, atol=0.0):
-                return 0.0
-        result = function(references, predictions)
-        return float(getattr(result, "statistic", result))
-
-    return correlation
-
-
-matthews = _correlation(sklearn_metrics.matthews_corrcoef)
-METRICS: dict[str, Metric] = {
-    "matthews": matthews,
-    "accuracy": accuracy,
-    "f1": f1,
-    "macro_f1": macro_f1,
-    "pearson": _correlation(stats.pearsonr),
-    "spearman": _correlation(stats.spearmanr),
+METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
+    "matthews": partial(correlation, matthews_corrcoef),
+    "accuracy": accuracy_score,
+    "f1": partial(f1_score, zero_division=0.0),
+    "macro_f1": partial(f1_score, average="macro", zero_division=0.0),
+    "pearson": partial(correlation, stats.pearsonr),
+    "spearman": partial(correlation, stats.spearmanr),
 }
-
-
-class GlueMetric(evaluate.Metric):
-    """The metrics of a task: `GlueMetric(task).compute(predictions=..., references=...)`.
-
-    Predictions are class ids, or values for a regression; the result maps metric names to floats.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        # in memory: leaves no file, and concurrent runs do not wait for a lock
-        super().__init__(config_name=task.name, keep_in_memory=True)
-
-    def _info(self) -> evaluate.MetricInfo:
-        kind = "float64" if self.task.labels is None else "int64"
-        return evaluate.MetricInfo(
-            description="The metrics GLUE reports for one task.",
-            citation="Wang et al. 2019, arXiv:1804.07461",
-            features=datasets.Features(
-                {"predictions": datasets.Value(kind), "references": datasets.Value(kind)}
-            ),
-        )
-
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        values = np.asarray(references), np.asarray(predictions)
-        return {name: METRICS[name](*values) for name in self.task.metrics}
+"""Functions of labels and predictions, [N] each; f1 is that of class 1."""
 
 
 def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
     """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
-    return GlueMetric(task).compute(predictions=predictions, references=labels)
+    kind = np.float64 if task.labels is None else np.int64
+    values = np.asarray(labels, dtype=kind), np.asarray(predictions, dtype=kind)
+    return {name: float(METRICS[name](*values)) for name in task.metrics}
 
 
 def score_splits(
