@@ -9,7 +9,6 @@ Lines are appended atomically, after their predictions. Several processes may ap
 `RunLocks` keeps them from making the same run twice.
 """
 
-import errno
 import fcntl
 import functools
 import hashlib
@@ -215,35 +214,26 @@ def run_locks(results: str) -> RunLocks:
 
 
 def append_result(results: str, line: Mapping[str, Any]) -> None:
-    """Append a line in one write and flush it to disk; a partial last line is truncated first.
+    """Append a line and flush it to disk; an incomplete last line is cut off first.
 
     Raises:
-        InputError: The disk is full. What was written of the line is truncated by the next call.
+        InputError: The disk is full. What was written of the line is cut off by the next call.
     """
-    encoded = (json.dumps(line, allow_nan=False) + "\n").encode()
-    locks = run_locks(results)
-    with report_full_disk(Path(results).parent, "output"), locks.append_lock():
-        truncate_partial_line(results)
-        file = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if os.write(file, encoded) < len(encoded):  # a full disk can take part of a line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file)
-        finally:
-            os.close(file)
-
-
-def truncate_partial_line(results: str) -> None:
-    """Cut off an incomplete last line, left by a crash or a full disk, with a warning."""
-    if not Path(results).exists():
-        return
-    with Path(results).open("rb+") as stream:
+    with (
+        report_full_disk(Path(results).parent, "output"),
+        run_locks(results).append_lock(),
+        open(results, "ab+") as stream,
+    ):
+        stream.seek(0)
         content = stream.read()
         end = content.rfind(b"\n") + 1
-        if end < len(content):
+        if end < len(content):  # left by a crash or a full disk
             stream.truncate(end)
             rest = content[end:][:40].decode(errors="replace")
-            print(f"warning: {results} ended in a torn line, cut off: {rest}...", file=sys.stderr)
+            print(f"warning: {results} ended in a torn line, cut off: {rest}", file=sys.stderr)
+        stream.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def read_results(path: str) -> list[dict[str, Any]]:
@@ -257,22 +247,21 @@ def read_results(path: str) -> list[dict[str, Any]]:
     rule = "must be a file written by finetune/glue.py"
     require(Path(path).is_file(), "results", rule, path, "check the path")
     results: dict[tuple, dict[str, Any]] = {}
-    torn: list[int] = []
+    torn: list[str] = []
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
             result = RECIPE_DEFAULTS | json.loads(line)
-            key = run_key(result)
-            earlier = results.get(key, result)
-            failed = result["status"] == "failed"
-            other = any(hash_differs(result.get(name), earlier, name) for name in INPUT_HASHES)
-            if not failed or earlier is result or other:
-                results[key] = result
+            key, failed = run_key(result), result["status"] == "failed"
         except (ValueError, KeyError, TypeError):
-            torn.append(number)
+            torn.append(str(number))
+            continue
+        earlier = results.get(key, result)
+        other = any(hash_differs(result.get(name), earlier, name) for name in INPUT_HASHES)
+        if not failed or earlier is result or other:
+            results[key] = result
     if torn:
-        numbers = f"line {torn[0]}" + (f" and {len(torn) - 1} more" if torn[1:] else "")
-        print(f"warning: {path} is torn at {numbers}; ignored", file=sys.stderr)
+        print(f"warning: {path} is torn at line {', '.join(torn)}; ignored", file=sys.stderr)
     return list(results.values())

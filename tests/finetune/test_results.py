@@ -52,7 +52,7 @@ def test_a_file_of_other_lines_is_one_warning(tmp_path, capsys):
     file.write_text('{"step": 1}\n[]\nhello\n')
     assert read_results(str(file)) == []
     assert capsys.readouterr().err.splitlines() == [
-        f"warning: {file} is torn at line 1 and 2 more; ignored"
+        f"warning: {file} is torn at line 1, 2, 3; ignored"
     ]
 
 
