@@ -9,11 +9,9 @@ Of several runs of a task the best on validation is used, as by Devlin et al. 20
 (arXiv:1810.04805, section 4.1).
 """
 
-import io
 import os
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.settings import InputError, require
+from train.settings import require
 
 Result = dict[str, Any]
 
@@ -100,55 +98,49 @@ class SubmissionSettings:
         check_writable(Path(self.output).parent, "output")
 
 
-@dataclass(frozen=True)
-class Source:
-    """What predicts a task or a file of the zip.
-
-    Attributes:
-        result: The run's line in results.jsonl; None if there is no usable run.
-        note: Why there is none, or the number of runs that it is the best of.
-    """
-
-    result: Result | None
-    note: str
-
-
 def main(settings: SubmissionSettings) -> None:
     """Write the zip, completely or not at all; print what is in it.
 
     Raises:
         InputError: Predictions are missing or do not fit.
     """
-    sources = choose_runs(settings)
-    missing = {file: source.note for file, source in sources.items() if source.result is None}
-    if missing and not settings.placeholders:
-        named = ", ".join(f"{file.name} ({why})" for file, why in missing.items())
-        tasks = ", ".join(dict.fromkeys(file.task for file in missing))
-        raise InputError(
-            f"{settings.results} must have test predictions of {settings.model} for all "
-            f"{len(FILES)} files, got none for {named}; run finetune.grid with "
-            f"--tasks '[{tasks}]' --test true, or give --placeholders true"
-        )
-    reasons = ", ".join(dict.fromkeys(missing.values()))
-    rule = f"needs test predictions of {settings.model} for at least one file"
-    remedy = f"run finetune.grid with --test true and --output {settings.results}"
-    require(len(missing) < len(FILES), "placeholders", rule, f"none ({reasons})", remedy)
-    packed = pack({file.name: tsv(settings.results, file, sources[file]) for file in FILES})
+    runs = choose_runs(settings)
+    missing = [file for file, run in runs.items() if run is None]
+    needed = "at least one file" if settings.placeholders else "every file"
+    rule = f"must have runs of one set of weights of {settings.model}, on official data and with "
+    rule += f"--test true, for {needed}"
+    remedy = "run finetune.grid with --test true, or give --placeholders true"
+    enough = len(missing) < len(FILES) if settings.placeholders else not missing
+    found = f"none for {', '.join(file.name for file in missing)}"
+    require(enough, settings.results, rule, found, remedy)
+    texts = {file.name: tsv(settings.results, file, run) for file, run in runs.items()}
     output = Path(settings.output)
     unfinished = output.with_name(f"{output.name}.tmp")
     with report_full_disk(output.parent, "output"):
         output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(packed)
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in texts.items():
+                archive.writestr(name, text)
         unfinished.replace(output)
-    _print_sources(settings.output, sources)
+    for file, run in runs.items():
+        source = "PLACEHOLDER, one answer for all rows"
+        if run is not None:
+            score = f"{run['headline_metric']} {100 * run['headline']:.1f}"
+            source = f"{run_name(run)}, seed {run['seed']}, {score} on validation"
+        print(f"{file.name:<12} {source}")
+    print(f"written: {output}")
+    if missing:
+        warning = "the server's scores of placeholders and its average mean nothing"
+        print(f"warning: {warning}", file=sys.stderr)
 
 
-def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Source]:
-    """Choose the run that predicts each file, or give the reason that there is none.
+def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]:
+    """Choose the run that predicts each file, None if there is none.
 
-    All files of a task are predicted by one run, never by one of random weights. Only runs of the
-    weights that the model's folder holds now are used; if the folder is gone, of those of its last
-    run.
+    It is the best one on validation. All files of a task are predicted by one run, never by one of
+    random weights. Only runs of the weights that the model's folder holds now are used; if the
+    folder is gone, of those of its last run. Runs that start from MNLI have the weights of a model
+    of MNLI, another one for each seed.
 
     Raises:
         InputError: The results have no run of this model.
@@ -158,101 +150,51 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Source]:
     models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
     rule = f"must be one of those in {settings.results}"
     require(bool(results), "model", rule, settings.model, f"there: {models}")
-    direct = [x for x in results if x["mnli"] is None and x.get("weights")]
-    last = direct[-1]["weights"] if direct else None
-    weights = hash_weights(settings.model) or last
-    sources = {file: best_run(settings.results, results, file.task, weights) for file in FILES}
-    for file, source in sources.items():
-        run = source.result
-        if run is not None and not prediction_file(settings.results, run, file.split).is_file():
-            sources[file] = Source(None, "not predicted by the run on MNLI")
-    return sources
+    direct = [x["weights"] for x in results if x["mnli"] is None and x.get("weights")]
+    weights = hash_weights(settings.model) or (direct[-1] if direct else None)
+    usable = [
+        x
+        for x in results
+        if x["status"] == "done"
+        and x["official"]
+        and x["settings"]["test"]
+        and (x["mnli"] is not None or not hash_differs(weights, x, "weights"))
+    ]
+    usable.sort(key=lambda x: (-x["headline"], run_name(x)))  # the same order for equal scores
+    runs: dict[ServerFile, Result | None] = {}
+    for file in FILES:
+        splits = {other.split for other in FILES if other.task == file.task}
+        found = (
+            x
+            for x in usable
+            if x["task"] == file.task
+            and all(prediction_file(settings.results, x, split).is_file() for split in splits)
+        )
+        runs[file] = next(found, None)
+    return runs
 
 
-def best_run(file: str, results: Sequence[Result], task: str, weights: str | None) -> Source:
-    """The best run of a task on validation, of those that predicted its test splits.
-
-    Runs that start from MNLI have the weights of a model of MNLI, another one for each seed.
-    """
-    splits = [split for split in TASKS[task].splits if split.startswith("test")]
-
-    def is_predicted(x: Result) -> bool:
-        return all(prediction_file(file, x, split).is_file() for split in splits)
-
-    steps = {
-        "no run": lambda x: x["task"] == task,
-        "only runs of other weights of the model": lambda x: (
-            x["mnli"] is not None or not hash_differs(weights, x, "weights")
-        ),
-        "no run that ended well": lambda x: x.get("status") == "done",
-        "only runs on data with rows missing": lambda x: x["official"],
-        "only runs without --test true": lambda x: x["settings"]["test"] and is_predicted(x),
-    }
-    for why, is_usable in steps.items():
-        results = [x for x in results if is_usable(x)]
-        if not results:
-            return Source(None, why)
-    # a tie is broken by the name, whatever the order of the lines
-    best = min(results, key=lambda x: (-x["headline"], run_name(x)))
-    return Source(best, f"best of {len(results)}" if len(results) > 1 else "the only run")
-
-
-def tsv(results: str, file: ServerFile, source: Source) -> bytes:
+def tsv(results: str, file: ServerFile, run: Result | None) -> str:
     """One file of the zip; without predictions, the same answer in every row.
 
     Raises:
         InputError: The predictions are not those of the official split.
     """
-    if source.result is None:
+    if run is None:
         answers = [file.labels[0] if file.labels else "0.000"] * file.rows
     else:
-        path = prediction_file(results, source.result, file.split)
+        path = prediction_file(results, run, file.split)
         _, logits = read_predictions(path)
         shape = (file.rows, len(file.labels or "1"))
         rule = f"must be {shape[0]} rows of {shape[1]}, as of GLUE's own split"
         remedy = "make the run again on the official data"
         require(logits.shape == shape, str(path), rule, str(logits.shape), remedy)
-        finite = bool(np.isfinite(logits).all())
-        require(finite, str(path), "must hold finite numbers", "others", "make the run again")
         if file.labels is None:  # adding 0 turns -0.0 into 0.0
             answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
         else:
             answers = np.array(file.labels)[logits.argmax(axis=1)].tolist()
     lines = (f"{row}\t{answer}\n" for row, answer in enumerate(answers))
-    return f"{HEADER}\n{''.join(lines)}".encode()
-
-
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """Zip files without folders and dates, so that the same files give the same bytes."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in files.items():
-            info = zipfile.ZipInfo(name)  # dated 1980
-            info.external_attr = 0o644 << 16
-            archive.writestr(info, content, zipfile.ZIP_DEFLATED, compresslevel=6)
-    return stream.getvalue()
-
-
-def _print_sources(output: str, sources: Mapping[ServerFile, Source]) -> None:
-    """Print for each file the run that predicted it and its score on validation."""
-    print(f"{'file':<12} {'validation':<14} run")
-    for file, source in sources.items():
-        result = source.result
-        if result is None:
-            score, facts = "PLACEHOLDER", [f"{source.note}: one answer for all rows"]
-        else:
-            score = f"{result['headline_metric']} {100 * result['headline']:.1f}"
-            facts = [run_name(result), f"seed {result['seed']}", source.note]
-            facts += ["one answer for every validation row"] * bool(result.get("collapsed"))
-        print(f"{file.name:<12} {score:<14} {', '.join(facts)}")
-    print(f"written: {output}")
-    gaps = [file.name for file, source in sources.items() if source.result is None]
-    if gaps:
-        print(
-            f"warning: {', '.join(gaps)} hold placeholders, not predictions: the server's scores "
-            "for them and its average mean nothing",
-            file=sys.stderr,
-        )
+    return f"{HEADER}\n{''.join(lines)}"
 
 
 if __name__ == "__main__":
