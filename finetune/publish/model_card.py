@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
-from finetune.shared_head import ENCODER, HEAD_FILES
+from finetune.shared_head import ENCODER
 from finetune.tasks import HUB_DATA, TASKS, recorded_task
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.settings import InputError, require
@@ -24,12 +24,7 @@ from train.settings import InputError, require
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "<!-- written by finetune/publish/model_card.py -->"
 EXAMPLE = ("A man is playing a guitar.", "Somebody makes music.")
-MODEL_FILES = (
-    "README.md", "config.json", "generation_config.json", "model.safetensors",
-    "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", ENCODER, *HEAD_FILES,
-)  # fmt: skip
+MODEL_FILES = ("README.md", "*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", ENCODER)
 """Names of the files of a saved model; a folder with any other file is never replaced."""
 
 METRICS = {
@@ -84,7 +79,7 @@ def check_save_folder(folder: str) -> None:
         return
     require(path.is_dir(), "save", "must name a folder", f"the file {folder}", "choose another")
     names = sorted(entry.name for entry in path.iterdir())
-    foreign = [name for name in names if not _is_model_file(name)]
+    foreign = [x for x in names if not any(fnmatch(x, pattern) for pattern in MODEL_FILES)]
     card = path / "README.md"
     ours = card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
     found = f"{folder} with {(foreign or names or [''])[0]}"
@@ -182,7 +177,3 @@ def _is_on_hub(result: dict[str, Any]) -> bool:
     except HFValidationError:
         return False
     return not result["random_weights"] and not Path(result["model"]).exists()
-
-
-def _is_model_file(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in MODEL_FILES)

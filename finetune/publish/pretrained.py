@@ -24,8 +24,6 @@ from train.command_line import run_command
 from train.loop.model_init import auto_model_class
 from train.settings import require
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 @dataclass(frozen=True)
 class PublishSettings:
@@ -41,12 +39,8 @@ class PublishSettings:
     """Licence of the weights by its name on the hub."""
     language: str | None = None
     """Language of the text by its code on the hub, such as en."""
-    dtype: str = "bfloat16"
-    """Dtype of the saved weights: bfloat16 or float32."""
 
     def __post_init__(self) -> None:
-        rule = f"must be one of {', '.join(DTYPES)}"
-        require(self.dtype in DTYPES, "dtype", rule, repr(self.dtype), "see --help")
         free = not Path(self.output).exists()
         require(free, "output", "must be new", self.output, "delete it or choose another")
 
@@ -65,8 +59,7 @@ def main(settings: PublishSettings) -> Path:
     rule, found = "must be the folder of a finished run", f"{run} without {missing}"
     require(not missing, "run", rule, found, "let it end")
     config = AutoConfig.from_pretrained(run / "model")
-    model_class = auto_model_class(config)
-    model = model_class.from_pretrained(run / "model", dtype=DTYPES[settings.dtype])
+    model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     output = Path(settings.output)
     with write_dir_atomically(output) as unfinished:
@@ -112,7 +105,6 @@ def pretrained_card(
         parameters=parameters,
         causal=causal,
         mask_token=mask_token,
-        dtype=settings.dtype,
         dropout=dict.fromkeys(f"{rate:g}" for rate in rates),  # once if they are equal
         text=settings.text,
         facts=_facts(folder, trained["run"]["seed"], causal),

@@ -232,7 +232,7 @@ def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
     save_model(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
     names = {path.name for path in (tmp_path / "new/tuned").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert all(model_card._is_model_file(name) for name in names)
+    check_save_folder(str(tmp_path / "new/tuned"))  # knows all of them
     backend = json.loads((tmp_path / "new/tuned/tokenizer.json").read_text())
     assert (backend["truncation"], backend["padding"]) == (None, None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned"]
@@ -240,10 +240,10 @@ def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
 
 def test_a_second_save_replaces_the_first_whole(tmp_path):
     folder = saved(tmp_path, "stsb")
-    (folder / "merges.txt").write_text("of the first")
+    (folder / "vocab.txt").write_text("of the first")
     second = saved(tmp_path, "rte")
     assert json.loads((second / "config.json").read_text())["id2label"]["0"] == "entailment"
-    assert not (second / "merges.txt").exists()
+    assert not (second / "vocab.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
 
 
