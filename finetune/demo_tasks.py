@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from train.atomic_dir import write_dir_atomically
+from train.atomic_dir import write_text_atomically
 from train.command_line import run_command
 from train.data import demo_corpus
-from train.settings import require
 
 TASK = "demo-order"
 WORDS = range(6, 41)
@@ -63,40 +62,22 @@ def order_rows(sentences: list[str]) -> Iterator[dict[str, Any]]:
         yield {"idx": number, "sentence": text, "label": label}
 
 
-def check_output(output: Path) -> None:
-    """Refuse to replace a folder that holds anything but the demo task.
-
-    Raises:
-        InputError: It does, or it is a file.
-    """
-    known = {output / TASK, *(output / TASK / f"{part}.jsonl" for part in ("train", "validation"))}
-    foreign = [output] if output.is_file() else sorted({*output.rglob("*")} - known)
-    rule = "must name a new folder or one of the demo task alone"
-    require(not foreign, "output", rule, str(foreign[0]) if foreign else "", "choose another")
-
-
 def main(settings: DemoTasksSettings) -> None:
-    """Write the task atomically; the rows are the same every time.
-
-    Raises:
-        InputError: The output folder holds something else.
-    """
-    check_output(Path(settings.output))
+    """Write the files of the task; the rows are the same every time."""
+    folder = Path(settings.output) / TASK
+    folder.mkdir(parents=True, exist_ok=True)
     limits = {"validation": settings.validation_rows, "train": settings.train_rows}
     seen: set[str] = set()
-    with write_dir_atomically(Path(settings.output), replace=True) as folder:
-        (folder / TASK).mkdir()
-        for part, limit in limits.items():
-            # stock phrases occur in many docstrings: each is used once, in one part only
-            sentences = [
-                s for s in dict.fromkeys(read_sentences(part, settings.cache)) if s not in seen
-            ]
-            seen.update(sentences)
-            np.random.default_rng(0).shuffle(sentences)
-            rows = list(order_rows(sentences[:limit]))
-            lines = (json.dumps(row) + "\n" for row in rows)
-            (folder / TASK / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
-            print(f"{TASK} {part}: {len(rows)} rows")
+    for part, limit in limits.items():
+        # stock phrases occur in many docstrings: each is used once, in one part only
+        found = dict.fromkeys(read_sentences(part, settings.cache))
+        sentences = [sentence for sentence in found if sentence not in seen]
+        seen.update(sentences)
+        np.random.default_rng(0).shuffle(sentences)
+        rows = list(order_rows(sentences[:limit]))
+        lines = (json.dumps(row) + "\n" for row in rows)
+        write_text_atomically(folder / f"{part}.jsonl", "".join(lines))
+        print(f"{TASK} {part}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

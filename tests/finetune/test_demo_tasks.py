@@ -1,13 +1,11 @@
 """The demo task: its rules hold in every row, and the same rows come every time."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from finetune.demo_tasks import DemoTasksSettings, main
 from train.data import demo_corpus
-from train.settings import InputError
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +37,6 @@ def test_the_same_rows_come_every_time(tasks):
     assert len(files) == 2
     for file in files:
         assert (tasks / "a" / file).read_bytes() == (tasks / "b" / file).read_bytes()
-
-
-def test_what_is_not_of_these_tasks_is_not_replaced(tmp_path):
-    for name in ("thesis.tex", "demo-order/notes.txt"):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("mine")
-        with pytest.raises(InputError, match=f"output must name a new folder .* got .*{name}"):
-            main(DemoTasksSettings(str(tmp_path), str(tmp_path / "tokens")))
-        assert file.read_text() == "mine"
-        file.unlink()
-    with pytest.raises(InputError, match="output must name a new folder"):
-        main(DemoTasksSettings(__file__, str(tmp_path / "tokens")))
-    assert Path(__file__).exists()
 
 
 def test_every_second_sentence_has_its_words_backwards(tasks, documents):
