@@ -4,8 +4,8 @@ Also the rule of what is comparable: two models are, on a task, only where both 
 control without pretraining by more than the spread over seeds.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -17,6 +17,10 @@ MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
 
 
+AVERAGE = "average"
+"""Stands for a label in the comparison of averages over tasks."""
+
+
 @dataclass(frozen=True, eq=False)
 class Difference:
     """First configuration minus second.
@@ -26,10 +30,9 @@ class Difference:
         part: The pretraining seed, or over how many; empty for one model on each side.
         first: Runs of the first configuration.
         second: Runs of the second.
-        tasks: Label -> comparison of the headline metric.
-        average: Comparison of GLUE's average over `tasks`; None where it is not defined.
-        missing: Labels both were run on without a seed that both have a score for.
-        over: Differences of single pretraining seeds that this one is taken over.
+        tasks: Label -> comparison of the headline metric, for tasks on which a seed has a score on
+            both sides; and under `AVERAGE` that of GLUE's average over them, where it is defined.
+        over: Whether the differences are those of pretraining seeds.
     """
 
     names: Sequence[str]
@@ -37,47 +40,36 @@ class Difference:
     first: pd.DataFrame
     second: pd.DataFrame
     tasks: dict[str, Comparison]
-    average: Comparison | None
-    missing: list[str]
-    over: list["Difference"] = field(default_factory=list)
+    over: bool = False
 
     @property
     def protocol(self) -> str:
         """How both sides were fine-tuned."""
         return self.first["protocol"].iloc[0]
 
-    @property
-    def title(self) -> str:
-        """Name in print."""
-        return ", ".join(filter(None, (f" {MINUS} ".join(self.names), self.part, self.protocol)))
-
-    def comparisons(self) -> Iterator[tuple[str, Comparison]]:
-        """Each task by its label, then `average`."""
-        yield from self.tasks.items()
-        if self.average:
-            yield "average", self.average
+    def title(self, part: str) -> str:
+        """Name in print: both models, the part if it is given, and the protocol."""
+        return ", ".join(filter(None, (f" {MINUS} ".join(self.names), part, self.protocol)))
 
 
 def subtract(
     names: Sequence[str], part: str, first: pd.DataFrame, second: pd.DataFrame
 ) -> Difference:
     """Compare two configurations on every task both were run on; Holm's family are the tasks."""
-    shared = [label for label in first["label"].unique() if label in set(second["label"])]
     tasks, tried = {}, {}
-    for label in shared:
+    for label in first["label"].unique():
         cells = [side[side["label"] == label] for side in (first, second)]
         scores = [seed_scores(cell) for cell in cells]
-        tried[label] = {seed for cell in cells for seed in cell["seed"]}
         if scores[0].keys() & scores[1].keys():
+            tried[label] = {seed for cell in cells for seed in cell["seed"]}
             tasks[label] = compare(scores[0], scores[1], len(tried[label]))
     averages = [average(side, tasks) for side in (first, second)]
-    mean = None
+    tasks = holm_corrected(tasks)
     if len(tasks) > 1 and averages[0] and averages[1]:
         by_seed = averages[0][1], averages[1][1]
         if by_seed[0].keys() & by_seed[1].keys():
-            mean = compare(*by_seed, len(set.union(*(tried[label] for label in tasks))))
-    missing = [label for label in shared if label not in tasks]
-    return Difference(names, part, first, second, holm_corrected(tasks), mean, missing)
+            tasks[AVERAGE] = compare(*by_seed, len(set.union(*tried.values())))
+    return Difference(names, part, first, second, tasks)
 
 
 def pair_differences(
@@ -90,7 +82,7 @@ def pair_differences(
 
     Args:
         group: Runs of one table.
-        pair: The two models; None means the one RoFormer and the one BERT.
+        pair: The two models by path or short name; None means the one RoFormer and the one BERT.
 
     Returns:
         The differences, and the reason if there are none.
@@ -153,7 +145,7 @@ def comparable_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[s
     sides = [side for pair in pairs for side in (pair.first, pair.second)]
     rows = gains[gains["configuration"].isin({side["configuration"].iloc[0] for side in sides})]
     by_label = rows.groupby("label")["comparable"].all().to_dict()
-    return {label: by_label[label] for pair in pairs for label in pair.tasks}
+    return {k: by_label[k] for pair in pairs for k in pair.tasks if k != AVERAGE}
 
 
 def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float, str, bool]:
@@ -177,7 +169,7 @@ def _sides(
     if pair is None:
         first, second = (runs[runs["model_type"].isin(types)] for types in MODEL_TYPES.values())
         return list(MODEL_TYPES), (first, second)
-    first, second = (runs[runs["model"] == model] for model in pair)
+    first, second = (runs[(runs["model"] == x) | (runs["short_name"] == x)] for x in pair)
     names = [
         side["short_name"].iloc[0] if len(side) else model_name(model)
         for side, model in zip((first, second), pair)
@@ -191,16 +183,9 @@ def _are_seeds(sides: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
     number = len(seeds[0])
     consecutive = number > 1 and seeds[0][-1] - seeds[0][0] == number - 1
     same = seeds[0] == seeds[1] and list(counts) == [number, number]
-    kinds = ["base_name", "model_type", "tokenizer"]
-    return (
-        consecutive
-        and same
-        and all(
-            len(side[kinds].drop_duplicates()) == 1
-            and (side.groupby("label")["parameters"].nunique() <= 1).all()
-            for side in sides
-        )
-    )
+    kinds = ["base_name", "model_type", "tokenizer", "parameters"]
+    varying = [(side.groupby("label")[kinds].nunique() > 1).any(axis=None) for side in sides]
+    return consecutive and same and not any(varying)
 
 
 def _over_pretraining_seeds(parts: list[Difference]) -> Difference:
@@ -208,13 +193,12 @@ def _over_pretraining_seeds(parts: list[Difference]) -> Difference:
 
     Fine-tuning more often does not reduce the variance between pretraining runs.
     """
-    labels = dict.fromkeys(label for part in parts for label in part.tasks)
-    shared = [label for label in labels if all(label in part.tasks for part in parts)]
     seeds = [int(part.first["pretraining_seed"].iloc[0]) for part in parts]
-    zeros = dict.fromkeys(seeds, 0.0)
-    means = {label: dict(zip(seeds, (x.tasks[label].mean for x in parts))) for label in shared}
-    tasks = {label: compare(means[label], zeros, len(parts)) for label in shared}
-    example, title = parts[0], f"over {len(parts)} pretraining seeds"
-    missing = [label for label in labels if label not in tasks]
-    sides = example.first, example.second
-    return Difference(example.names, title, *sides, holm_corrected(tasks), None, missing, parts)
+    zeros, tasks = dict.fromkeys(seeds, 0.0), {}
+    for label in parts[0].tasks:
+        if label != AVERAGE and all(label in part.tasks for part in parts):
+            means = dict(zip(seeds, (part.tasks[label].mean for part in parts)))
+            tasks[label] = compare(means, zeros, len(parts))
+    title = f"over {len(parts)} pretraining seeds"
+    sides = parts[0].first, parts[0].second
+    return Difference(parts[0].names, title, *sides, holm_corrected(tasks), over=True)

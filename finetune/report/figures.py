@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from finetune.report.differences import Difference
+from finetune.report.differences import AVERAGE, Difference
 from finetune.report.runs import CONTROLS, TaskGroup, seed_scores
 from finetune.report.statistics import MIN_RUNS
 from train.intervals import t_interval
@@ -55,7 +55,7 @@ def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) ->
     lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
     for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
         lines[run.label][LINES[run.kind]] = run.score
-    zeros = {label: {"-": 0.0} for label in (*group.titles, "average")}
+    zeros = {label: {"-": 0.0} for label in (*group.titles, AVERAGE)}
     caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
     differences = f"Differences. {SEEDS}; the line at 0 is no difference."
     swept = group.runs.loc[group.runs["best_of"] != "", "family"]
@@ -69,7 +69,7 @@ def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) ->
     ):
         if any(values for _, cells in rows.values() for values in cells.values()):
             file = f"report-{group.name}-{name}.png"
-            titles = {**group.titles, "average": "average"}
+            titles = {**group.titles, AVERAGE: "average"}
             with mpl.rc_context(STYLE):
                 figure = draw_panels(titles, rows, marks)
                 figure.savefig(folder / file, dpi=150, facecolor="white")
@@ -131,9 +131,9 @@ def _score_rows(runs: pd.DataFrame) -> Rows:
 
 def _difference_rows(pairs: Sequence[Difference]) -> Rows:
     return {
-        pair.title: (
+        pair.title(pair.part): (
             COLORS[2 if pair.over else 0],
-            {label: list(c.differences.values()) for label, c in pair.comparisons()},
+            {label: list(c.differences.values()) for label, c in pair.tasks.items()},
         )
         for pair in pairs
     }

@@ -90,20 +90,16 @@ def compare_groups(
         pair: Two models by path or short name; None means the one RoFormer and the one BERT.
 
     Raises:
-        InputError: A model of the pair is not in the results, or both are the same.
+        InputError: A model of the pair is not in the results.
     """
     groups = build_groups(results)
-    models = None
     if pair is not None and groups:
         runs = pd.concat([group.fine_tuned() for group in groups])
-        known = dict(zip(runs["short_name"], runs["model"]))
-        listed, rule = ", ".join(sorted(known)), "must name models of the results"
-        known |= {model: model for model in runs["model"]}
-        for name in pair:
-            require(name in known, "pair", rule, name, f"they have {listed}")
-        models = [known[name] for name in pair]
-        require(models[0] != models[1], "pair", "must be two models", models, "name another")
-    return [GroupReport(group, *pair_differences(group, models)) for group in groups]
+        rule, found = "must name models of the results", f"{', '.join(pair)}"
+        known = {*runs["model"], *runs["short_name"]}
+        remedy = f"they have {', '.join(sorted(set(runs['short_name'])))}"
+        require(known >= set(pair), "pair", rule, found, remedy)
+    return [GroupReport(group, *pair_differences(group, pair)) for group in groups]
 
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:

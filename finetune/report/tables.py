@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, comparable_tasks, control_gains
+from finetune.report.differences import AVERAGE, Difference, comparable_tasks, control_gains
 from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
 from finetune.report.statistics import Comparison
 from finetune.tasks import TASKS, recorded_task
@@ -71,7 +71,7 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
         titles = [group.titles[label] for label, comparable in found.items() if comparable]
         names = f": {'; '.join(titles)}" if titles else ""
         number = f"{len(titles)} of {len(found)} tasks"
-        sentences.append(f"{pair_name(same[0])}: comparable on {number}{names}.")
+        sentences.append(f"{same[0].title('')}: comparable on {number}{names}.")
     if pairs:
         sides = [[getattr(pair, side) for pair in pairs] for side in ("first", "second")]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -84,34 +84,24 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
     return sentences
 
 
-def pair_name(pair: Difference) -> str:
-    """Both models and the protocol, without the pretraining seed."""
-    return ", ".join(filter(None, (f" {MINUS} ".join(pair.names), pair.protocol)))
-
-
 def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFrame) -> Table:
     """Differences between two models under one protocol, a row for each task."""
     cells = {
-        pair.part or "difference": {k: comparison_text(c) for k, c in pair.comparisons()}
+        pair.part or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
         for pair in pairs
     }
     cells["comparable"] = {
         label: "yes" if found else "no" for label, found in comparable_tasks(pairs, gains).items()
     }
-    labels = dict.fromkeys(label for texts in cells.values() for label in texts)
-    names = {**group.titles, "average": group.average_name(pairs[0].tasks)}
+    labels = {label for pair in pairs for label in pair.tasks}
+    tasks = [label for label in pairs[0].tasks if label != AVERAGE]
+    names = {**group.titles, AVERAGE: group.average_name(tasks)}
     rows = [
         {"task": names[label], **{name: texts.get(label, DASH) for name, texts in cells.items()}}
         for label in names
         if label in labels
     ]
-    missing = [
-        f"{pair.title}, {label}: "
-        f"{'not run with all of them' if pair.over else 'no seed with a score on both sides'}."
-        for pair in pairs
-        for label in pair.missing
-    ]
-    return Table(pair_name(pairs[0]), pd.DataFrame(rows), missing)
+    return Table(pairs[0].title(""), pd.DataFrame(rows))
 
 
 def comparison_text(comparison: Comparison) -> str:
