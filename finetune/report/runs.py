@@ -6,7 +6,6 @@ missing and the demo tasks are never in one table.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,8 +265,10 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     if networks.empty:
         return TaskGroup(name, titles, fixed)
     runs = networks
-    runs["rate_text"] = _recipe_texts(runs, [x for x in varying if x == "learning_rate"])
-    runs["recipe_text"] = _recipe_texts(runs, [x for x in varying if x != "learning_rate"])
+    rate = [field for field in varying if field == "learning_rate"]
+    rest = [field for field in varying if field != "learning_rate"]
+    runs["rate_text"] = [_recipe_text(run, rate) for run in runs.to_dict("records")]
+    runs["recipe_text"] = [_recipe_text(run, rest) for run in runs.to_dict("records")]
     runs["model_text"] = _model_texts(runs)
     runs["family"] = list(map(_join, runs["model_text"], runs["origin"], runs["recipe_text"]))
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
@@ -312,14 +313,14 @@ def _fields_by_task(runs: pd.DataFrame) -> list[str]:
 
 def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
     """Label -> title, headline metric and the values `by_task` that are not the most common."""
-    networks = runs["kind"] != "features"
-    tasks = pd.concat([runs[networks], runs[~networks]]).drop_duplicates("label")
-    usual = {field: Counter(tasks[field].dropna()).most_common(1)[0][0] for field in by_task}
+    is_fixed = runs["kind"] == "features"  # these have no recipe
+    tasks = pd.concat([runs[~is_fixed], runs[is_fixed]]).drop_duplicates("label").sort_index()
+    usual = tasks[list(by_task)].mode()
     titles = {}
-    for run in tasks.sort_index().to_dict("records"):
+    for run in tasks.to_dict("records"):
         task = recorded_task(run["result"])
         name = "" if run["label"] == task.name else run["label"]
-        unusual = [f for f in by_task if run[f] != usual[f] and run["kind"] != "features"]
+        unusual = [f for f in by_task if pd.notna(run[f]) and run[f] != usual[f][0]]
         titles[run["label"]] = _join(task_title(task, name), _recipe_text(run, unusual))
     return titles
 
@@ -327,25 +328,18 @@ def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
 def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """The paper's selection: for each task the learning rate with the best mean over seeds.
 
-    It is made on the split that is reported. A task that was run with one rate has no selection.
+    It is made on the split that is reported, among the rates with the most scored seeds; of equal
+    ones the smallest rate is taken. A task that was run with one rate has no selection.
     """
     selections = []
-    for _, family in runs.groupby("family", sort=False):
-        tried = family.groupby("label")["learning_rate"].transform("nunique")
-        tasks = family[tried > 1].groupby("label", sort=False)
-        chosen = [task[task["learning_rate"] == _best_rate(task)] for _, task in tasks]
-        if chosen:
-            count = " or ".join(sorted({str(count) for count in tried if count > 1}))
-            text = {"best_of": count, "rate_text": BEST_OF.format(count)}
-            selections.append(pd.concat(chosen).assign(**text))
+    for _, cell in runs.groupby(["family", "label"], sort=False):
+        rates = cell.groupby("learning_rate")["score"].agg(["count", "mean"])
+        if len(rates) > 1:
+            complete = rates.loc[rates["count"] == rates["count"].max(), "mean"]
+            best = cell[cell["learning_rate"] == complete.fillna(0.0).idxmax()]
+            text = {"best_of": str(len(rates)), "rate_text": BEST_OF.format(len(rates))}
+            selections.append(best.assign(**text))
     return selections
-
-
-def _best_rate(runs: pd.DataFrame) -> float:
-    """The best mean among the rates with the most scored seeds; of equal ones the smallest rate."""
-    rates = runs.groupby("learning_rate")["score"].agg(["count", "mean"])
-    complete = rates.loc[rates["count"] == rates["count"].max(), "mean"]
-    return complete.fillna(0.0).idxmax()
 
 
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
@@ -354,10 +348,6 @@ def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     scores = [_scores(recorded_task(x), x["majority_metrics"]) for x in last["result"]]
     majority = last.assign(kind="majority", collapsed=False)
     return majority.assign(**pd.DataFrame(scores, index=last.index)) if scores else majority
-
-
-def _recipe_texts(runs: pd.DataFrame, fields: Sequence[str]) -> list[str]:
-    return [_recipe_text(run, fields) for run in runs.to_dict("records")]
 
 
 def _recipe_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
