@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from finetune import glue
@@ -39,7 +39,7 @@ from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import describe_task, load_task
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, start_accelerator
-from train.settings import InputError, require
+from train.settings import InputError, first_line, require
 
 MNLI_TASKS = ("rte", "mrpc", "stsb")
 """Tasks that `from_mnli` also starts from the model fine-tuned on MNLI."""
@@ -63,24 +63,36 @@ def main(settings: GridSettings) -> None:
     pending = [run for run in runs if not is_finished(run, finished)]
     remade = {run.save for run in pending if run.save}  # runs that start from them follow
     pending += [run for run in runs if run.mnli in remade and run not in pending]
-    for run in runs:
-        check_precision(run, finished)
-    changed = {description for run in pending if (description := changed_input(run, finished))}
+    check_precision(runs, finished)
+    changed = {f"{run.task} of {run.model}" for run in pending if has_changed(run, finished)}
     if changed:
-        print(f"changed since their results: {', '.join(sorted(changed))}; made again")
+        print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
         score_tasks(SimpleFeaturesSettings(settings.tasks, settings.glue_dir, settings.output))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
-    progress, failures = Progress(len(pending), settings.workers), 0
-    for from_mnli in (False, True):  # runs that start from MNLI need its models
-        phase = [run for run in pending if (run.mnli is not None) == from_mnli]
-        failures += make_runs(phase, settings.workers, progress)
+    # runs that start from MNLI need its models
+    phases = [[run for run in pending if bool(run.mnli) == from_mnli] for from_mnli in (0, 1)]
+    failures, started = 0, time.perf_counter()
+    outcomes = chain.from_iterable(make_runs(phase, settings.workers) for phase in phases)
+    for done, (run, line) in enumerate(outcomes, start=1):
+        seconds = (time.perf_counter() - started) / done * (len(pending) - done)
+        print_outcome(run, line, f"{done}/{len(pending)}", seconds)
+        failures += line is not None and line["status"] == "failed"
     if failures:
         raise InputError(
             f"grid must finish every run, got {failures} of {len(pending)} that failed (above); "
             "remove the causes and start the same command again"
         )
+
+
+def print_outcome(run: GlueSettings, line: Line | None, count: str, seconds: float) -> None:
+    """Print the outcome of a run, None if another grid made it, and the time left."""
+    text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
+    if line is not None:
+        text = format_result(line)
+    erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
+    print(f"{erase}[{count}] {text}; {seconds / 60:.0f} min left", flush=True)
 
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
@@ -127,7 +139,7 @@ def read_finished(output: str) -> Finished:
 def is_finished(run: GlueSettings, finished: Finished) -> bool:
     """Whether a run has its line, for its current inputs, and all files that are asked for."""
     line = finished.get(run_key(asdict(run)))
-    if line is None or changed_input(run, finished):
+    if line is None or has_changed(run, finished):
         return False
     if line["status"] == "diverged":
         return True
@@ -136,30 +148,24 @@ def is_finished(run: GlueSettings, finished: Finished) -> bool:
     return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 
 
-def changed_input(run: GlueSettings, finished: Finished) -> str | None:
-    """Name the input of a finished run, weights or data, that has changed since; None if none."""
-    line = finished.get(run_key(asdict(run)))
-    if line is None:
-        return None
-    names = {
-        "weights": f"the weights of {run.mnli or run.model}",
-        "data": f"{run.task} of {run.glue_dir}" if run.glue_dir else f"the data of {run.task}",
-    }
-    hashes = hash_inputs(run).items()
-    return next((names[name] for name, value in hashes if hash_differs(value, line, name)), None)
+def has_changed(run: GlueSettings, finished: Finished) -> bool:
+    """Whether the weights or the data of a finished run have changed since."""
+    line = finished.get(run_key(asdict(run)), {})
+    return any(hash_differs(value, line, name) for name, value in hash_inputs(run).items())
 
 
-def check_precision(run: GlueSettings, finished: Finished) -> None:
+def check_precision(runs: list[GlueSettings], finished: Finished) -> None:
     """Refuse to continue in another precision, which would mix precisions in one table.
 
     Raises:
         InputError: A finished run was made in another precision than this launch's.
     """
     precision = launch_precision()
-    earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
-    rule = f"must have the mixed precision {earlier} of the runs in {run.output}"
-    remedy = "launch as before, or choose another output"
-    require(earlier == precision, "launch", rule, precision, remedy)
+    for run in runs:
+        earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
+        rule = f"must have the mixed precision {earlier} of the runs in {run.output}"
+        remedy = "launch as before, or choose another output"
+        require(earlier == precision, "launch", rule, precision, remedy)
 
 
 def launch_precision() -> str:
@@ -181,36 +187,31 @@ def check_runs(runs: list[GlueSettings]) -> None:
         glue.check_forward(glue.load_model(run, config), data, task)
 
 
-def make_runs(runs: list[GlueSettings], workers: int, progress: "Progress") -> int:
-    """Make runs in parallel and print a line for each.
+def make_runs(runs: list[GlueSettings], workers: int) -> Iterator[tuple[GlueSettings, Line | None]]:
+    """Make runs in parallel.
 
     Each worker is a pool of one process: when a process dies, its run fails and its pool is
     replaced, and the other workers go on.
 
-    Returns:
-        Number of failed runs.
+    Yields:
+        A run that has ended, and its line as from `make_run`.
     """
-    pending, failures, launcher = deque(runs), 0, launcher_pid()
-    count = min(workers, len(runs))
+    pending, count = deque(runs), min(workers, len(runs))
     pools = {slot: start_worker(slot, count) for slot in range(count)}
-    futures: dict[Future, tuple[int, GlueSettings]] = {}
+    running: dict[Future, tuple[int, GlueSettings]] = {}
     try:
-        while pending or futures:
-            for slot in pools.keys() - {slot for slot, _ in futures.values()}:
-                if pending:
-                    future = submit_run(pending[0], pools, slot)
-                    futures[future] = slot, pending.popleft()
-            done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in done:
-                slot, run = futures.pop(future)
-                line = collect_line(future, run)
-                if isinstance(future.exception(), BrokenProcessPool):
+        while pending or running:
+            idle = pools.keys() - {slot for slot, _ in running.values()}
+            for slot in list(idle)[: len(pending)]:
+                try:
+                    future = pools[slot].submit(make_run, pending[0], slot)
+                    running[future] = slot, pending.popleft()
+                except BrokenProcessPool:  # its process has died
                     pools[slot] = start_worker(slot, count)
-                failures += line is not None and line["status"] == "failed"
-                progress.print_line(run, line)
-            alive = launcher in (None, os.getppid())
-            rule, remedy = "must live as long as its grid", "start the same command again"
-            require(alive, "launcher", rule, "its end", remedy)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                _, run = running.pop(future)
+                yield run, collect_line(future, run)
         for pool in pools.values():
             pool.shutdown()  # Python warns of the semaphores that a killed worker leaves
     except KeyboardInterrupt:
@@ -218,16 +219,6 @@ def make_runs(runs: list[GlueSettings], workers: int, progress: "Progress") -> i
     finally:
         for process in multiprocessing.active_children():
             process.kill()
-    return failures
-
-
-def submit_run(run: GlueSettings, pools: dict[int, ProcessPoolExecutor], slot: int) -> Future:
-    """Hand a run to the worker of a slot, replaced if its process died between two runs."""
-    try:
-        return pools[slot].submit(make_run, run, slot)
-    except BrokenProcessPool:
-        pools[slot] = start_worker(slot, len(pools))
-        return pools[slot].submit(make_run, run, slot)
 
 
 def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:
@@ -239,17 +230,23 @@ def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:
 
 def initialize_worker(slot: int, threads: int, parent: int) -> None:
     """Prepare a worker process, which ends when its parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    end_with_parent(parent)
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(slot % torch.cuda.device_count())
 
-    def end_with_parent() -> None:
+
+def end_with_parent(parent: int | None) -> None:
+    """End this process as soon as its parent, given by its id, has ended; None never does."""
+
+    def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_SECONDS)
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(slot % torch.cuda.device_count())
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def make_run(run: GlueSettings, slot: int) -> Line | None:
@@ -277,11 +274,8 @@ def collect_line(future: Future, run: GlueSettings) -> Line | None:
     error = future.exception()
     if error is None:
         return future.result()
-    message = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    message = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, BrokenProcessPool):
-        lines = read_finished(run.output)
-        if is_finished(run, lines):  # the process died after its last action
-            return lines[run_key(asdict(run))]
         message = "its process died, which a kill or a lack of memory can cause"
     values = asdict(run)
     line = {
@@ -297,36 +291,6 @@ def collect_line(future: Future, run: GlueSettings) -> Line | None:
     return line
 
 
-class Progress:
-    """Prints one line per run, and the time left.
-
-    Args:
-        total: Number of runs to make.
-        workers: Runs made in parallel.
-    """
-
-    def __init__(self, total: int, workers: int) -> None:
-        self.total, self.workers, self.done = total, workers, 0
-        self.seconds: list[float] = []
-
-    def print_line(self, run: GlueSettings, line: Line | None) -> None:
-        """Print the outcome of a run; None means that another grid made it."""
-        self.done += 1
-        if line is None:
-            text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
-        else:
-            text = format_result(line)
-            self.seconds += [line["seconds"]] if "seconds" in line else []
-        erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
-        print(f"{erase}[{self.done}/{self.total}] {text}; {self.time_left()}", flush=True)
-
-    def time_left(self) -> str:
-        """Estimate the time of the remaining runs by the mean time of those made."""
-        if not self.seconds:
-            return "time left unknown"
-        seconds = float(np.mean(self.seconds)) * (self.total - self.done) / self.workers
-        return f"{seconds / 60:.0f} min left"
-
-
 if __name__ == "__main__":
+    end_with_parent(launcher_pid())
     run_command(main, GridSettings)
