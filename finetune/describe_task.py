@@ -8,28 +8,27 @@ checked as fine-tuning reads them.
 """
 
 import dataclasses
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from finetune.task_data import (
-    check_splits,
+    Columns,
     format_label,
     read_rows,
     read_split_columns,
     shorten_list,
+    to_number,
 )
 from finetune.tasks import Task, TaskSettings, own_task
 from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.settings import require
 
-LARGE = 10.0
-"""A head starts with values near 0 and learns by squared error: far labels take many steps."""
 HEADER = "# written by finetune/describe_task.py\n"
 
 
@@ -67,14 +66,14 @@ def main(settings: DescribeSettings) -> None:
         labels = find_classes(own_task(values | stand_in, settings.output))
     task = own_task(values | {"labels": labels}, settings.output)
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
-    check_splits(task, splits)
-    write_task(task, settings.output)
-    mean, spread = splits["train"]["label"].mean(), splits["train"]["label"].std()
-    if task.labels is None and max(abs(mean), spread) > LARGE:
-        found = f"mean {mean:.4g}, standard deviation {spread:.4g}"
-        print(f"warning: large labels ({found}) train slowly; divide them", file=sys.stderr)
+    text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
+    Path(settings.output).write_text(HEADER + text, encoding="utf-8")
+    known = set(zip(*(splits["train"][name] for name in task.columns)))
     for split, columns in splits.items():
-        print(f"{split}: {describe_rows(task, split, columns['label'])}")
+        print(f"{split}: {describe_rows(task, columns)}")
+        shared = sum(texts in known for texts in zip(*(columns[name] for name in task.columns)))
+        if split != "train" and shared:
+            print(f"warning: {shared} rows of {split} are also in train", file=sys.stderr)
     print(f"task written to {settings.output}; fine-tune with --task {settings.output}")
 
 
@@ -88,29 +87,17 @@ def find_classes(task: Task) -> tuple[str, ...]:
     key = f"{task.label_column} of {task.name}/train"
     missing = f"none in row {names.index(None)}" if None in names else ""
     require(not missing, key, "must be in every row", missing, "correct the file")
-    found = {name for name in names if name is not None}
-    numbers = {name: number for name in found if (number := _to_number(name)) is not None}
-    fractions = sorted(name for name, number in numbers.items() if not number.is_integer())
+    found = {name: to_number(name) for name in names if name is not None}
+    fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
     rule, remedy = "must be classes", "give --regression true for numbers"
     require(not fractions, key, rule, shorten_list(fractions, 3), remedy)
-    order = numbers.__getitem__ if numbers.keys() == found else str
-    return tuple(sorted(found, key=order))
+    are_numbers = all(map(math.isfinite, found.values()))
+    return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 
 
-def write_task(task: Task, file: str) -> None:
-    """Write the settings of a task that differ from their defaults, and `labels`."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(TaskSettings):
-        value = getattr(task, field.name)
-        implied = {"title": task.name, "headline": task.metrics[0]}.get(field.name, field.default)
-        if field.name == "labels" or value != implied:
-            values[field.name] = list(value) if isinstance(value, tuple) else value
-    text = HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    Path(file).write_text(text, encoding="utf-8")
-
-
-def describe_rows(task: Task, split: str, labels: Any) -> str:
-    """Say how many rows a split has, of which classes or values, and where they come from."""
+def describe_rows(task: Task, columns: Columns) -> str:
+    """Say how many rows a split has, and of which classes or values."""
+    labels = columns["label"]
     known = labels[labels >= 0] if task.labels is not None else labels[labels == labels]
     if not len(known):
         text = "no labels"
@@ -119,18 +106,7 @@ def describe_rows(task: Task, split: str, labels: Any) -> str:
     else:
         counts = Counter(known.tolist())
         text = shorten_list([f"{name} {counts[i]:,}" for i, name in enumerate(task.labels)])
-    source = ""
-    if task.validation is None and split != "test":
-        share = f"{100 * task.validation_share:g} % of its texts, seed {task.split_seed}"
-        source = f" of {task.train}, {share}" if split == "validation" else f" of {task.train}"
-    return f"{len(labels):,} rows{source}: {text}"
-
-
-def _to_number(name: str) -> float | None:
-    try:
-        return float(name)
-    except ValueError:
-        return None
+    return f"{len(labels):,} rows: {text}"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from finetune.results import (
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
-from finetune.task_data import check_splits, find_split_file, read_split_columns
+from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data import stateless_rng
@@ -335,8 +335,6 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     splits |= test_splits(settings) if settings.test else {}
     columns = {name: read_split_columns(*x, settings.glue_dir) for name, x in splits.items()}
-    if task.train is not None:
-        check_splits(task, columns)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     return {name: make_examples(splits[name][0], x, *options) for name, x in columns.items()}
 

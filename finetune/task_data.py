@@ -4,12 +4,9 @@ Local files are read by pyarrow, which makes no copies in a cache; the `datasets
 hub. Where a task has no validation rows, a share of its training rows is held out.
 """
 
-import functools
 import hashlib
 import math
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
 BLOCK_BYTES = 2**26
 """Bytes of .csv, .tsv or .jsonl that are parsed at once; no row may be longer."""
+SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 
 
 def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
@@ -41,40 +39,12 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
-    _check_index(table.get("idx", []), name, is_test)
+    index = table.get("idx", []) if is_test else []
+    ordered, rule = index == list(range(len(index))), "must count from 0"  # the test server does
+    require(ordered, f"idx of {name}", rule, shorten_list([*map(str, index)]), "sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
     columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
     return _hold_out(columns, task, split) if is_divided else columns
-
-
-def check_splits(task: Task, splits: Mapping[str, Columns]) -> None:
-    """Refuse training rows with one label; warn of absent classes and of texts shared by splits.
-
-    Raises:
-        InputError: All training rows have the same label.
-    """
-    train = splits["train"]
-    key, rule = f"{task.label_column} of {task.name}/train", "must have different values"
-    found = f"{train['label'][0]} in all {len(train['label'])} rows"
-    varied = bool((train["label"] != train["label"][0]).any())
-    require(varied, key, rule, found, "add rows with other labels")
-    present = set(train["label"].tolist())
-    absent = [name for label, name in enumerate(task.labels or ()) if label not in present]
-    if absent:
-        _warn(f"no row of {task.name}/train is {shorten_list(absent)}")
-    known = set(zip(*(train[name] for name in task.columns)))
-    for split, columns in splits.items():
-        count = sum(text in known for text in zip(*(columns[name] for name in task.columns)))
-        if split != "train" and count:
-            _warn(
-                f"{count} of {len(columns['label'])} rows of {task.name}/{split} are also in train"
-            )
-
-
-@functools.cache  # once a process, whatever the number of runs
-def _warn(text: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"warning: {text}", file=sys.stderr)
 
 
 def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
@@ -89,17 +59,6 @@ def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
                 raise InputError(f"{rule}, got {found}; correct the file")
 
 
-def _check_index(index: list, name: str, is_test: bool) -> None:
-    first: dict[str, int] = {}  # keyed by repr, because values can be lists
-    for row, value in enumerate(index):
-        other = first.setdefault(repr(value), row)
-        found = f"{value} in rows {other} and {row}"
-        require(other == row, f"idx of {name}", "must be unique", found, "remove the duplicates")
-    for row, value in enumerate(index if is_test else []):  # the test server matches by idx
-        found = f"{value} in row {row}"
-        require(value == row, f"idx of {name}", "must count from 0", found, "sort the rows by it")
-
-
 def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
@@ -108,25 +67,23 @@ def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArr
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
-    if ids.keys() & set(texts):
-        numbers = np.array([math.nan if x is None else ids.get(x, math.inf) for x in texts])
-    else:
-        numbers = np.array([_to_number(x) if y else math.nan for x, y in zip(values, texts)])
-    is_bounded = task.labels is not None or task.value_range is not None
-    lowest, highest = task.value_range or (0, task.num_labels - 1)
-    if is_test and is_bounded:
-        numbers, lowest = np.where(np.isnan(numbers), -1, numbers), min(-1, lowest)
-    valid = np.isfinite(numbers) | (is_test & np.isnan(numbers))
-    if is_bounded:
-        valid &= (numbers >= lowest) & (numbers <= highest)
+    has_names = bool(ids.keys() & set(texts))
+    known = [ids.get(text or "", math.inf) if has_names else to_number(text) for text in texts]
+    numbers = np.array([math.nan if text is None else x for text, x in zip(texts, known)])
+    lowest, highest = task.value_range or (-math.inf, math.inf)
+    rule = f"must be numbers from {lowest} to {highest}"
+    valid = np.isfinite(numbers)
     if task.labels is not None:
-        valid &= numbers == np.floor(numbers)
-    row = int(valid.argmin())
-    rule = (
-        f"must be numbers from {max(0, lowest)} to {highest}" if is_bounded else "must be numbers"
-    )
-    if task.labels is not None:
+        lowest, highest = 0, task.num_labels - 1
         rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
+        valid &= numbers == np.floor(numbers)
+    valid &= (numbers >= lowest) & (numbers <= highest)
+    if is_test:
+        is_bounded = math.isfinite(lowest)
+        missing = np.isnan(numbers) | (is_bounded & (numbers == -1))
+        numbers[missing] = -1 if is_bounded else math.nan
+        valid |= missing
+    row = int(valid.argmin())
     remedy = "correct the file or the task's labels"
     found = f"{values[row]!r} in row {row}"
     require(bool(valid.all()), f"{task.label_column} of {name}", rule, found, remedy)
@@ -147,20 +104,19 @@ def shorten_list(names: Sequence[str], count: int = 10) -> str:
     return ", ".join(names[:count]) + rest
 
 
-def _to_number(value: Any) -> float:
+def to_number(text: str | None) -> float:
     """Convert a label; infinity if it is not a number."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return float(text or "")
+    except ValueError:
         return math.inf
 
 
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
     """Find the file of a split; None if there is none, or if the hub has it."""
     if task.train is not None:
-        file = getattr(task, split) or task.train
-        return None if task.hub else Path(file)
-    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in _READERS)
+        return None if task.hub else Path(getattr(task, split) or task.train)
+    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
     return next((path for path in files if glue_dir and path.is_file()), None)
 
 
@@ -187,7 +143,10 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     if task.hub is not None or (task.train is None and glue_dir is None):
         source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
     else:
-        file = _locate_file(task, split, glue_dir)
+        file = find_split_file(task, split, glue_dir)
+        if file is None:
+            rule = f"must hold {task.name}/{split} as one of {', '.join(SUFFIXES)}"
+            raise InputError(f"glue_dir {rule}, got {glue_dir}; check the path")
         source, table = str(file), _read_file(file, task)
     names, label = table.column_names, task.label_column
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
@@ -235,27 +194,11 @@ def _read_hub(task: Task, split: str) -> pyarrow.Table:
     return table.set_column(index, task.label_column, pyarrow.array(labels, pyarrow.string()))
 
 
-def _locate_file(task: Task, split: str, glue_dir: str | None) -> Path:
-    file, suffixes = find_split_file(task, split, glue_dir), ", ".join(_READERS)
-    if task.train is not None and file is not None:
-        key = split if getattr(task, split) else "train"
-        valid, rule = file.suffix in _READERS, f"must be one of {suffixes}"
-        require(valid, f"{key} of {task.name}", rule, file, "convert it")
-        require(file.is_file(), f"{key} of {task.name}", "must be a file", file, "check the path")
-        return file
-    folder = Path(glue_dir or "") / task.name
-    rule = f"must hold a folder {task.name}"
-    require(folder.is_dir(), "glue_dir", rule, glue_dir, "check the path")
-    if file is None:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "an empty folder"
-        rule = f"must hold {task.name}/{split} as one of {suffixes}"
-        raise InputError(f"glue_dir {rule}, got {found}; add the split")
-    return file
-
-
 def _read_file(file: Path, task: Task) -> pyarrow.Table:
+    rule = f"must be one of {', '.join(SUFFIXES)}"
+    require(file.suffix in SUFFIXES, f"{file}", rule, file.suffix or "no suffix", "convert it")
     try:
-        table = _READERS[file.suffix](file, task)
+        table = parquet.read_table(file) if file.suffix == ".parquet" else _read_text(file, task)
         table.validate(full=True)  # of jsonl the reader does not check that text is UTF-8
         return table
     except (pyarrow.ArrowException, OSError) as error:
@@ -263,29 +206,15 @@ def _read_file(file: Path, task: Task) -> pyarrow.Table:
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error
 
 
-def _text_types(task: Task, *more: str) -> dict[str, pyarrow.DataType]:
+def _read_text(file: Path, task: Task) -> pyarrow.Table:
     # without types, text that looks like a date would be read as one
-    return {name: pyarrow.string() for name in (*task.columns, *more)}
-
-
-def _read_jsonl(file: Path, task: Task) -> pyarrow.Table:
-    schema = pyarrow.schema(_text_types(task))
-    read, parse = json.ReadOptions(block_size=BLOCK_BYTES), json.ParseOptions(schema)
-    return json.read_json(file, read, parse)
-
-
-def _read_csv(file: Path, task: Task) -> pyarrow.Table:
+    types = {name: pyarrow.string() for name in task.columns}
+    if file.suffix == ".jsonl":
+        read = json.ReadOptions(block_size=BLOCK_BYTES)
+        return json.read_json(file, read, json.ParseOptions(pyarrow.schema(types)))
     # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
     parse = csv.ParseOptions(newlines_in_values=True)
     if file.suffix == ".tsv":
         parse = csv.ParseOptions(delimiter="\t", quote_char=False)
-    convert = csv.ConvertOptions(column_types=_text_types(task, task.label_column))
+    convert = csv.ConvertOptions(column_types=types | {task.label_column: pyarrow.string()})
     return csv.read_csv(file, csv.ReadOptions(block_size=BLOCK_BYTES), parse, convert)
-
-
-_READERS: dict[str, Callable[[Path, Task], pyarrow.Table]] = {
-    ".parquet": lambda file, task: parquet.read_table(file),
-    ".jsonl": _read_jsonl,
-    ".tsv": _read_csv,
-    ".csv": _read_csv,
-}

@@ -109,10 +109,8 @@ STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
         ("sst2/train", {**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
         ("sst2/train", {**GOOD, "sentence": ["good", None]}, ["sentence", "None in row 1"]),
         ("sst2/train", {**GOOD, "sentence": ["good", " "]}, ["sentence", "' ' in row 1"]),
-        ("sst2/train", {**GOOD, "idx": [3, 3]}, ["idx of sst2/train", "3 in rows 0 and 1"]),
-        ("sst2/train", {**GOOD, "idx": [[3], [3]]}, ["idx", "[3] in rows 0 and 1"]),
         ("sst2/train", {"sentence": [], "label": []}, ["at least one row"]),
-        ("sst2/test", {"sentence": ["a", "b"], "idx": [1, 0]}, ["idx", "got 1 in row 0"]),
+        ("sst2/test", {"sentence": ["a", "b"], "idx": [1, 0]}, ["idx of sst2/test", "got 1, 0"]),
         ("qqp/train", PAIR, ["column question1 of qqp/train", "' ' in row 1"]),
         ("stsb/train", STSB, ["label of stsb/train", "0 to 5", "5.5"]),
     ],
@@ -188,9 +186,7 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
 
 
 def test_missing_files_are_refused_in_one_line(tmp_path):
-    refused(["glue_dir", "a folder sst2", "check the path"], lambda: load(tmp_path / "nowhere"))
-    write_split(tmp_path, "sst2", "train", GOOD)
-    refused(["sst2/validation", "got train.parquet"], lambda: load(tmp_path, split="validation"))
+    refused(["glue_dir", "sst2/train as one of .parquet"], lambda: load(tmp_path / "nowhere"))
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
