@@ -29,7 +29,16 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .configuration_rules import check_rules, summary_rules
-from .losses import IGNORE_INDEX, is_sparse_loss_faster, loss_ignores_padding
+from .input_checks import check_shape
+from .losses import (
+    IGNORE_INDEX,
+    check_answers,
+    check_labels,
+    check_sequence_labels,
+    compute_loss,
+    is_sparse_loss_faster,
+    loss_ignores_padding,
+)
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -71,6 +80,8 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
 class RoFormerForMaskedLM(RoFormerLanguageModel):
     """RoFormer with the masked-language-modelling head."""
 
+    loss_name = "ForMaskedLM"
+
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
         if self.config.is_decoder:
@@ -110,6 +121,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         unpad = loss_ignores_padding(self, labels, attention_mask)
         outputs = self.roformer(*tokens, *encoder, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
         hidden_states = outputs.last_hidden_state
+        vocab_size = self.config.vocab_size
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
         is_sparse = self.training and self.config.sparse_prediction
         if labels is None or not (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
             logits = scored = self.cls(hidden_states)
@@ -118,11 +131,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             scored, labels = self.cls(hidden_states[labelled]), labels[labelled]
             # the loss has a graph of its own, so that unlabelled tokens cost no backward pass
             logits = scored if is_sparse else self.cls(hidden_states)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(scored, labels, self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
-            loss=loss,
+            loss=compute_loss(self, scored, labels, vocab_size=vocab_size, **kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -135,6 +145,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
     It attends to earlier tokens only, whatever `config.is_decoder` says: its own copy of the
     configuration says True.
     """
+
+    loss_name = "ForCausalLM"
 
     def __init__(self, config: RoFormerConfig) -> None:
         if not config.is_decoder:
@@ -188,12 +200,12 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
-        logits = self.cls(outputs.last_hidden_state[:, indices])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        hidden_states = outputs.last_hidden_state[:, indices]
+        vocab_size = self.config.vocab_size
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
+        logits = self.cls(hidden_states)
         return CausalLMOutputWithCrossAttentions(
-            loss=loss,
+            loss=compute_loss(self, logits, labels, vocab_size=vocab_size, **kwargs),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -220,6 +232,8 @@ class RoFormerClassificationHead(nn.Module):
 
 class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
     """RoFormer with a head on the first token, for classification or regression (GLUE)."""
+
+    loss_name = "ForSequenceClassification"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -251,6 +265,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
+        labels = check_sequence_labels(labels, self.config, self.num_labels, logits.shape[0])
         if labels is not None:
             loss = self.loss_function(
                 labels=labels,
@@ -311,7 +326,14 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
+
+        Raises:
+            ValueError: `input_ids` has another number of dimensions.
         """
+        if input_ids is not None:
+            check_shape("input_ids", input_ids, (None, None, None))
+        if inputs_embeds is not None:
+            check_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
         flat = [
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
@@ -320,6 +342,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         pooled = _pool_token(outputs.last_hidden_state, flat[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
+        labels = check_labels(labels, (logits.shape[0],), num_classes=choices)
         num_items = kwargs.get("num_items_in_batch")
         return MultipleChoiceModelOutput(
             loss=None if labels is None else fixed_cross_entropy(logits, labels, num_items),
@@ -331,6 +354,8 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
 class RoFormerForTokenClassification(RoFormerPreTrainedModel):
     """RoFormer with a label for every token, for tagging and named-entity recognition."""
+
+    loss_name = "ForTokenClassification"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -362,12 +387,11 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         unpad = loss_ignores_padding(self, labels, attention_mask)
         outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
+        logits = self.classifier(self.dropout(hidden_states))
         return TokenClassifierOutput(
-            loss=loss,
+            loss=compute_loss(self, logits, labels, config=self.config, **kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -376,6 +400,8 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
 
 class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
     """RoFormer that predicts start and end of an answer in the text (SQuAD)."""
+
+    loss_name = "ForQuestionAnswering"
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
@@ -407,6 +433,9 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         # the softmax over a row includes its padding, as in transformers
         outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": False} | kwargs))
+        start_positions, end_positions = check_answers(
+            start_positions, end_positions, outputs.last_hidden_state.shape[0]
+        )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

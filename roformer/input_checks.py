@@ -1,108 +1,175 @@
-"""Checks of arguments that would otherwise change outputs silently, or fail deep inside.
+"""Checks of the arguments of a forward pass: shapes, dtypes and ids; errors name the argument.
 
-Errors name the argument. Values are checked on a CPU only, because reading them would wait for
-another device, and nothing is checked while a model is compiled, exported or transformed.
+Values are checked on a CPU only, because reading them would wait for another device, and nothing is
+checked while a model is compiled, exported or transformed.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
 from .kernels.dispatch import is_plain, is_traced
 
 Sizes = tuple[int | None, ...]
+INTEGERS = (torch.int64, torch.int32)
+
+
+def check_fixed_fields(config: RoFormerConfig, fixed_fields: dict[str, Any]) -> None:
+    """Check that fields which the layers were built from have not been edited.
+
+    Raises:
+        ValueError: One line that names the field.
+    """
+    for name, value in fixed_fields.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"config.{name} must stay {value} in a built model, got {getattr(config, name)!r}; "
+                "give it to from_pretrained"
+            )
 
 
 def check_inputs(
     config: RoFormerConfig,
+    word_embeddings: nn.Module,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
+    token_type_ids: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Any,
     cu_seqlens: Tensor | None,
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Tensor | None,
     cache: Cache | None,
 ) -> None:
     """Check the arguments of `RoFormerModel.forward` against each other and the configuration.
 
+    `word_embeddings` is the table of word embeddings, which may have been resized.
+
     Raises:
         ValueError: One line that names the argument.
     """
+    num_embeddings = getattr(word_embeddings, "num_embeddings", config.vocab_size)
+    _check_tokens(config, num_embeddings, input_ids, inputs_embeds, token_type_ids, position_ids)
+    inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
+    _check_masks(config, inputs, cache, attention_mask, cu_seqlens)
+    _check_encoder(config, inputs, encoder_hidden_states, encoder_attention_mask)
+
+
+def _check_tokens(
+    config: RoFormerConfig,
+    num_embeddings: int,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> None:
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
     if is_traced():
         return
+    rows: tuple[int, ...] = ()
     if inputs_embeds is not None:
         check_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
-        B, L = inputs_embeds.shape[:2]  # noqa: N806
-    elif input_ids is not None:
+        rows = tuple(inputs_embeds.shape[:2])
+    if input_ids is not None:
         check_shape("input_ids", input_ids, (None, None))
-        B, L = input_ids.shape  # noqa: N806
+        check_ids("input_ids", input_ids, num_embeddings)
+        rows = tuple(input_ids.shape)
+    if 0 in rows:
+        name = "inputs_embeds" if input_ids is None else "input_ids"
+        raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
+    if token_type_ids is not None:
+        check_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
+        check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
     if position_ids is not None:
-        check_shape("position_ids", position_ids, (L,), (1, L), (B, L))
+        check_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
+        if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
+
+
+def _check_masks(
+    config: RoFormerConfig,
+    inputs: Tensor,
+    cache: Cache | None,
+    attention_mask: Any,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if is_traced():
+        return
+    B, L = inputs.shape[:2]  # noqa: N806
     past_length = 0 if cache is None else int(cache.get_seq_length())
-    # a static cache has more keys than tokens, and `generate` makes masks for all of them
-    is_static = cache is not None and cache.is_compileable
-    _check_mask("attention_mask", attention_mask, config, (B, L, L + past_length), is_static)
+    if not isinstance(attention_mask, BlockMask):
+        # a static cache has more keys than tokens, and `generate` makes masks for all of them
+        is_static = cache is not None and cache.is_compileable
+        _check_mask("attention_mask", attention_mask, config, (B, L, L + past_length), is_static)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, (B, L), past_length, attention_mask)
 
 
-def check_encoder(
-    config: RoFormerConfig, shape: torch.Size, encoder_hidden_states: Tensor, encoder_mask: Any
-) -> None:
-    """Check the arguments of the cross-attention; `shape` begins with B and L.
-
-    Raises:
-        ValueError: As `check_inputs`.
-    """
-    if not config.add_cross_attention:
-        raise ValueError(
-            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
-            "is_decoder=True and add_cross_attention=True in the configuration"
-        )
-    if not is_traced():
-        sizes = (*shape[:2], encoder_hidden_states.shape[1])
-        _check_mask("encoder_attention_mask", encoder_mask, config, sizes)
-
-
 def _check_mask(
-    name: str, mask: Any, config: RoFormerConfig, sizes: tuple[int, ...], is_static: bool = False
+    name: str,
+    mask: Any,
+    config: RoFormerConfig,
+    sizes: tuple[int, int, int],
+    is_static: bool = False,
 ) -> None:
-    if not isinstance(mask, Tensor):  # None, or a BlockMask of flex_attention
+    _check_tensor(name, mask)
+    if mask is None:
         return
-    (B, L, S), H, shape = sizes, config.num_attention_heads, tuple(mask.shape)  # noqa: N806
+    (B, L, S), H = sizes, config.num_attention_heads  # noqa: N806
+    shape = tuple(mask.shape)
     is_4d = len(shape) == 4 and shape[0] in (B, 1) and shape[1] in (1, H) and shape[2] in (L, 1)
     if shape != (B, S) and not (is_4d and (is_static or shape[3] == S)):
         raise ValueError(
             f"{name} must have the shape [{B}, {S}] or [{B} or 1, 1 or {H}, {L} or 1, {S}], got "
             f"{list(shape)}"
         )
-    is_checked = len(shape) == 2 and mask.dtype != torch.bool and is_plain(mask)
-    if is_checked and ((mask != 0) & (mask != 1)).any():
-        raise ValueError(f"{name} must be 0 and 1; scores to be added have four dimensions")
+    if mask.dtype == torch.bool or not is_plain(mask):
+        return
+    if len(shape) == 4 and mask.is_floating_point():
+        if mask.max() == 1 and ((mask == 0) | (mask == 1)).all():
+            raise ValueError(
+                f"{name} must be added to the scores if it is a float in four dimensions, got 0 "
+                "and 1 only; use mask.bool()"
+            )
+        return
+    other = mask[(mask != 0) & (mask != 1)]
+    if len(other):
+        raise ValueError(
+            f"{name} must be 0 and 1, got {other[0].item():g}; scores to be added are floats in "
+            "four dimensions"
+        )
 
 
 def _check_cu_seqlens(
     cu_seqlens: Tensor, shape: tuple[int, int], past_length: int, attention_mask: Any
 ) -> None:
     if past_length or getattr(attention_mask, "ndim", 2) == 4:
-        raise ValueError("cu_seq_lens_q must be None beside a cache or a four-dimensional mask")
+        found = f"a cache of {past_length} tokens" if past_length else "such a mask"
+        raise ValueError(
+            f"cu_seq_lens_q must be None beside a cache or a four-dimensional mask, got {found}"
+        )
     check_shape("cu_seq_lens_q", cu_seqlens, (None,))
+    if cu_seqlens.dtype not in INTEGERS:
+        raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {cu_seqlens.dtype}")
     if not is_plain(cu_seqlens):
         return
     ends, tokens = cu_seqlens.tolist(), shape[0] * shape[1]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
+        shown = str(ends) if len(ends) < 9 else f"[{ends[0]}, {ends[1]}, ..., {ends[-1]}]"
         raise ValueError(
-            f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, the end of every document, got "
-            f"{cu_seqlens}"
+            f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, got {shown}; give the end of "
+            "every document"
         )
-    unended = sorted(set(range(0, tokens, shape[1])) - set(ends))
+    unended = sorted(set(range(0, tokens, max(1, shape[1]))) - set(ends))
     if unended:
         raise ValueError(
             f"cu_seq_lens_q must end a document where a row ends, got none at {unended[0]}; a "
@@ -110,7 +177,33 @@ def _check_cu_seqlens(
         )
 
 
-def check_shape(name: str, tensor: Any, *allowed: Sizes) -> None:
+def _check_encoder(
+    config: RoFormerConfig,
+    inputs: Tensor,
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Tensor | None,
+) -> None:
+    if encoder_hidden_states is None:
+        if encoder_attention_mask is not None:
+            raise ValueError(
+                "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
+                "pass arguments after the third by name, since transformers has another order"
+            )
+        return
+    if not config.add_cross_attention:
+        raise ValueError(
+            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
+            "is_decoder=True and add_cross_attention=True in the configuration"
+        )
+    if is_traced():
+        return
+    B, L = inputs.shape[:2]  # noqa: N806
+    check_shape("encoder_hidden_states", encoder_hidden_states, (B, None, config.hidden_size))
+    sizes = (B, L, encoder_hidden_states.shape[1])
+    _check_mask("encoder_attention_mask", encoder_attention_mask, config, sizes)
+
+
+def check_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
     """Check that a tensor has one of the shapes.
 
     Args:
@@ -121,8 +214,9 @@ def check_shape(name: str, tensor: Any, *allowed: Sizes) -> None:
     Raises:
         ValueError: It is no tensor, or has another shape; names the argument and what was found.
     """
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got a {type(tensor).__name__}")
+    _check_tensor(name, tensor)
+    if is_traced():
+        return
     shape = tuple(tensor.shape)
     for sizes in allowed:
         if len(sizes) == len(shape) and all(a in (None, b) for a, b in zip(sizes, shape)):
@@ -131,16 +225,23 @@ def check_shape(name: str, tensor: Any, *allowed: Sizes) -> None:
     raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
 
 
-def check_ids(name: str, ids: Tensor, table: nn.Module, remedy: str = "") -> None:
-    """Check that each id has a row in its table of embeddings.
+def _check_tensor(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        remedy = "call model(**batch)" if isinstance(value, Mapping) else "wrap it in torch.tensor"
+        raise ValueError(f"{name} must be a tensor, got a {type(value).__name__}; {remedy}")
+
+
+def check_ids(name: str, ids: Tensor, size: int, remedy: str = "") -> None:
+    """Check ids against the number of rows of their table.
 
     Raises:
-        ValueError: An id has none.
+        ValueError: An id is no integer or has no row.
     """
-    if not isinstance(table, nn.Embedding) or not is_plain(ids) or not ids.numel():
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if not is_plain(ids) or not ids.numel():
         return
     least, most = ids.aminmax()
-    if least < 0 or most >= table.num_embeddings:
+    if least < 0 or most >= size:
         found = int(least if least < 0 else most)
-        limit = table.num_embeddings
-        raise ValueError(f"{name} must be at least 0 and below {limit}, got {found}{remedy}")
+        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}{remedy}")

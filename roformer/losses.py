@@ -1,15 +1,115 @@
-"""Which outputs a loss needs: of padding, or of labelled tokens only."""
+"""Labels and losses of the heads."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
+from .configuration_roformer import RoFormerConfig
+from .input_checks import Sizes, check_shape
 from .kernels import AUTO, UNPADDED, kernels_enabled
 from .kernels.dispatch import has_hidden_values, is_plain
 
+logger = logging.get_logger(__name__)
+
 IGNORE_INDEX = -100
 """Label of tokens without one, as in transformers."""
+
+
+def check_labels(
+    labels: Any, *shapes: Sizes, num_classes: int | None = None, name: str = "labels"
+) -> Tensor | None:
+    """Check class ids and return them as int64.
+
+    Values are checked on a CPU only, like those of the inputs.
+
+    Args:
+        labels: Argument of the head, or None.
+        *shapes: Allowed shapes.
+        num_classes: Ids must be below this, or -100 for none; None leaves the values unchecked.
+        name: Name of the argument.
+
+    Raises:
+        ValueError: Labels of another type, shape or value; one line that names the argument.
+    """
+    if labels is None:
+        return None
+    check_shape(name, labels, *shapes)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {labels.dtype}")
+    if num_classes is not None and is_plain(labels):
+        given = labels[labels != IGNORE_INDEX]
+        invalid = given[(given < 0) | (given >= num_classes)]
+        if len(invalid):
+            raise ValueError(
+                f"{name} must be at least 0 and below {num_classes}, or {IGNORE_INDEX} for none, "
+                f"got {int(invalid[0])}"
+            )
+        if not len(given):
+            logger.warning_once(f"all labels of a batch are {IGNORE_INDEX}: their mean loss is NaN")
+    return labels.long()
+
+
+def check_sequence_labels(
+    labels: Any, config: RoFormerConfig, num_labels: int, batch_size: int
+) -> Tensor | None:
+    """Check the labels of sequences by `config.problem_type`, or as transformers derives it.
+
+    Args:
+        labels: [B] class ids, [B] values of a regression, or [B, labels]; or None.
+        config: Configuration of the model.
+        num_labels: Number of logits of a sequence.
+        batch_size: B.
+
+    Raises:
+        ValueError: As `check_labels`.
+    """
+    if labels is None:
+        return None
+    check_shape("labels", labels, (batch_size,), (batch_size, None))
+    has_classes = config.problem_type == "single_label_classification"
+    if config.problem_type is None and num_labels > 1:
+        has_classes = not labels.is_floating_point() and labels.dtype != torch.bool
+    if has_classes:
+        return check_labels(labels, (batch_size,), (batch_size, 1), num_classes=num_labels)
+    if num_labels > 1 and tuple(labels.shape) != (batch_size, num_labels):
+        raise ValueError(
+            f"labels must be integers to choose one of {num_labels} classes, or have the shape "
+            f"[{batch_size}, {num_labels}], got {labels.dtype} of shape {list(labels.shape)}"
+        )
+    return labels if labels.is_floating_point() else labels.float()
+
+
+def check_answers(
+    start_positions: Any, end_positions: Any, batch_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check that start and end of the answers are given together, [B] or [B, 1].
+
+    Raises:
+        ValueError: As `check_labels`, or one is given alone.
+    """
+    if (start_positions is None) != (end_positions is None):
+        found = "end_positions" if start_positions is None else "start_positions"
+        raise ValueError(
+            f"start_positions and end_positions must be given together, got {found} alone"
+        )
+    shapes = (batch_size,), (batch_size, 1)
+    return (
+        check_labels(start_positions, *shapes, name="start_positions"),
+        check_labels(end_positions, *shapes, name="end_positions"),
+    )
+
+
+def compute_loss(
+    model: PreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
+) -> Tensor | None:
+    """Compute transformers' loss of a head, in float32."""
+    if labels is None:
+        return None
+    # the loss calls view, which needs contiguous labels
+    return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
 def loss_ignores_padding(

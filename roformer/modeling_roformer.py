@@ -37,7 +37,7 @@ from .attention_masks import (
 from .configuration_roformer import RoFormerConfig
 from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
-from .input_checks import check_encoder, check_ids, check_inputs
+from .input_checks import check_fixed_fields, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.dropout import dropout as fast_dropout
 from .linear_attention import (
@@ -98,14 +98,10 @@ class RoFormerEmbeddings(nn.Module):
         position_ids: Tensor,
     ) -> Tensor:
         """Embed [B, L] ids, or take [B, L, embedding_size] vectors; returns the latter shape."""
-        if inputs_embeds is not None:
-            embeddings = inputs_embeds
-        else:
-            check_ids("input_ids", cast(Tensor, input_ids), self.word_embeddings)
-            embeddings = self.word_embeddings(input_ids)
+        embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.position_embeddings is not None:
             remedy = "; shorten the text, or use a position_encoding without a table"
-            check_ids("position_ids", position_ids, self.position_embeddings, remedy)
+            check_ids("position_ids", position_ids, self.position_embeddings.num_embeddings, remedy)
             embeddings = embeddings + self.position_embeddings(position_ids)
         elif self.is_sinusoidal:  # scaled to the size of sinusoids: Vaswani et al., section 3.4
             size = embeddings.shape[-1]
@@ -114,8 +110,6 @@ class RoFormerEmbeddings(nn.Module):
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, dtype=torch.long, device=embeddings.device)
-            else:
-                check_ids("token_type_ids", token_type_ids, self.token_type_embeddings)
             embeddings = embeddings + self.token_type_embeddings(token_type_ids)
         return self.dropout(self.LayerNorm(embeddings))
 
@@ -464,6 +458,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     config: RoFormerConfig
     config_class = RoFormerConfig
+    loss_name: str | None = None
+    """transformers' name of the loss; None derives it from the class name."""
     base_model_prefix = "roformer"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -486,11 +482,19 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         config = _convert_config(config)
         config.check()  # fields may have been edited
         super().__init__(config, *args, **kwargs)
+        if self.loss_name is not None:
+            self.loss_type = self.loss_name
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """Return the name of the attention implementation; `auto` if none was requested."""
+        """Return the name of the attention implementations; `auto` if none was requested."""
+        names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+        if requested_attention not in (None, *names):
+            raise ValueError(  # begins as transformers' own, which omits names of packages
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
+                f"it must be one of {', '.join(names)}"
+            )
         return super().get_correct_attn_implementation(requested_attention or AUTO, is_init_check)
 
     def train(self, mode: bool = True) -> Self:
@@ -576,6 +580,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.score_bias = build_position_bias(config)  # checkpoints have this name
         # EncoderDecoderModel replaces `config` by one of transformers' class, without rope settings
         self.roformer_config = config
+        # the layers depend on these fields, so that editing them later would have no effect
+        self.fixed_fields = {
+            name: getattr(config, name) for name in ("position_encoding", "is_decoder")
+        }
         self.is_causal = config.is_decoder
         self.gradient_checkpointing = False
         self.post_init()
@@ -649,12 +657,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
         cache = prepare_cache(past_key_values, bool(use_cache), self.config, config, has_encoder)
         encoder = (encoder_hidden_states, encoder_attention_mask)
-        tokens = (input_ids, inputs_embeds, position_ids, attention_mask, cu_seq_lens_q)
-        check_inputs(config, *tokens, cache)
+        tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
+        embeddings = self.get_input_embeddings()
+        check_fixed_fields(config, self.fixed_fields)
+        check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        if encoder_hidden_states is not None:
-            check_encoder(config, inputs.shape, encoder_hidden_states, encoder_attention_mask)
         batch = describe_batch(
             inputs, past_length, attention_mask, position_ids, cu_seq_lens_q, has_past
         )
@@ -718,6 +726,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config, position_ids = self.roformer_config, batch.position_ids
         if config.position_encoding != "rope":
             return None
+        if not torch.compiler.is_compiling():
+            config.check_rope()  # rope_parameters is a dict that may have been edited
         row_lengths = batch.row_lengths() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(
             config, row_lengths, position_ids.device

@@ -198,6 +198,17 @@ def test_empty_documents_are_nothing(kernel, config):
 
 
 @pytest.mark.parametrize(
+    "cu_seqlens", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]], [0.0, 10.0]]
+)
+@pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
+def test_lengths_that_do_not_fit_are_refused_by_name(kernel, cu_seqlens, config):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must"):
+        model_with(config, kernel)(
+            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(cu_seqlens)
+        )
+
+
+@pytest.mark.parametrize(
     ("positions", "is_warned_of"),
     [
         ([[0] * 6], False),  # positions switched off

@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING, EncoderDecoderConfig, EncoderDecoderModel, StaticCache
 
 import roformer
-from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from tiny import STOCK_IS_CAUSAL, enlarge, rope_config
 
 KERNELS = ["eager", "sdpa", "unpadded"]
@@ -273,6 +273,21 @@ def test_cross_attention_reads_no_padding_and_is_reported(kernel, config):
     output = model(ids, **options, output_attentions=True)
     assert [x.shape for x in output.cross_attentions] == [(2, 2, 5, 9)] * 2
     assert [x.shape for x in output.attentions] == [(2, 2, 5, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("decoder", "arguments", "message"),
+    [
+        (False, {}, "encoder_hidden_states must be None .* add_cross_attention"),
+        (True, {"encoder_attention_mask": torch.ones(2, 3)}, "encoder_attention_mask must have"),
+    ],
+)
+def test_cross_attention_that_cannot_be_is_refused_by_name(decoder, arguments, message, config):
+    config.is_decoder = config.add_cross_attention = decoder
+    model = RoFormerModel(config)
+    ids = torch.randint(0, 60, (2, 5))
+    with pytest.raises(ValueError, match=message):
+        model(ids, encoder_hidden_states=torch.zeros(2, 9, 32), **arguments)
 
 
 def test_a_masked_lm_checkpoint_goes_on_as_a_causal_one(config, tmp_path):

@@ -1,58 +1,179 @@
 """What a call is refused, in one line that names the argument."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.attention.flex_attention import create_block_mask
 
-from roformer import RoFormerModel
-
-IDS = torch.zeros(2, 5, dtype=torch.long)
+from roformer import (
+    RoFormerForCausalLM,
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForQuestionAnswering,
+    RoFormerForSequenceClassification,
+    RoFormerForTokenClassification,
+    RoFormerModel,
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "exactly one of input_ids and inputs_embeds must be given, got neither"),
-        ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 5, 32)}, "exactly one .* got both"),
-        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor, got a list"),
-        ({"input_ids": IDS[0]}, r"input_ids must have the shape \[any, any\], got \[5\]"),
-        ({"inputs_embeds": torch.zeros(2, 5, 31)}, r"inputs_embeds .* \[any, any, 32\], got \[2"),
-        ({"position_ids": torch.arange(4)}, r"position_ids must .* got \[4\]"),
-        ({"input_ids": IDS + 60}, "input_ids must be at least 0 and below 60, got 60"),
-        ({"input_ids": IDS - 1}, "input_ids must be at least 0 and below 60, got -1"),
-        ({"token_type_ids": IDS + 2}, "token_type_ids must be at least 0 and below 2, got 2"),
-        ({"attention_mask": torch.ones(2, 4)},
+        ({"input_ids": (2, 5), "inputs_embeds": (2, 5, 32)}, "exactly one .* got both"),
+        ({"input_ids": (5,)}, r"input_ids must have the shape \[any, any\], got \[5\]"),
+        ({"inputs_embeds": (2, 5, 31)}, r"inputs_embeds .* \[any, any, 32\], got \[2, 5, 31\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 4)},
          r"attention_mask must have the shape \[2, 5\] or .*, got \[2, 4\]"),
-        ({"attention_mask": torch.ones(2, 1, 4, 5)},
+        ({"input_ids": (2, 5), "attention_mask": (2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 1, 4, 5)},
          r"attention_mask .* \[2 or 1, 1 or 2, 5 or 1, 5\], got \[2, 1, 4, 5\]"),
-        ({"attention_mask": torch.ones(2, 3, 5, 5)}, r"attention_mask .*\[2, 3, 5, 5\]"),
-        ({"attention_mask": torch.ones(2, 1, 5, 6)}, r"attention_mask .*\[2, 1, 5, 6\]"),
-        ({"attention_mask": torch.full((2, 5), -1e9)}, "attention_mask must be 0 and 1"),
-        ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "attention_mask must be 0 and 1"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 9, 10])},
-         "cu_seq_lens_q must end a document where a row ends, got none at 5"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),
-        ({"encoder_hidden_states": torch.zeros(2, 9, 32)},
-         "encoder_hidden_states must be None .* add_cross_attention"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 3, 5, 5)}, r"attention_mask .*\[2, 3, 5, 5\]"),
+        ({"input_ids": (2, 5), "attention_mask": (2, 1, 5, 6)}, r"attention_mask .*\[2, 1, 5, 6\]"),
+        ({"input_ids": (2, 5), "encoder_attention_mask": (2, 5)},
+         "encoder_attention_mask must be None without encoder_hidden_states"),
+        ({"input_ids": (0, 5)}, r"input_ids must hold at least one token, got shape \[0, 5\]"),
+        ({"inputs_embeds": (2, 0, 32)}, r"inputs_embeds must hold at least one token"),
+        ({"input_ids": (2, 5), "token_type_ids": (2, 4)}, r"token_type_ids must .* got \[2, 4\]"),
+        ({"input_ids": (2, 5), "position_ids": (4,)}, r"position_ids must .* got \[4\]"),
+        ({"input_ids": (2, 6), "cu_seq_lens_q": [0, 3, 9, 12]},
+         "cu_seq_lens_q must end a document where a row ends, got none at 6"),
+        ({"input_ids": (1, 5), "attention_mask": (1, 4)},
+         r"attention_mask must have the shape \[1, 5\] or .*, got \[1, 4\]"),
     ],
 )  # fmt: skip
-def test_impossible_arguments_are_refused_by_name(arguments, message, config):
-    if arguments and "inputs_embeds" not in arguments:
-        arguments = {"input_ids": IDS} | arguments
+def test_inputs_of_the_wrong_shape_are_refused_by_name(arguments, message, config):
+    model = RoFormerModel(config)
+    made = {
+        name: torch.zeros(shape, dtype=torch.float if "embeds" in name else torch.long)
+        if isinstance(shape, tuple)
+        else torch.tensor(shape)
+        for name, shape in arguments.items()
+    }
     with pytest.raises(ValueError, match=message):
-        RoFormerModel(config)(**arguments)
+        model(**made)
+
+
+IDS = torch.arange(5, 15).view(2, 5)
+TOKENS, CLASSES = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+LABELS = {
+    RoFormerForMaskedLM: TOKENS,
+    RoFormerForCausalLM: TOKENS,
+    RoFormerForTokenClassification: TOKENS,
+    RoFormerForSequenceClassification: CLASSES,
+    RoFormerForMultipleChoice: CLASSES,
+}
+
+
+def loss_of(head, config, labels):
+    ids = IDS[:, None] if head is RoFormerForMultipleChoice else IDS
+    torch.manual_seed(0)
+    return head(config).eval()(ids, labels=labels).loss
 
 
 @pytest.mark.parametrize(
-    "ends", [[0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]]]
+    ("change", "message"),
+    [
+        (lambda labels: labels.repeat(2, *[1] * (labels.ndim - 1)), "labels must have the shape"),
+        (lambda labels: labels + 60, "labels must be at least 0 and below .* got 60"),
+        (lambda labels: labels - 1, "labels must be at least 0 and below .* got -1"),
+        (lambda labels: labels.float(), "labels must be integers"),
+        (lambda labels: labels.tolist(), "labels must be a tensor, got a list"),
+    ],
+    ids=["batch size", "too large", "negative", "float", "list"],
 )
-def test_lengths_that_do_not_fit_are_refused_by_name(ends, config):
-    with pytest.raises(ValueError, match="cu_seq_lens_q must"):
-        RoFormerModel(config)(torch.zeros(1, 10).long(), cu_seq_lens_q=torch.tensor(ends))
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_wrong_labels_are_refused_by_name(head, labels, change, message, config):
+    with pytest.raises(ValueError, match=message):
+        loss_of(head, config, change(labels))
 
 
-def test_an_encoders_mask_of_another_length_is_refused(config):
-    config.is_decoder = config.add_cross_attention = True
-    encoder = {"encoder_hidden_states": torch.zeros(2, 9, 32)}
-    with pytest.raises(ValueError, match="encoder_attention_mask must have the shape"):
-        RoFormerModel(config)(IDS, **encoder, encoder_attention_mask=torch.ones(2, 3))
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_labels_of_int32_are_those_of_int64(head, labels, config):
+    assert loss_of(head, config, labels.int()) == loss_of(head, config, labels)
+
+
+@pytest.mark.parametrize(("head", "labels"), LABELS.items())
+def test_a_batch_without_labels_is_warned_of(head, labels, config, warnings_once):
+    assert loss_of(head, config, labels - 100).isnan()
+    assert "all labels of a batch are -100" in warnings_once.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        ("regression", [[0, 1, 1], [1, 0, 0]]),
+        ("multi_label_classification", [[0, 1, 1], [1, 0, 0]]),
+    ],
+)
+def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, labels, config):
+    config.num_labels, config.problem_type = 3, problem
+    labels = torch.tensor(labels)
+    found = loss_of(RoFormerForSequenceClassification, config, labels)
+    assert found == loss_of(RoFormerForSequenceClassification, config, labels.float())
+    with pytest.raises(ValueError, match="labels must have the shape"):
+        loss_of(RoFormerForSequenceClassification, config, labels[:1])
+    with pytest.raises(ValueError, match="labels must be integers to choose one of 3 classes, or"):
+        loss_of(RoFormerForSequenceClassification, config, labels[:, 0].float())
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"start_positions": TOKENS, "end_positions": CLASSES}, "start_positions must have the"),
+        ({"start_positions": CLASSES, "end_positions": CLASSES.float()}, "end_positions must be i"),
+        ({"start_positions": CLASSES}, "start_positions and end_positions must be given together"),
+    ],
+)
+def test_wrong_answers_are_refused_by_name(answers, message, config):
+    with pytest.raises(ValueError, match=message):
+        RoFormerForQuestionAnswering(config)(IDS, **answers)
+
+
+@pytest.mark.parametrize("head", [*LABELS, RoFormerForQuestionAnswering, RoFormerModel])
+def test_a_batch_in_place_of_its_tensors_is_refused_with_the_remedy(head, config):
+    with pytest.raises(ValueError, match=r"input_ids must .* call model\(\*\*batch\)"):
+        head(config)(transformers.BatchEncoding({"input_ids": IDS}))
+
+
+def test_an_unknown_kernel_is_refused_with_the_names_of_all(config):
+    with pytest.raises(ValueError, match="attn_implementation.* must be one of .*auto, unpadded"):
+        RoFormerModel(config).set_attn_implementation("flash")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("input_ids", 60, "input_ids must be at least 0 and below 60, got 60"),
+        ("input_ids", -1, "input_ids must be at least 0 and below 60, got -1"),
+        ("token_type_ids", 2, "token_type_ids must be at least 0 and below 2, got 2"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(name, value, message, config):
+    inputs = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    inputs[name] = torch.full((2, 5), value)
+    with pytest.raises(ValueError, match=message):
+        RoFormerModel(config)(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.zeros(2, 5)}, "input_ids must be int32 or int64, got torch.float32"),
+        ({"position_ids": torch.rand(2, 5)}, "position_ids must be integers, got torch.float32"),
+        ({"input_ids": [[1] * 5] * 2}, "input_ids must be a tensor, got a list"),
+        ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
+        ({"attention_mask": np.ones((2, 5))}, "attention_mask must be a tensor, got a ndarray"),
+        ({"attention_mask": torch.full((2, 5), -1e9)}, "mask must be 0 and 1, got -1e.09"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
+        ({"attention_mask": torch.full((2, 1, 1, 5), -10000)}, "must be 0 and 1, got -10000"),
+        ({"attention_mask": create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 5, 5, "cpu")},
+         "attention_mask must be a tensor"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5).tril()}, "attention_mask must be added to the"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),
+    ],
+)  # fmt: skip
+def test_inputs_of_the_wrong_kind_are_refused_by_name(arguments, message, config):
+    with pytest.raises(ValueError, match=message):
+        RoFormerModel(config)(**({"input_ids": torch.zeros(2, 5, dtype=torch.long)} | arguments))

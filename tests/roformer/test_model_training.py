@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roformer import (
     RoFormerConfig,
+    RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForMultipleChoice,
+    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
     RoFormerModel,
@@ -240,6 +242,25 @@ def assert_losses_add_up(model, ids: torch.Tensor, labels: torch.Tensor) -> None
         for i in range(0, 8, 2)
     )
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [RoFormerForMaskedLM, RoFormerForCausalLM, RoFormerForSequenceClassification,
+     RoFormerForTokenClassification, RoFormerForQuestionAnswering],
+)  # fmt: skip
+def test_a_head_by_another_name_has_the_same_loss(head, config):
+    """transformers takes the loss from the name of the class."""
+    model = enlarge(head(config))
+    other = type("Mine", (head,), {})(config).eval()
+    other.load_state_dict(model.state_dict())
+    ids = torch.randint(5, 60, (4, 12))
+    labels = {"labels": ids % 2 if head is RoFormerForTokenClassification else ids}
+    if head is RoFormerForSequenceClassification:
+        labels = {"labels": ids[:, 0] % 2}
+    if head is RoFormerForQuestionAnswering:
+        labels = {"start_positions": ids[:, 0] % 12, "end_positions": ids[:, 1] % 12}
+    assert torch.equal(other(ids, **labels).loss, model(ids, **labels).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -341,6 +341,8 @@ def test_labels_are_of_the_tokens_that_are_scored(config):
     expected = F.cross_entropy(whole.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
     found = model(ids, labels=ids[:, 4:], logits_to_keep=3).loss
     torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\], got \[2, 7\]"):
+        model(ids, labels=ids, logits_to_keep=3)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -376,6 +378,22 @@ def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
     assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_an_edit_that_would_make_a_decoder_of_an_encoder_or_back_is_refused(built, config):
+    config.is_decoder = built
+    model = RoFormerForMaskedLM(config)
+    model.config.is_decoder = not built
+    with pytest.raises(ValueError, match=f"is_decoder must stay {built} in a built model, got"):
+        model(torch.zeros(1, 5, dtype=torch.long))
+
+
+def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
+    model = RoFormerModel(config)
+    model.config.rope_parameters["rope_type"] = "yran"
+    with pytest.raises(ValueError, match="rope_type must be one of default, .* got 'yran'"):
+        model(torch.zeros(1, 5, dtype=torch.long))
 
 
 def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config, monkeypatch):

@@ -170,6 +170,14 @@ def test_without_positions_words_are_a_bag(ids):
             assert (moved - straight).abs().max() > 1e-2, encoding
 
 
+def test_another_encoding_than_the_one_that_was_built_is_refused(ids):
+    for built, edited in (("rope", "alibi"), ("none", "rope"), ("t5", "none")):
+        model = model_of(built)
+        model.config.position_encoding = edited
+        with pytest.raises(ValueError, match=f"position_encoding must .* got '{edited}'"):
+            model(ids)
+
+
 @pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
 def test_a_checkpoint_without_an_encodings_weights_gets_drawn_ones(encoding, tmp_path):
     model_of("rope").save_pretrained(tmp_path)
