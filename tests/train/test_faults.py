@@ -190,6 +190,28 @@ def test_a_file_size_limit_costs_no_checkpoint(pretrain_flags, tmp_path, capsys)
     assert warnings == ["4", "8", "12"]
 
 
+@pytest.mark.slow
+def test_one_process_then_two_then_one_train_as_one_alone(pretrain_flags, tmp_path, start):
+    flags = [
+        *pretrain_flags, f"--model.config={NO_DROPOUT}", "--optim.batch_size=128",
+        "--optim.micro_batch=8", "--optim.steps=40", "--run.validate_every=20",
+    ]  # fmt: skip
+    run = tmp_path / "runs" / "tiny"
+    first = start(SCRIPT, *flags, **CPU)
+    for processes, launch in ((1, first), (2, None)):
+        before = log_mtime(run) if launch is None else 0
+        launch = launch or start(*TORCHRUN, SCRIPT, *flags, **CPU)
+        train_until(launch, run, before, 4)
+        launch.terminate()
+        assert launch.wait(60) == (143 if processes == 1 else 1)
+    run_in_process(flags)
+    run_in_process(flags, "--run.name=whole")
+    for key in ("loss", "validation_loss", "tokens"):
+        both = [log_rows(tmp_path / "runs" / name, key) for name in ("whole", "tiny")]
+        assert list(both[0]) == list(both[1])
+        np.testing.assert_allclose(list(both[1].values()), list(both[0].values()), rtol=1e-6)
+
+
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Linear(30, 30)

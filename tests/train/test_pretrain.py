@@ -403,10 +403,22 @@ def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain_flags, tm
     assert max(tokens.values()) == pytest.approx(8000, rel=0.06)
 
 
-def test_a_launch_of_fewer_processes_than_asked_for_is_refused(pretrain_flags, tmp_path):
-    launch = (*LAUNCH[:2], "--cpu", "--num_processes", "2")
-    done = command(*launch, SCRIPT, *pretrain_flags, "--run.dry=true")
+@pytest.mark.parametrize(
+    ("launch", "variables", "message"),
+    [
+        ((), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "launch must shard (FSDP)"),
+        (("--cpu", "--num_processes", "2"), {}, "launch must start the processes"),
+    ],
+)
+def test_what_the_launcher_was_asked_for_and_does_not_give_is_one_line(
+    launch, variables, message, pretrain_flags, tmp_path
+):
+    command_line = (*LAUNCH[:2], *launch) if launch else ()
+    done = command(*command_line, SCRIPT, *pretrain_flags, "--run.dry=true", **variables)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert ["launch must start the processes" in line for line in errors] == [True]
+    assert [message in line for line in errors] == [True]
     assert done.returncode != 0
+    if not launch:
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()

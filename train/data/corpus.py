@@ -14,7 +14,9 @@ one cannot be read, and an interrupted build continues with the first missing sh
                          manifest.json   names of the shards, counts
     <cache>/hashes/                      hashes of files, so that unchanged files are not read again
 
-Folders are renamed into place when they are complete, and hold the sizes of their files.
+A manifest also holds the size and a hash of each file of its folder. The hash is of 16 pages: it
+notices a file that was cut, swapped, emptied or overwritten, and costs 64 KB of reading; it does
+not notice a change between those pages.
 """
 
 import hashlib
@@ -24,6 +26,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,9 @@ BATCHES_PER_SHARD = 64
 COUNTS = ("documents", "tokens", "continuations", "unknown", "text_bytes")
 """Counts in the manifest of a shard."""
 
+PAGE, PAGES = 4096, 16
+"""Bytes of a page, and pages of a file that are hashed; smaller files are hashed as a whole."""
+
 MAX_UNKNOWN, MAX_PIECES = 0.05, 2.5
 """Share of unknown tokens and pieces a word above which a text gets a warning. bert-base-uncased
 cuts English words into 1.0 pieces, French into 1.6, German into 2.4 and Russian into 6.4."""
@@ -90,6 +96,19 @@ class TokenStore:
     dtype: np.dtype
     source_documents: tuple[int, ...]
     folder: Path
+
+    def totals(self) -> Counter[str]:
+        """Add up the counts in the manifests of all shards, by their names."""
+        counts: Counter[str] = Counter()
+        for shard in self.shards:
+            manifest = _read_manifest(shard)
+            counts.update({name: manifest[name] for name in COUNTS})
+        return counts
+
+    def document_hashes(self) -> NDArray[np.uint64]:
+        """Read a hash of the tokens of each document, [documents]."""
+        hashes = [np.fromfile(shard / "hashes.bin", np.uint64) for shard in self.shards]
+        return np.concatenate(hashes)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Read `count` ids from position `start` in the tokens of all shards; one shard holds them.
@@ -256,22 +275,36 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _seal(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a folder, with the size of each of its files."""
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.bin"))}
-    text = json.dumps(manifest | {"sizes": sizes}, indent=2)
+    """Write the manifest of a folder, with the size and hash of each of its files."""
+    files = {file.name: _fingerprint(file) for file in sorted(folder.glob("*.bin"))}
+    text = json.dumps(manifest | {"files": files}, indent=2)
     (folder / "manifest.json").write_text(text)
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a folder exists and its files have their sizes; otherwise it is removed."""
+    """Return whether a folder is as it was sealed; one that is not is removed."""
     if not folder.exists():
         return False
-    sizes = _read_manifest(folder).get("sizes", {})  # earlier versions wrote none
-    found = {file.name: file.stat().st_size for file in folder.glob("*.bin")}
-    if all(found.get(name) == size for name, size in sizes.items()):
-        return True
-    shutil.rmtree(folder)
+    try:
+        files = _read_manifest(folder)["files"].items()
+        if all(_fingerprint(folder / name) == found for name, found in files):
+            return True
+    except (OSError, ValueError, LookupError):  # no manifest, or one of an earlier version
+        pass
+    with suppress(FileNotFoundError):  # another process removed it first
+        shutil.rmtree(folder)
     return False
+
+
+def _fingerprint(file: Path) -> list[Any]:
+    """Size of a file and hash of evenly spaced pages of it, the first and the last among them."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    starts = np.linspace(0, max(0, size - PAGE), PAGES).astype(np.int64)
+    with file.open("rb") as stream:
+        for start in starts.tolist() if size > PAGE * PAGES else [0]:
+            stream.seek(start)
+            digest.update(stream.read(PAGE if size > PAGE * PAGES else -1))
+    return [size, digest.hexdigest()]
 
 
 def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
@@ -287,11 +320,7 @@ def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[s
 
 
 def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
-    counts: Counter[str] = Counter()
-    for shard in store.shards:
-        manifest = _read_manifest(shard)
-        counts.update({name: manifest[name] for name in COUNTS})
-    warning = f"warning: corpus.{part}"
+    counts, warning = store.totals(), f"warning: corpus.{part}"
     documents, tokens = counts["documents"], counts["tokens"]
     yield f"{part}: {documents:,} documents, {tokens:,} tokens"
     unknown = counts["unknown"] / tokens
@@ -308,11 +337,8 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
 
 def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
     """Compare hashes of documents; yields a warning if a few are in both parts."""
-    hashes, train_hashes = (
-        np.concatenate([np.fromfile(shard / "hashes.bin", np.uint64) for shard in store.shards])
-        for store in (held_out, train)
-    )
-    shared = np.isin(hashes, train_hashes)
+    hashes = held_out.document_hashes()
+    shared = np.isin(hashes, train.document_hashes())
     tokens = np.diff(held_out.document_ends, prepend=0)
     share = tokens[shared].sum() / tokens.sum()
     if share > 0:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     DynamoBackend,
     InitProcessGroupKwargs,
 )
@@ -36,8 +37,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         folder: Folder the tracker writes to.
 
     Raises:
-        InputError: The launcher started fewer processes than its flags or configuration say, as
-            `accelerate launch --cpu --num_processes 2` does.
+        InputError: The launcher started fewer processes, or another kind of distribution, than its
+            flags or configuration say, as `accelerate launch --cpu --num_processes 2` does.
     """
     environment = os.environ
     # Accelerate's launcher of a single process sets these only when several were asked for
@@ -68,6 +69,17 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             f"launch must join all {world_size} processes, got a world of "
             f"{accelerator.num_processes}; put ACCELERATE_USE_CPU=1 before torchrun on a CPU, or "
             "check num_processes and num_machines in the accelerate configuration"
+        )
+    sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    if sharded and accelerator.distributed_type != DistributedType.FSDP:
+        raise InputError(
+            f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
+            "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
+        )
+    if accelerator.device.type == "mps":
+        raise InputError(
+            "launch must be for a CPU or CUDA, got mps, which has no float64; use "
+            "configs/accelerate/cpu.yaml"
         )
     # cuDNN makes a plan for every new shape of a batch
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
-from train.data.batching import StagedDataset, max_predictions, packed_layout
+from train.data.batching import StagedDataset, max_predictions
 from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
@@ -50,7 +49,12 @@ def largest_batch(
     batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return batch | packed_layout(np.full(rows, length)) | {"input_ids": ids.view(1, -1)}
+    return batch | {
+        "input_ids": ids.view(1, -1),
+        "position_ids": torch.arange(length).repeat(rows)[None],
+        "cu_seq_lens_q": torch.arange(0, rows * length + 1, length, dtype=torch.int32),
+        "max_length_q": length,
+    }
 
 
 def fit_micro_batches(

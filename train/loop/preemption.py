@@ -11,13 +11,14 @@ import faulthandler
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -201,6 +202,7 @@ def make_loader(
     if workers:
         # registered after multiprocessing's own exit function, so called before it
         atexit.register(kill_workers)
+        raise_open_file_limit()
     return DataLoader(
         dataset,
         batch_size=None,
@@ -225,3 +227,10 @@ def kill_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report an error
     for worker in multiprocessing.active_children():
         worker.kill()
+
+
+def raise_open_file_limit() -> None:
+    """Raise the limit of open files to the hard limit: each tensor from a worker is one file."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit, but refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

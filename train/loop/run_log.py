@@ -22,6 +22,9 @@ from train.loop.flops import step_flops
 
 Batch = dict[str, Any]
 
+SPIKE = 1.0
+"""Rise of the loss in nats, from one report to the next, that causes a warning."""
+
 INITIAL_STATE: dict[str, Any] = {
     "tokens": 0, "seconds": 0.0, "reported": 0, "pending": [0.0] * 5, "unreported": [0.0, 0.0],
 }  # fmt: skip
@@ -103,6 +106,7 @@ class RunLog:
         self.accelerator, self.config, self.peak_flops = accelerator, config, peak_flops
         self.tokens, self.step = state["tokens"], state["reported"]
         self.last_validation: tuple[int, float] | None = None  # step, loss
+        self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
         is_main = accelerator.is_main_process
         self._reset_sums(state["pending"] if is_main else INITIAL_STATE["pending"])
@@ -179,6 +183,10 @@ class RunLog:
             "mfu": round(flops / elapsed / peak, 4),
             "memory_gb": round(peak_memory(self.accelerator.device) / 1e9, 3),
         }
+        if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
+            self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
+        if predicted:
+            self.last_loss = row["loss"]
         self.step = step
         self.clock.start_interval()
         self._reset_sums(INITIAL_STATE["pending"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -223,6 +224,15 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
             assert sum(len(index) for index, _ in micro_batches) == 2048 // processes
             found += [pair for micro_batch in micro_batches for pair in zip(*micro_batch)]
         assert sorted(found) == sorted(zip(expected, epochs))
+
+
+def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
+    steps = StepDataset(Billion(), VOCAB, 2048, 2, 0.15, 0, 1024, 1023)
+    tracemalloc.start()
+    steps.micro_batch_indices(123_456)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6
 
 
 def test_the_order_of_a_billion_repeats_nothing():

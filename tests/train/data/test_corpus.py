@@ -150,14 +150,26 @@ def killed_at(moment: int, build) -> bool:
     os._exit(0)
 
 
-def test_a_file_of_the_cache_that_was_cut_is_made_again(
-    corpus_folder, tmp_path, tokenizer, small_shards
+DAMAGES = {
+    "cut": lambda data: data[:-1],
+    "every second byte": lambda data: bytes(b ^ (i % 2) for i, b in enumerate(data)),
+    "all ones": lambda data: b"\xff" * len(data),
+    "second half empty": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_the_cache_is_made_again(
+    corpus_folder, tmp_path, tokenizer, small_shards, monkeypatch, damage
 ):
+    monkeypatch.setattr("train.data.corpus.PAGE", 8)  # so that files have more than 16
     settings = corpus(str(corpus_folder / "validation.jsonl"), tmp_path)
     store = tokenize_corpus(settings, "train", tokenizer)
     before = contents(store)
-    for file in (store.shards[2] / "tokens.bin", store.folder / "documents.bin"):
-        file.write_bytes(file.read_bytes()[:-1])
+    files = [store.shards[2] / "tokens.bin", store.shards[3] / "documents.bin"]
+    files += [store.shards[4] / "hashes.bin", store.shards[5] / "manifest.json"]
+    for file in [*files, store.folder / "documents.bin"]:
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
         assert contents(tokenize_corpus(settings, "train", tokenizer)) == before
 
 

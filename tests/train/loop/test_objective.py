@@ -55,6 +55,19 @@ def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+def test_ignored_targets_have_no_loss_no_guess_and_no_gradient():
+    config = roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
+    model = LanguageModel(roformer.RoFormerForMaskedLM(config)).eval()
+    ids, places = torch.randint(5, 60, (2, 10)), torch.tensor([3, 17])
+    targets = torch.tensor([7, 9])
+    found = []
+    for room in (0, 6):
+        filled = [F.pad(places, (0, room)), F.pad(targets, (0, room), value=IGNORE_INDEX)]
+        loss, right = model(ids, *filled)
+        found.append((loss, right, torch.autograd.grad(loss, model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 30, 40)
     sequences = SequenceIndex(make_token_store(lengths, tmp_path), 24)

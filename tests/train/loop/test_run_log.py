@@ -77,7 +77,7 @@ def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf])
-def test_a_loss_that_is_not_finite_is_left_out(lost, tmp_path):
+def test_a_loss_that_is_not_finite_is_left_out_and_the_next_spike_is_seen(lost, tmp_path, capsys):
     micro_batches = [[(30.0, 10), (lost, 90)], [(lost, 90)], [(50.0, 10)]]
     with RunLog(Accelerator(cpu=True), tmp_path, START, 3, CONFIG, 1e12) as log:
         for step, parts in enumerate(micro_batches, start=1):
@@ -94,6 +94,7 @@ def test_a_loss_that_is_not_finite_is_left_out(lost, tmp_path):
     assert [row.get("accuracy") for row in rows] == [0.1, None, 0.1]  # one of ten is right
     assert [row.get("gradient_norm") for row in rows] == [3.0, None, 3.0]
     assert [row["tokens"] for row in rows] == [114, 121, 128]  # they were read all the same
+    assert "warning: the loss rose from 3.00 to 5.00 at 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [1, 4])
