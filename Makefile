@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
-.PHONY: help setup demo test test-slow test-oldest test-hf docs smoke pretrain glue report pair pair-smoke encodings performer comparisons-smoke bench bench-gpu clean
+.PHONY: help setup demo test test-slow test-oldest test-hf docs pair pair-smoke encodings performer comparisons-smoke bench bench-gpu clean
 
 setup: .venv/installed ## make .venv with everything that the other targets use
 .venv/installed: pyproject.toml configs/constraints.txt
@@ -55,20 +55,6 @@ test-hf: .hf-tests/$(HF) ## transformers' own model tests (of its source distrib
 docs: setup ## the documentation in site/; a broken link is an error
 	$(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest tests/project/test_docs.py
-smoke: setup ## every step of the demo in a minute: two tiny models, one task
-	$(CPU) train/pretrain.py --run.name smoke-roformer --run.folder runs/smoke --optim.tokens 100000 --optim.warmup_steps 5
-	$(CPU) train/pretrain.py --run.name smoke-bert --run.folder runs/smoke --optim.tokens 100000 --optim.warmup_steps 5 --model.type bert
-	$(BIN)/python -m finetune.demo_tasks --output runs/smoke/tasks --train_rows 200 --validation_rows 100
-	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/smoke/tasks --tasks '[demo-order]' --seeds '[0]' --epochs 2 \
-	  --models '[runs/smoke/smoke-roformer/model, runs/smoke/smoke-bert/model]' --output runs/smoke/results.jsonl
-	$(BIN)/python -m finetune.report runs/smoke/results.jsonl
-pretrain: setup ## pretrain with ARGS='--config configs/pretrain/NAME.yaml ...'
-	$(CPU) train/pretrain.py $(ARGS)
-glue: setup ## fine-tune with ARGS='--model runs/NAME/model --task rte --glue_dir FOLDER'
-	$(CPU) finetune/glue.py $(ARGS)
-RESULTS ?= results.jsonl
-report: setup ## tables and figures of RESULTS=FILE
-	$(BIN)/python -m finetune.report $(RESULTS)
 pair: setup ## RoFormer and BERT over pretraining seeds, on GLUE: TEXT='FOLDER ...' GLUE=FOLDER (hours)
 	PATH=$(BIN):$$PATH configs/sweeps/pair.sh $(or $(PAIR),small) $(GLUE) $(TEXT)
 pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, the demo's task

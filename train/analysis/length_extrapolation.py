@@ -80,7 +80,7 @@ def main(settings: LengthSettings) -> list[Row]:
             {"model": model, "seed": seed} | row for row in measure(folder, settings, accelerator)
         ]
     if accelerator.is_main_process:
-        output, table = Path(settings.output), format_table(rows, settings.lengths)
+        output, table = Path(settings.output), format_table(rows)
         plot(rows, settings.trained, output)
         output.with_suffix(".md").write_text(table + "\n")
         output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -175,52 +175,44 @@ def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> 
     return np.flatnonzero((tokens == sequences.length - 2) & inside & np.isin(document, long))
 
 
-def losses_by_length(rows: list[Row]) -> dict[tuple[str, str], dict[int, list[float]]]:
-    """Group losses: (model, rescaling) -> length -> loss of each seed that was not refused."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in rows:
-        losses = found.setdefault((row["model"], row["way"]), {}).setdefault(row["length"], [])
-        losses += [row["validation_loss"]] if "validation_loss" in row else []
-    return found
+def mean_losses(rows: list[Row]) -> pd.DataFrame:
+    """Mean, min and max over seeds by (model, way, length); NaN where the model was refused."""
+    frame = pd.DataFrame(rows).reindex(columns=["model", "way", "length", "validation_loss"])
+    groups = frame.groupby(["model", "way", "length"], sort=False)["validation_loss"]
+    return groups.agg(["mean", "min", "max"])
 
 
-def format_table(rows: list[Row], lengths: list[int]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Format a Markdown table: a row for each model and rescaling, mean and range over seeds."""
-
-    def cell(losses: list[float] | None) -> str:
-        if losses is None:
-            return "–"  # noqa: RUF001 an empty cell
-        if not losses:
-            return "refused"
-        spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
-        return f"{np.mean(losses):.3f}{spread}"
-
-    body = [
-        {"model": f"{model}, {way}"} | {length: cell(losses.get(length)) for length in lengths}
-        for (model, way), losses in losses_by_length(rows).items()
-    ]
-    return markdown_table(pd.DataFrame(body))
+    cells: dict[str, dict[str, str]] = {}
+    for (model, way, length), loss in mean_losses(rows).iterrows():
+        spread = f" ({loss['min']:.3f} to {loss['max']:.3f})" if loss["min"] < loss["max"] else ""
+        cell = "refused" if np.isnan(loss["mean"]) else f"{loss['mean']:.3f}{spread}"
+        cells.setdefault(f"{model}, {way}", {})[str(length)] = cell
+    frame = pd.DataFrame.from_dict(cells, orient="index").fillna("–")  # noqa: RUF001 an empty cell
+    return markdown_table(frame.rename_axis("model").reset_index())
 
 
 def plot(rows: list[Row], trained: int, output: Path) -> None:
     """Plot loss against length: a color for each model, a line style for each rescaling."""
     figure, (axis,) = make_axes(1, 1, 9.5, 4.6)
-    found = losses_by_length(rows)
+    losses = mean_losses(rows)
     lengths = sorted({row["length"] for row in rows})
-    colors = dict(zip(dict.fromkeys(model for model, _ in found), COLORS * len(found)))
-    styles = dict(zip(dict.fromkeys(way for _, way in found), ("-", "--", ":")))
-    for (model, way), losses in found.items():
-        measured = {length: values for length, values in losses.items() if values}
-        label, color = f"{model}, {way}", colors[model]
-        means = [float(np.mean(values)) for values in measured.values()]
-        axis.plot(list(measured), means, f"o{styles[way]}", color=color, markersize=4, label=label)
-        low, high = ([f(values) for values in measured.values()] for f in (min, max))
-        axis.fill_between(list(measured), low, high, color=color, alpha=0.15)
-        refused = [length for length, values in losses.items() if not values]
-        if refused:
-            y = [means[-1] if means else 0.0] * len(refused)
+    models, ways = (losses.index.unique(level) for level in ("model", "way"))
+    colors = dict(zip(models, COLORS * len(models)))
+    styles = dict(zip(ways, ("-", "--", ":")))
+    for (model, way), part in losses.groupby(["model", "way"], sort=False):
+        part = part.droplevel(["model", "way"])
+        measured, refused = part.dropna(), part.index[part["mean"].isna()]
+        style = {"color": colors[model], "linestyle": styles[way], "label": f"{model}, {way}"}
+        axis.plot(measured.index, measured["mean"], marker="o", markersize=4, **style)
+        axis.fill_between(
+            measured.index, measured["min"], measured["max"], color=colors[model], alpha=0.15
+        )
+        if len(refused):
+            y = [measured["mean"].iloc[-1] if len(measured) else 0.0] * len(refused)
             label = f"{model}: refused, its table of positions has ended"
-            axis.plot(refused, y, "x", color=color, markersize=8, label=label)
+            axis.plot(refused, y, "x", color=colors[model], markersize=8, label=label)
     axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])

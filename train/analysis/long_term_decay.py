@@ -47,8 +47,8 @@ NUM_SEQUENCES = 32
 HEAD_DIM, THETA = 64, 10000.0
 """Head width of a base model, and the paper's base."""
 
-WIDTHS, THETAS = (32, 64, 128, 256), (100.0, 1000.0, 10000.0, 500000.0)
-"""Head widths, at `THETA`, and bases, at `HEAD_DIM`, for which the bound is computed."""
+BOUNDS = ((64, 1e2), (64, 1e3), (64, 1e4), (64, 5e5), (32, 1e4), (128, 1e4), (256, 1e4))
+"""Head widths and bases for which the bound is computed."""
 
 
 @dataclass(frozen=True)
@@ -191,22 +191,17 @@ def main(settings: DecaySettings) -> dict[str, Any]:
     scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
     for name, folder in find_folders(settings.models, "models").items():
         scores |= decay_of_model(name, folder, settings, distances, accelerator)
-    sizes = {"thetas": [(HEAD_DIM, x) for x in THETAS], "widths": [(x, THETA) for x in WIDTHS]}
     bounds = {
-        kind: {
-            f"theta {theta:g}, d {width}": decay_bound(distances, width, theta).tolist()
-            for width, theta in pairs
-        }
-        for kind, pairs in sizes.items()
+        f"d {width}, theta {theta:g}": decay_bound(distances, width, theta).tolist()
+        for width, theta in BOUNDS
     }
     numbers = {"distances": distances.tolist(), "bound": bounds, "scores": scores}
     if accelerator.is_main_process:
         output = Path(settings.output)
         plot(numbers, output)
         output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
-        for kind in bounds.values():
-            for label, values in kind.items():
-                print(f"bound, {label}: {ends(values, '.1f')}")
+        for label, values in bounds.items():
+            print(f"bound, {label}: {ends(values, '.1f')}")
         for name, row in scores.items():
             mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
             print(f"score, {name}: {mean}; absolute {size}")
@@ -215,18 +210,17 @@ def main(settings: DecaySettings) -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], output: Path) -> None:
-    """Plot the bound for several thetas, for several widths, and the scores."""
-    figure, axes = make_axes(1, 3, 14, 4.2)
+    """Plot the bounds and the scores."""
+    figure, (bound, score) = make_axes(1, 2, 10, 4.2)
     x = numbers["distances"]
-    for axis, bounds in zip(axes, numbers["bound"].values()):
-        for (label, values), color in zip(bounds.items(), COLORS):
-            axis.plot(x, values, color=color, label=label)
-        axis.set_ylabel("mean of |S_j|, the paper's bound")
+    for (label, values), color in zip(numbers["bound"].items(), COLORS):
+        bound.plot(x, values, color=color, label=label)
+    bound.set_ylabel("mean of |S_j|, the paper's bound")
     for (name, decay), color in zip(numbers["scores"].items(), COLORS * len(numbers["scores"])):
-        axes[2].plot(x, decay["mean"], color=color, label=name)
-        axes[2].plot(x, decay["size"], color=color, linewidth=0.8, linestyle=":")
-    axes[2].set_ylabel("score as a cosine: mean; dotted: mean of absolute values")
-    for axis in axes:
+        score.plot(x, decay["mean"], color=color, label=name)
+        score.plot(x, decay["size"], color=color, linewidth=0.8, linestyle=":")
+    score.set_ylabel("score as a cosine: mean; dotted: mean of absolute values")
+    for axis in (bound, score):
         axis.set_xlabel("distance m − n in tokens")  # noqa: RUF001 the sign
         axis.legend()
     save_figure(figure, output)

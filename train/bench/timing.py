@@ -99,7 +99,10 @@ class Benchmark:
             names: Models.
             workload: Their size, batch and precision.
         """
-        return in_new_process(time_models, task, names, workload, self.settings.rounds)
+        context = multiprocessing.get_context("forkserver")  # torch imported, nothing computed
+        context.set_forkserver_preload(["train.bench.baselines"])
+        with ProcessPoolExecutor(1, context, _start, (torch.get_num_threads(),)) as pool:
+            return pool.submit(time_models, task, names, workload, self.settings.rounds).result()
 
     def compare(
         self,
@@ -146,17 +149,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     digits = ",.0f" if abs(row["value"]) >= 1000 else ",.2f"
     value, low, high = (f"{row[key]:{digits}}" for key in ("value", "low", "high"))
     return [row["case"], row["model"], f"{value} {row['unit']} ({low} to {high})"]
-
-
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a new process, which has imported torch and computed nothing.
-
-    The threads of torch are those of the caller.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.bench.baselines"])
-    with ProcessPoolExecutor(1, context, _start, (torch.get_num_threads(),)) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def _start(threads: int) -> None:
