@@ -37,19 +37,11 @@ def flags():
 def documented_commands():
     """(page, module, flags) of every command of this project in a shell block."""
     for page in PAGES:
-        lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
-        for line in lines:
-            if not re.search(r"train/|finetune/|-m (train|finetune)|^python ", line):
-                continue
-            words = shlex.split(line, comments=True)
-            for place, word in enumerate(words):
-                module = word.removesuffix(".py").replace("/", ".")
-                if re.fullmatch(r"(train|finetune)(\.\w+)*", module) and (
-                    word.endswith(".py") or words[place - 1] == "-m"
-                ):
-                    given = [w.split("=")[0] for w in words[place + 1 :] if w.startswith("--")]
-                    yield name(page), module, given
-                    break
+        for line in "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines():
+            command = r"(?:-m ((?:train|finetune)[\w.]*)|((?:train|finetune)/\w+)\.py)(?=\s|$)"
+            for found in re.finditer(command, line):
+                module = (found[1] or found[2]).replace("/", ".")
+                yield name(page), module, re.findall(r"\s(--[\w.]+)", line[found.end() :])
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)

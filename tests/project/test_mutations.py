@@ -59,25 +59,15 @@ MUTATIONS = {
 TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_generation.py"]
 
 
-def run(folder) -> subprocess.CompletedProcess[str]:
+def run(folder):
     """The fast tests of the model, with `folder` first on the path."""
-    chosen = ["-m", "not slow and not gpu", "-k", "not flex and not auto_classes"]
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    command += ["-c", ROOT / "pyproject.toml", "-m", "not slow and not gpu"]
+    command += ["-k", "not flex and not auto_classes"]
+    command += [ROOT / "tests" / "roformer" / name for name in TESTS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            *chosen,
-            *(ROOT / "tests" / "roformer" / t for t in TESTS),
-        ],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
