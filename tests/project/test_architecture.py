@@ -34,15 +34,7 @@ LAYERS = {
     "train.analysis": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.analysis"},
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},
-    "finetune": {
-        *COMMON,
-        "train.intervals",
-        "train.tables",
-        "roformer",
-        "train.data",
-        "train.loop",
-        "finetune",
-    },
+    "finetune": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "finetune"},
 }
 """What each part of the source may import of the others."""
 FILE_LIMIT, FUNCTION_LIMIT = 450, 40
