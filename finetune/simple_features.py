@@ -69,16 +69,11 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
         task = load_task(name)
         data = hash_task_files(task, settings.glue_dir)
-        if not is_finished(settings.output, key, data):
+        records = read_results(settings.output) if Path(settings.output).is_file() else []
+        found = [record for record in records if run_key(record) == run_key(key)]
+        if all(hash_differs(data, record, "data") for record in found):
             record = score_task(task, settings, {**key, "weights": None, "data": data})
             print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
-
-
-def is_finished(output: str, key: dict[str, Any], data: str | None) -> bool:
-    """Whether the results have a record of this key and these data."""
-    records = read_results(output) if Path(output).is_file() else []
-    found = (record for record in records if run_key(record) == run_key(key))
-    return any(not hash_differs(data, record, "data") for record in found)
 
 
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def main(settings: ErrorAnalysisSettings) -> str:
     for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, result, split))
         columns = read_split_columns(task, split, glue_dir)
-        check_same_labels(labels, columns["label"], f"{task.name}/{split}")
+        rule, found = "must be the data the run was scored on", "other rows or labels"
+        same, name = np.array_equal(labels, columns["label"]), f"glue_dir's {task.name}/{split}"
+        require(same, name, rule, found, "name their folder")
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
         scores = f"{', '.join(metrics)} (x 100, development set)."
@@ -122,8 +124,8 @@ def analyse_split(
         order = probability[answers != ids]
         shown = pd.DataFrame({"label": names[ids], "prediction": names[answers]})
         shown["probability"] = probability.map("{:.4f}".format)
-        counts = confusion_matrix(ids, answers, labels=range(len(names)))
-        parts = [f"{len(order):,} of {len(labels):,} rows wrong", confusion_table(counts, names)]
+        title = f"{len(order):,} of {len(labels):,} rows wrong"
+        parts = [title, confusion_table(ids, answers, names)]
         kind = "most confident mistakes"
     worst = order.sort_values(ascending=False, kind="stable")[:NUM_MISTAKES]
     if worst.empty:
@@ -132,22 +134,13 @@ def analyse_split(
     return [*parts, f"### The {len(worst)} {kind}", markdown_table(table)]
 
 
-def confusion_table(counts: NDArray[np.int64], names: NDArray) -> str:
-    """Counts [label, prediction] and their share of each label's rows."""
+def confusion_table(ids: NDArray, answers: NDArray, names: NDArray) -> str:
+    """Counts of labels and predictions [N], and their share of each label's rows."""
+    counts = confusion_matrix(ids, answers, labels=range(len(names)))
     rows = [[f"{n:,} ({100 * n / max(1, row.sum()):.1f} %)" for n in row] for row in counts]
     frame = pd.DataFrame(rows, columns=names)
     frame.insert(0, "label / prediction", names)
     return markdown_table(frame.assign(rows=[f"{n:,}" for n in counts.sum(axis=1)]))
-
-
-def check_same_labels(labels: NDArray, read: NDArray, split: str) -> None:
-    """Refuse data other than those the run was scored on.
-
-    Raises:
-        InputError: The number of rows or a label differs.
-    """
-    rule, found = "must be the data the run was scored on", "other rows or labels"
-    require(np.array_equal(labels, read), f"glue_dir's {split}", rule, found, "name their folder")
 
 
 def shorten(text: str) -> str:

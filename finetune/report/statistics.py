@@ -52,11 +52,10 @@ def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int)
     seeds = sorted(first.keys() & second.keys())
     values = np.array([first[seed] - second[seed] for seed in seeds])
     differences = dict(zip(seeds, values.tolist()))
-    comparison = Comparison(differences, tried, float(values.mean()))
-    if len(values) < MIN_RUNS or np.ptp(values) < 1e-9:  # rounding of equal differences
-        return comparison
-    p = float(stats.ttest_1samp(values, 0.0).pvalue)
-    return replace(comparison, t_interval=t_interval(values), p=p)
+    t, p = None, None
+    if len(values) >= MIN_RUNS and np.ptp(values) > 1e-9:  # beyond rounding of equal differences
+        t, p = t_interval(values), float(stats.ttest_1samp(values, 0.0).pvalue)
+    return Comparison(differences, tried, float(values.mean()), t, p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
