@@ -87,6 +87,8 @@ def pretrained_card(
     """
     folder = Path(settings.run)
     trained = yaml.safe_load((folder / "settings.yaml").read_text())
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be torn
     causal = bool(config.get("is_decoder"))
     data = ModelCardData(
         language=settings.language,
@@ -107,31 +109,11 @@ def pretrained_card(
         mask_token=mask_token,
         dropout=dict.fromkeys(f"{rate:g}" for rate in rates),  # once if they are equal
         text=settings.text,
-        facts=_facts(folder, trained["run"]["seed"], causal),
+        machine=json.loads((folder / "environment.json").read_text()),
+        end=[row for row in log if "validation_loss" in row][-1],
+        training_loss=[row["loss"] for row in log if "loss" in row][-1],
         yaml_settings=yaml.safe_dump(trained, sort_keys=False).strip(),
     )
-
-
-def _facts(folder: Path, seed: int, causal: bool) -> dict[str, Any]:
-    machine = json.loads((folder / "environment.json").read_text())
-    lines = (folder / "log.jsonl").read_text().splitlines()
-    log = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be torn
-    end = [row for row in log if "validation_loss" in row][-1]
-    last = [row for row in log if "loss" in row][-1]
-    return {
-        "steps": f"{end['step']:,}",
-        "tokens": f"{end['tokens']:,}",
-        f"held-out loss, {'next token' if causal else '15 % masked'}": (
-            f"{end['validation_loss']:.3f} nats a predicted token"
-        ),
-        "held-out accuracy": f"{100 * end['validation_accuracy']:.1f} %",
-        "training loss at the end": f"{last['loss']:.3f}",
-        "seed": seed,
-        "hours": f"{end['seconds'] / 3600:.1f}",
-        "machine": f"{machine['machine']}, {machine['precision']}, threads {machine['threads']}",
-        "versions": f"torch {machine['torch']}, transformers {machine['transformers']}",
-        "commit": machine["commit"],
-    }
 
 
 if __name__ == "__main__":

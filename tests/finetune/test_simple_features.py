@@ -53,6 +53,8 @@ def test_records_hold_the_scores_of_the_predictions_beside_them(folder):
             answers = logits[:, 0] if task.labels is None else logits.argmax(axis=1)
             assert score(task, answers, labels) == record["metrics"][split]
     assert records[0]["headline"] == 1.0  # a word tells the class
+    assert records[0]["command"].startswith("python -m finetune.simple_features --tasks '[sst2]'")
+    assert records[0]["model"] == SIMPLE_FEATURES
     assert np.mean([x["official"] for x in records]) == 0
     # a class that is not in the training split is never predicted
     assert records[2]["metrics"]["validation_matched"]["accuracy"] == pytest.approx(2 / 3)
@@ -85,11 +87,3 @@ def test_data_that_cannot_be_fitted_are_refused(folder):
         score_tasks(ask(folder, "sst2"))
     with pytest.raises(InputError, match="^tasks must"):
         ask(folder)
-
-
-def test_the_command_of_a_record_is_the_command(folder):
-    settings = ask(folder, "sst2")
-    score_tasks(settings)
-    (record,) = read_results(settings.output)
-    assert record["command"].startswith("python -m finetune.simple_features --tasks '[sst2]'")
-    assert record["model"] == SIMPLE_FEATURES
