@@ -1,18 +1,19 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
-Writes report.md, .html, .csv and report-*.png. report.html is one file that opens from disk, with
-pictures. report.csv has every metric of every run, and the command that repeats it.
+Writes report.md, .html, .tex, .csv and report-*.png. report.html is one file that opens from disk,
+with pictures. report.csv has every metric of every run, and the command that repeats it.
 """
 
 import base64
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 import pandas as pd
 
-from finetune.report.differences import Difference, pair_differences
+from finetune.report.differences import MINUS, Difference, pair_differences
 from finetune.report.figures import Picture, draw_figures
 from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
 from finetune.report.tables import Table, group_tables, verdicts
@@ -23,6 +24,7 @@ from train.tables import escape_cell, markdown_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "loss", "seconds", "command"}
+LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,17 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
         suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
         for suffix in ("md", "html")
     }
-    for suffix, content in {**text, "csv": csv_report(reports)}.items():
+    tex = latex_tables(table for section in sections for table in section.tables)
+    for suffix, content in {**text, "tex": tex, "csv": csv_report(reports)}.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
     return text["md"]
+
+
+def latex_tables(tables: Iterable[Table]) -> str:
+    """The tables for a paper, by pandas' writer."""
+    texts = [x.frame.to_latex(index=False, escape=True, caption=x.title) for x in tables]
+    text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
+    return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 
 
 def csv_report(reports: Sequence[GroupReport]) -> str:

@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from finetune.report.report import ReportSettings, compare_groups, main
+from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
 from finetune.report.runs import GLUE_TASKS, average
 from finetune.report.tables import group_tables, paper_table, problem_table, score_table
 from tiny_results import BERT, ROFORMER, diverged, failed, line, report, seeds, texts, write
@@ -256,7 +256,7 @@ def test_the_printed_table_names_the_split_of_every_row():
     assert ours["split of its numbers"] == "validation (development set)"
 
 
-def test_markdown_survives_any_name_of_a_model():
+def test_markdown_and_latex_survive_any_name_of_a_model():
     name = "a|b_c%d$e#f{g}~h^i\\j&k<l>[m]*n`o"
     found = score_table(report([line(name, "rte", 0.6)]).group)
     columns = [
@@ -264,6 +264,15 @@ def test_markdown_survives_any_name_of_a_model():
         for row in markdown_table(found.frame.map(escape_cell)).splitlines()
     ]
     assert {len(bars) for bars in columns} == {3}
+    body = latex_tables([found]).split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith(r" \\") for row in body)
+    assert not set("_#^~%$") & set(re.sub(r"\\[_#%$]|\\text\w+", "", "".join(body)))
+
+
+def test_latex_prints_minus_signs():
+    found = report([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.5)])
+    text = latex_tables(group_tables(found.group, found.pairs))
+    assert r"RTE, accuracy & $-$10.00 & no \\" in text
 
 
 def test_a_line_of_an_unknown_task_or_without_scores_is_one_warning(capsys):
