@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from train.atomic_dir import write_text_atomically
+from train.atomic_dir import check_writable, write_text_atomically
 from train.command_line import run_command
 from train.data import demo_corpus
 
@@ -63,8 +63,13 @@ def order_rows(sentences: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main(settings: DemoTasksSettings) -> None:
-    """Write the files of the task; the rows are the same every time."""
+    """Write the files of the task; the rows are the same every time.
+
+    Raises:
+        InputError: The output cannot be written.
+    """
     folder = Path(settings.output) / TASK
+    check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
     limits = {"validation": settings.validation_rows, "train": settings.train_rows}
     seen: set[str] = set()

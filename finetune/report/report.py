@@ -9,16 +9,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
 
 from finetune.report.differences import MINUS, Difference, pair_differences
-from finetune.report.figures import Picture, draw_figures
+from finetune.report.figures import draw_figures
 from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
 from finetune.report.tables import Table, group_tables, verdicts
 from finetune.results import RUN_KEY, read_results
-from train.atomic_dir import check_writable
+from train.atomic_dir import check_writable, report_full_disk
 from train.settings import require
 from train.tables import escape_cell, markdown_table
 
@@ -53,17 +54,6 @@ class GroupReport:
     no_pairs: str
 
 
-@dataclass(frozen=True, eq=False)
-class Section:
-    """A heading of the report with the sentences, tables and pictures under it."""
-
-    name: str
-    title: str
-    sentences: list[str]
-    tables: list[Table]
-    pictures: list[Picture]
-
-
 def main(settings: ReportSettings) -> str:
     """Print the report as Markdown and write it in all its forms.
 
@@ -76,7 +66,8 @@ def main(settings: ReportSettings) -> str:
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
-    text = write_report(reports, folder)
+    with report_full_disk(folder, "output"):
+        text = write_report(reports, folder)
     print(text)
     print(f"With pictures: {folder}/report.html, report.md; every run and its command: report.csv")
     return text
@@ -106,14 +97,14 @@ def compare_groups(
 
 def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
     """Write the report in all its forms; returns it as Markdown."""
-    sections = [
-        Section(
-            x.group.name,
-            GROUPS[x.group.name],
-            [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
-            group_tables(x.group, x.pairs),
-            draw_figures(x.group, x.pairs, folder),
-        )
+    sections: list[dict[str, Any]] = [
+        {
+            "name": x.group.name,
+            "title": GROUPS[x.group.name],
+            "sentences": [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
+            "tables": group_tables(x.group, x.pairs),
+            "pictures": draw_figures(x.group, x.pairs, folder),
+        }
         for x in reports
     ]
     environment = jinja2.Environment(
@@ -133,7 +124,7 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
         suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
         for suffix in ("md", "html")
     }
-    tex = latex_tables(table for section in sections for table in section.tables)
+    tex = latex_tables(table for section in sections for table in section["tables"])
     for suffix, content in {**text, "tex": tex, "csv": csv_report(reports)}.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
     return text["md"]
@@ -141,7 +132,11 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
 
 def latex_tables(tables: Iterable[Table]) -> str:
     """The tables for a paper, by pandas' writer."""
-    texts = [x.frame.to_latex(index=False, escape=True, caption=x.title) for x in tables]
+    texts = []
+    for table in tables:
+        columns = "l" + "r" * (len(table.frame.columns) - 1)
+        options = {"index": False, "escape": True, "column_format": columns}
+        texts.append(table.frame.to_latex(**options, caption=table.title))
     text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
     return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.demo_tasks import DemoTasksSettings, main
 from train.data import demo_corpus
+from train.settings import InputError
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,8 @@ def test_training_and_validation_rows_share_no_sentence(tasks):
     assert train
     assert validation
     assert not train & validation
+
+
+def test_an_output_that_is_a_file_is_refused():
+    with pytest.raises(InputError, match="output must be a folder that can be written"):
+        main(DemoTasksSettings(__file__))
