@@ -185,12 +185,9 @@ def test_models_are_comparable_where_both_are_above_the_best_control_by_the_spre
 
 
 def test_the_majority_class_is_a_control_too():
-    lines = [simple_features("mrpc", 0.5)]
-    for model in (BERT, ROFORMER):
-        lines += seeds(model, "mrpc", (0.8, 0.82))
-        lines += seeds(model, "mrpc", (0.5, 0.5), random_weights=True)
+    lines = [simple_features("mrpc", 0.5), *seeds(BERT, "mrpc", (0.8, 0.82))]
+    lines += seeds(BERT, "mrpc", (0.5, 0.5), random_weights=True)
     assert gains_of(lines)["small-bert", "mrpc"][:2] == ("majority", pytest.approx(0.0))
-    assert "comparable on 0 of 1" in judge(lines)[0]
 
 
 def test_the_larger_spread_of_the_two_must_be_exceeded():
@@ -253,9 +250,5 @@ def test_random_weights_stand_for_models_of_the_same_size_alone(sizes, found):
     absent = {name: gain[3] for (name, _), gain in gains_of(lines).items()}
     assert sum("random weights" not in text for text in absent.values()) == found
     assert "random weights" not in absent["roformer-768"]
-
-
-def test_random_weights_of_the_model_that_a_folder_held_before_are_none_of_its_own():
-    lines = [line(BERT, "rte", 0.7) | {"parameters": 9}]
-    lines.append(line(BERT, "rte", 0.5, random_weights=True) | {"parameters": 1})
-    assert "no random weights" in gains_of(lines)["small-bert", "rte"][3]
+    lines = [lines[1], lines[2] | {"parameters": 1}]  # of the model that the folder held before
+    assert "no random weights" in gains_of(lines)["roformer-768", "rte"][3]
