@@ -1,6 +1,7 @@
-"""The metrics that GLUE reports, by scikit-learn and scipy.
+"""GLUE's metrics as a metric of the `evaluate` library that works offline.
 
-A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
+`evaluate.load` fetches code from the hub; `GlueMetric` has the same interface over scikit-learn and
+scipy. A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
 correlation: a model that predicts one class scores 0, without a warning.
 """
 
@@ -8,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import datasets
+import evaluate
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
@@ -40,11 +43,33 @@ METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
 """Functions of labels and predictions, [N] each; f1 is that of class 1."""
 
 
+class GlueMetric(evaluate.Metric):
+    """The metrics of a task: `GlueMetric(task).compute(predictions=..., references=...)`.
+
+    Predictions are class ids, or values for a regression; the result maps metric names to floats.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        # in memory: leaves no file, and concurrent runs do not wait for a lock
+        super().__init__(config_name=task.name, keep_in_memory=True)
+
+    def _info(self) -> evaluate.MetricInfo:
+        kind = datasets.Value("float64" if self.task.labels is None else "int64")
+        return evaluate.MetricInfo(
+            description="The metrics GLUE reports for one task.",
+            citation="Wang et al. 2019, arXiv:1804.07461",
+            features=datasets.Features({"predictions": kind, "references": kind}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        values = np.asarray(references), np.asarray(predictions)
+        return {name: float(METRICS[name](*values)) for name in self.task.metrics}
+
+
 def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
     """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
-    kind = np.float64 if task.labels is None else np.int64
-    values = np.asarray(labels, dtype=kind), np.asarray(predictions, dtype=kind)
-    return {name: float(METRICS[name](*values)) for name in task.metrics}
+    return GlueMetric(task).compute(predictions=predictions, references=labels)
 
 
 def score_splits(
