@@ -1,13 +1,82 @@
-"""Confidence intervals over seeds, of pretraining or of fine-tuning."""
+"""Intervals and tests over seeds: Student's t, the paired t-test, Holm's correction.
+
+The seeds are those of fine-tuning (classification head, order of examples, dropout) of fixed
+checkpoints, or those of pretraining, each represented by its mean over fine-tuning. The validation
+examples are fixed: the variance from sampling other examples is not covered.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
+Interval = tuple[float, float]
 
-def t_interval(values: ArrayLike) -> tuple[float, float]:
+MIN_RUNS = 4
+"""Fewer values have neither an interval nor a test: they are shown one by one."""
+
+
+def t_interval(values: ArrayLike) -> Interval:
     """95 % interval of the mean of values [n] by Student's t, n of at least 2."""
     sample = np.asarray(values, dtype=np.float64)
     # scipy's own `t.interval` is NaN for equal values
     half = stats.t.ppf(0.975, len(sample) - 1) * stats.sem(sample)
     return float(sample.mean() - half), float(sample.mean() + half)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """First minus second over the seeds for which both have a score.
+
+    Attributes:
+        differences: Seed -> difference.
+        tried: Number of seeds either side was run with, scored or not.
+        mean: Mean difference.
+        t_interval: 95 % interval of the mean by Student's t; like all that follow None for fewer
+            than `MIN_RUNS` seeds and where all differ by the same.
+        p: Two-sided p-value of the paired t-test.
+        p_holm: The same after Holm's correction over the tasks of one comparison.
+    """
+
+    differences: dict[int, float]
+    tried: int
+    mean: float
+    t_interval: Interval | None = None
+    p: float | None = None
+    p_holm: float | None = None
+
+
+def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int) -> Comparison:
+    """Compare two sets of scores seed by seed: first minus second.
+
+    Args:
+        first: Seed -> score.
+        second: Seed -> score of the other side; at least one seed is in both.
+        tried: Number of seeds either side was run with.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    values = np.array([first[seed] - second[seed] for seed in seeds])
+    differences = dict(zip(seeds, values.tolist()))
+    t, p = None, None
+    if len(values) >= MIN_RUNS and np.ptp(values) > 1e-9:  # beyond rounding of equal differences
+        t, p = t_interval(values), float(stats.ttest_1samp(values, 0.0).pvalue)
+    return Comparison(differences, tried, float(values.mean()), t, p)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct the p-values of a family for its family-wise error rate (Holm 1979, step-down)."""
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    steps = np.maximum.accumulate(factors * np.asarray(p_values)[order])
+    corrected[order] = np.minimum(1.0, steps)
+    return corrected.tolist()
+
+
+def holm_corrected(family: Mapping[str, Comparison]) -> dict[str, Comparison]:
+    """Fill in `p_holm` of the comparisons of a family that have a p-value."""
+    tested = {key: c.p for key, c in family.items() if c.p is not None}
+    values = dict(zip(tested, holm(list(tested.values()))))
+    return {key: replace(c, p_holm=values.get(key)) for key, c in family.items()}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from finetune.report.runs import CONTROLS, TaskGroup, average, seed_scores
-from finetune.report.statistics import Comparison, compare, holm_corrected
 from train.atomic_dir import model_name
+from train.intervals import Comparison, compare, holm_corrected
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen

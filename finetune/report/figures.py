@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,19 +17,9 @@ from matplotlib.figure import Figure
 
 from finetune.report.differences import AVERAGE, Difference
 from finetune.report.runs import CONTROLS, TaskGroup, seed_scores
-from finetune.report.statistics import MIN_RUNS
-from train.intervals import t_interval
+from train.intervals import MIN_RUNS, t_interval
+from train.plotting import COLORS, make_axes, save_figure
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.alpha": 0.3,
-    "text.parse_math": False,
-}
 LINES = {"majority": "--", "features": ":"}
 UNIT = "headline metric × 100"  # noqa: RUF001
 SEEDS = (
@@ -70,9 +59,7 @@ def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) ->
         if any(values for _, cells in rows.values() for values in cells.values()):
             file = f"report-{group.name}-{name}.png"
             titles = {**group.titles, AVERAGE: "average"}
-            with mpl.rc_context(STYLE):
-                figure = draw_panels(titles, rows, marks)
-                figure.savefig(folder / file, dpi=150, facecolor="white")
+            save_figure(draw_panels(titles, rows, marks), folder / file)
             pictures.append(Picture(file, text))
     return pictures
 
@@ -93,8 +80,7 @@ def draw_panels(
     columns = min(3, len(labels))
     lengthwise = -(-len(labels) // columns)
     size = (2.9 * columns + 2.2, lengthwise * height + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(lengthwise, columns, squeeze=False, sharey=True).flatten().tolist()
+    figure, axes = make_axes(lengthwise, columns, *size, sharey=True)
     for axis in axes[len(labels) :]:
         axis.remove()
     for axis, label in zip(axes, labels):
@@ -104,7 +90,7 @@ def draw_panels(
             axis.axvline(value, color="black", ls=style, lw=1)
         axis.set(title=titles[label], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
         axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.grid(axis="x")
+        axis.grid(visible=False, axis="y")
     return figure
 
 

@@ -12,8 +12,8 @@ import pandas as pd
 
 from finetune.report.differences import AVERAGE, Difference, comparable_tasks, control_gains
 from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
-from finetune.report.statistics import Comparison
 from finetune.tasks import TASKS, recorded_task
+from train.intervals import Comparison
 
 DASH = "–"  # noqa: RUF001 an empty cell
 

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from finetune.report.statistics import compare, holm, holm_corrected
-from train.intervals import t_interval
+from train.intervals import compare, holm, holm_corrected, t_interval
 
 
 def scores(seed: int, count: int) -> tuple[dict[int, float], dict[int, float]]:
