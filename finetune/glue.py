@@ -8,7 +8,6 @@ Each run appends one line to the results file and writes its predictions beside 
 import math
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,11 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import roformer
 from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
@@ -57,8 +52,6 @@ Labels = dict[str, NDArray]
 """Split -> [N]."""
 Logits = dict[str, NDArray[np.float32]]
 """Split -> [N, num_labels]."""
-OnStep = Callable[[int, int, float], None]
-"""Called with the steps done, the steps of the run and the mean loss of the last batch."""
 
 CHECK_EVERY = 20
 """Steps between two checks for divergence, each of which synchronizes host and device."""
@@ -69,14 +62,14 @@ class DivergedError(ArithmeticError):
 
 
 def main(
-    settings: GlueSettings, accelerator: Accelerator | None = None, on_step: OnStep | None = None
+    settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
 ) -> dict[str, Any]:
     """Fine-tune, score, write the predictions, append the line to the results.
 
     Args:
         settings: The run.
         accelerator: Accelerator of this run; None creates one.
-        on_step: Progress callback; None draws a progress bar.
+        slot: Number of the grid's worker that makes the run; None for a single run.
 
     Returns:
         The line. The scores of a diverged run are None.
@@ -98,11 +91,11 @@ def main(
     labels = {split: examples.labels for split, examples in data.items()}
     result = describe_run(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    for line in describe_truncation(result) if on_step is None else ():  # grids show results only
+    for line in describe_truncation(result) if slot is None else ():  # grids show results only
         accelerator.print(line)
     logits: Logits = {}
     try:
-        losses, logits = fine_tune(settings, model, data, accelerator, on_step)
+        losses, logits = fine_tune(settings, model, data, accelerator, slot or 0)
         result |= {"status": "done"} | score_splits(task, logits, labels)
         result |= {"loss": losses[-1], "losses": losses}
     except DivergedError as error:
@@ -121,13 +114,16 @@ def main(
 
 
 def fine_tune(
-    settings: GlueSettings,
-    model: Model,
-    data: Data,
-    accelerator: Accelerator,
-    on_step: OnStep | None = None,
+    settings: GlueSettings, model: Model, data: Data, accelerator: Accelerator, position: int = 0
 ) -> tuple[list[float], Logits]:
     """Train the model in place, then predict every split but train.
+
+    Args:
+        settings: The run.
+        model: Its model.
+        data: Its splits.
+        accelerator: Its accelerator.
+        position: Line of the progress bar on a terminal, counted from the cursor.
 
     Returns:
         losses: Mean training loss of each epoch.
@@ -136,21 +132,21 @@ def fine_tune(
     Raises:
         DivergedError: A loss, gradient or logit is not finite.
     """
-    train, batch_size = data["train"], settings.batch_size
+    train, batch_size, tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    tokens = settings.micro_batch_tokens
     total_steps = settings.epochs * math.ceil(len(train) / batch_size)
     warmup_steps = round(settings.warmup_share * total_steps)
     factor = schedule_factor(settings.schedule, warmup_steps, total_steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
-    on_step = on_step or progress_bar(settings, enabled=accelerator.is_main_process)
     model.train()
     check_memory(model, train, tokens, accelerator)
+    title = f"{settings.task} seed {settings.seed} {settings.model}"
+    hidden = None if rank == 0 else True  # None draws on terminals only
+    bar = tqdm(desc=title, total=total_steps, position=position, leave=False, disable=hidden)
     step, losses = 0, []
     for epoch in range(settings.epochs):
-        model.train()
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
@@ -163,18 +159,20 @@ def fine_tune(
             # batches that the loss scaler skips count as 0
             epoch_loss += loss if scaler is None else loss.nan_to_num(0, 0, 0)
             step += 1
+            bar.update()
             if step % CHECK_EVERY == 0 or step == total_steps:
                 if scaler is None:
                     check_finite(gradient_norm, "gradient", step)  # the same on every process
                 elif scaler.get_scale() <= MIN_LOSS_SCALE:
                     raise DivergedError(f"gradient not finite at any scale ({step})")
-                on_step(step, total_steps, loss.item() / max(1, len(rows[rank::world_size])))
+                bar.set_postfix(loss=f"{loss.item() * world_size / len(rows):.3f}", refresh=False)
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
-    splits = (split for split in data if split != "train")
+    bar.close()
     num_labels = load_task(settings.task).num_labels
     logits = {
-        split: predict(model, data[split], batch_size, tokens, num_labels, accelerator)
-        for split in splits
+        split: predict(model, examples, batch_size, tokens, num_labels, accelerator)
+        for split, examples in data.items()
+        if split != "train"
     }
     return losses, logits
 
@@ -372,28 +370,6 @@ def check_forward(model: Model, data: Data, task: Task) -> None:
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         found = first_line(error)
     require(found == str((2, task.num_labels)), "model", rule, found, remedy)
-
-
-def progress_bar(settings: GlueSettings, enabled: bool = True, position: int = 0) -> OnStep:
-    """Create a progress bar, drawn on terminals only.
-
-    Args:
-        settings: The run, which names the bar.
-        enabled: False draws nothing.
-        position: Line of the terminal, counted from the cursor.
-    """
-    control = ", random weights" if settings.random_weights else ""
-    title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    bar = tqdm(desc=title, position=position, leave=False, disable=None if enabled else True)
-
-    def on_step(step: int, total_steps: int, loss: float) -> None:
-        bar.total = total_steps
-        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        bar.update(step - bar.n)
-        if step == total_steps:
-            bar.close()
-
-    return on_step
 
 
 def command(settings: GlueSettings) -> None:

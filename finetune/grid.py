@@ -263,7 +263,7 @@ def make_run(run: GlueSettings, slot: int) -> Line | None:
     try:
         if is_finished(run, read_finished(run.output)):
             return None
-        return glue.main(run, accelerator, glue.progress_bar(run, position=slot))
+        return glue.main(run, accelerator, slot)
     finally:
         locks.release(asdict(run))
         accelerator.free_memory()

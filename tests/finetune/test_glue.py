@@ -100,16 +100,15 @@ def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(tmp_path)
 def test_a_lack_of_memory_is_one_line_before_the_first_step(tmp_path, monkeypatch):
     tiny_model(tmp_path / "model", "roformer")
     write_sst2(tmp_path / "glue")
-    steps = []
 
     def allocate(*args, **inputs):
         torch.empty(2**60)
 
     monkeypatch.setattr(roformer.RoFormerForSequenceClassification, "forward", allocate)
     monkeypatch.setattr(glue, "check_forward", lambda *args: None)
+    monkeypatch.setattr(glue, "set_learning_rate", None)  # a step would call it
     with pytest.raises(InputError, match="micro_batch_tokens"):
-        glue.main(settings(tmp_path), on_step=lambda *step: steps.append(step))
-    assert not steps
+        glue.main(settings(tmp_path))
 
 
 def test_a_run_says_how_much_its_length_cuts_off(tmp_path, capsys):
