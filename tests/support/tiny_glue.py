@@ -1,9 +1,11 @@
 """Tiny models, a tiny tokenizer and tiny task folders for the tests of finetune/."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pytest
 from pyarrow import parquet
 from transformers import (
     AutoConfig,
@@ -17,6 +19,7 @@ import roformer
 from finetune.data import Examples, make_examples
 from finetune.task_data import read_split_columns
 from finetune.tasks import Task
+from train.settings import InputError
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -85,6 +88,15 @@ def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -
 def load_examples(task: Task, split: str, glue_dir: str | None, *options) -> Examples:
     """Read and tokenize a split; `options` are those of `make_examples`."""
     return make_examples(task, read_split_columns(task, split, glue_dir), *options)
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """Check that a call is refused in one line that has the words."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
 
 
 PAIR = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
