@@ -1,6 +1,7 @@
 """Grids: no result is lost or made twice, whatever is killed; changed inputs are made again."""
 
 import json
+import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -112,20 +113,6 @@ def test_two_grids_on_one_file_make_each_run_once(tmp_path, start):
     assert "made by another grid" in printed  # or they did not overlap
 
 
-def test_a_line_per_run_gives_score_and_time_left(capsys):
-    settings = GridSettings(models=["a"], tasks=["rte"], glue_dir="d")
-    line = {"task": "rte", "model": "a", "random_weights": False, "mnli": None, "seed": 0}
-    line |= {"learning_rate": 2e-5, "status": "done", "collapsed": False, "majority": 0.5}
-    line |= {"headline_metric": "accuracy", "seconds": 240.0, "headline": 0.6}
-    (run,) = grid.list_runs(settings)
-    grid.print_outcome(run, None, "1/3", seconds=61.0)
-    grid.print_outcome(run, line, "2/3", seconds=0.0)
-    assert capsys.readouterr().out.splitlines() == [
-        "[1/3] rte a seed 0: made by another grid; 1 min left",
-        "[2/3] rte a rate 2e-05 seed 0: accuracy 60.0 (majority 50.0), 240 s; 0 min left",
-    ]
-
-
 def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
     tmp_path, start, in_process
 ):
@@ -173,27 +160,23 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp
     write_sst2(tmp_path / "glue", train=32)
     grid.main(ask(tmp_path, random_control=True))
     more = ask(tmp_path, seeds=[0, 1], random_control=True, models=[f"{tmp_path}/./model/"])
-    Path(more.output).parent.joinpath("predictions").chmod(0o755)
-    broken = prediction_file(more.output, seed_of(more, 1), "validation")
-    broken.mkdir(parents=True)  # where the run of seed 1 will want to write a file
+    (last,) = (run for run in grid.list_runs(more) if run.seed == 1 and not run.random_weights)
+    broken = prediction_file(more.output, asdict(last), "validation")
+    broken.mkdir(parents=True)  # where this run will want to write a file
     with pytest.raises(InputError, match="got 1 of 2 that failed"):
         grid.main(more)
-    assert "2 runs to make, 2 done already" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 runs to make, 2 done already" in printed
+    score = r"accuracy \d+\.\d \(majority \d+\.\d.*\), \d+ s"
+    assert re.search(
+        rf"^\[2/2\] sst2 .*, random weights, .* seed 1: {score}; 0 min left$", printed, re.M
+    )
     runs = [x for x in read_results(more.output) if x["model"] == more.models[0]]
     found = {(x["seed"], x["random_weights"]): x["status"] for x in runs}
     assert len(runs) == len(read_results(more.output)) - 1  # one record is of simple features
     assert found == {
         (0, False): "done", (0, True): "done", (1, False): "failed", (1, True): "done",
     }  # fmt: skip
-
-
-def seed_of(settings: GridSettings, seed: int) -> dict:
-    (run,) = (
-        asdict(run)
-        for run in grid.list_runs(settings)
-        if run.seed == seed and not run.random_weights
-    )
-    return run
 
 
 @pytest.mark.usefixtures("in_process")
@@ -212,7 +195,7 @@ def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
     # MNLI is made again, and with it what begins from it
     write_split(tmp_path / "glue", "mnli", "train", {**PAIR, "label": [1, 0, 1] * 3})
     grid.main(settings)
-    made = [json.loads(x) for x in Path(settings.output).read_text().splitlines()][len(lines) :]
+    made = lines_of(settings)[len(lines) :]
     again = [(task, begun, seed) for task, begun, seed in expected if task == "mnli" or begun]
     assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in made) == again
 
