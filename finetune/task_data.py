@@ -50,10 +50,9 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
 def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
     # blank text is allowed where official data have it: in test splits, and in one text of a pair,
     # as in two training rows of QQP
-    rows = zip(*texts.values())
-    allowed = [is_test or any(str(text).strip() for text in row) for row in rows]
-    for column, values in texts.items():
-        for row, (text, is_allowed) in enumerate(zip(values, allowed)):
+    for row, values in enumerate(zip(*texts.values())):
+        is_allowed = is_test or any(str(text).strip() for text in values)
+        for column, text in zip(texts, values):
             if not (isinstance(text, str) and is_allowed):
                 rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
                 raise InputError(f"{rule}, got {found}; correct the file")
