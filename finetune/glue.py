@@ -48,8 +48,6 @@ from train.settings import InputError, first_line, require
 Model: TypeAlias = PreTrainedModel | SharedHeadClassifier
 Data = dict[str, Examples]
 """The tokenized splits of a run by name; the test split of AX is "ax"."""
-Labels = dict[str, NDArray]
-"""Split -> [N]."""
 Logits = dict[str, NDArray[np.float32]]
 """Split -> [N, num_labels]."""
 
@@ -142,7 +140,8 @@ def fine_tune(
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     model.train()
     check_memory(model, train, tokens, accelerator)
-    title = f"{settings.task} seed {settings.seed} {settings.model}"
+    control = ", random weights" if settings.random_weights else ""
+    title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
     hidden = None if rank == 0 else True  # None draws on terminals only
     bar = tqdm(desc=title, total=total_steps, position=position, leave=False, disable=hidden)
     step, losses = 0, []
@@ -168,13 +167,8 @@ def fine_tune(
                 bar.set_postfix(loss=f"{loss.item() * world_size / len(rows):.3f}", refresh=False)
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
     bar.close()
-    num_labels = load_task(settings.task).num_labels
-    logits = {
-        split: predict(model, examples, batch_size, tokens, num_labels, accelerator)
-        for split, examples in data.items()
-        if split != "train"
-    }
-    return losses, logits
+    splits = [split for split in data if split != "train"]
+    return losses, {x: predict(model, data[x], settings, accelerator) for x in splits}
 
 
 def compute_gradients(
@@ -232,7 +226,9 @@ def answer_file(settings: GlueSettings, result: dict[str, Any]) -> Path:
     return prediction_file(settings.output, result, "test").with_suffix(".csv")
 
 
-def write_outcome(output: str, result: dict[str, Any], logits: Logits, labels: Labels) -> None:
+def write_outcome(
+    output: str, result: dict[str, Any], logits: Logits, labels: dict[str, NDArray]
+) -> None:
     """Write the predictions, then append the line; predictions of an earlier run are deleted."""
     delete_stale_predictions(output, result, kept=logits)
     for split, values in logits.items():
@@ -254,12 +250,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict(
-    model: Model,
-    examples: Examples,
-    batch_size: int,
-    tokens: int,
-    num_labels: int,
-    accelerator: Accelerator,
+    model: Model, examples: Examples, settings: GlueSettings, accelerator: Accelerator
 ) -> NDArray[np.float32]:
     """Compute the logits of all rows, [N, num_labels], the same on every process.
 
@@ -270,12 +261,13 @@ def predict(
         DivergedError: A logit is not finite.
     """
     model.eval()
+    num_labels, batch_size = load_task(settings.task).num_labels, settings.batch_size
     logits = torch.zeros(len(examples), num_labels, device=accelerator.device)
     order = np.argsort(examples.lengths, kind="stable")
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    tokens = settings.micro_batch_tokens * world_size
     for start in range(0, len(order), batch_size):
-        batch_rows = order[start : start + batch_size]
-        for rows in examples.micro_batches(batch_rows, tokens * world_size):
+        for rows in examples.micro_batches(order[start : start + batch_size], tokens):
             shard = rows[rank::world_size]
             batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
             batch.pop("labels")

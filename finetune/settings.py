@@ -14,9 +14,6 @@ from finetune.tasks import load_task
 from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, check_seed, require
 
-POOLINGS = ("own", "first", "mean")
-PAIR_ENCODINGS = ("joint", "separate")
-
 
 def normalize_paths(settings: Any, *names: str) -> None:
     """Normalize paths of frozen settings: `runs/a/` and `runs/a` name the same run."""
@@ -78,7 +75,8 @@ class Recipe:
         require(decay >= 0, "weight_decay", "must not be negative", decay, "0 turns it off")
         rule = "must be at least 0 and below 1"
         require(0 <= share < 1, "warmup_share", rule, share, "0.1 is usual")
-        choices = {"schedule": SCHEDULES, "pooling": POOLINGS, "pair_encoding": PAIR_ENCODINGS}
+        choices: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES}
+        choices |= {"pooling": ("own", "first", "mean"), "pair_encoding": ("joint", "separate")}
         for name, values in choices.items():
             value, rule = getattr(self, name), f"must be one of {', '.join(values)}"
             require(value in values, name, rule, repr(value), "leave it out for the default")
