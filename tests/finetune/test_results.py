@@ -126,9 +126,10 @@ def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_pat
 
 
 def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
-    for name in ("output", "cache", "test", "attention", "save"):
+    for name in ("output", "cache", "test", "attention", "micro_batch_tokens", "save"):
         assert run_key({**RUN, name: "other"}) == run_key(RUN)
-    for name in RUN.keys() - {"output", "cache", "test", "attention", "save", "status"}:
+    others = {"output", "cache", "test", "attention", "micro_batch_tokens", "save", "status"}
+    for name in RUN.keys() - others:
         assert run_key({**RUN, name: "other"}) != run_key(RUN)
 
 
