@@ -4,19 +4,21 @@ Several `--config` files are merged; later files override earlier ones, and flag
 (`--optim.steps 100`) override files.
 """
 
+import difflib
 import os
+import re
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
 
-from train.settings import InputError
+from train.settings import InputError, require
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -64,20 +66,24 @@ def progress_interval() -> float:
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
+class _ParserError(ValueError):
+    """What jsonargparse says of a flag or a YAML file."""
+
+
 class _StrictParser(jsonargparse.ArgumentParser):
     """Parser that raises its errors and accepts no abbreviated flags.
 
     Args:
         examples: Text at the beginning of `--help`.
-        settings: Dataclass that is filled.
+        types: Type of each setting by key.
     """
 
     def __init__(
-        self, *args: Any, examples: str = "", settings: type | None = None, **kwargs: Any
+        self, *args: Any, examples: str = "", types: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         usage = "%(prog)s [--config FILE ...] [--KEY VALUE ...]"
         super().__init__(*args, **({"usage": usage} | kwargs | {"allow_abbrev": False}))
-        self.examples, self.settings = examples, settings
+        self.examples, self.types = examples, types or {}
 
     def format_help(self, *args: Any) -> str:
         """Return the help, without the flags that read a section from a file of its own."""
@@ -88,27 +94,18 @@ class _StrictParser(jsonargparse.ArgumentParser):
         return self.examples + super().format_help(*args)
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        """Raise the message as one line instead of printing the usage and exiting."""
-        raise InputError(" ".join(message.split()).removeprefix("Parser key ")) from ex
+        """Raise the message instead of printing the usage and exiting."""
+        raise _ParserError(" ".join(message.split())) from ex
 
     def parse_args(self, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
-        """Parse; in YAML jsonargparse accepts null for every type, and anything for a section."""
+        """Parse; jsonargparse accepts null for every type, and anything for a section in YAML."""
         parsed = super().parse_args(*args, **kwargs)
-        for key, kind in _field_types(self.settings) if self.settings else ():
-            value, found = parsed.get(key), key in parsed
-            if is_dataclass(kind) and found and not isinstance(value, jsonargparse.Namespace):
-                self.error(f'"{key}": must be a section. Got value: {value}')
-            if value is None and found and NoneType not in get_args(kind):
-                self.error(f'"{key}": must not be null')
+        for key, kind in self.types.items():
+            value, is_section = parsed.get(key), is_dataclass(kind)
+            fits = isinstance(value, jsonargparse.Namespace) if is_section else value is not None
+            if not fits and NoneType not in get_args(kind) and key in parsed:
+                self.error(f'"{key}": Got value: {value}')
         return parsed
-
-
-def _field_types(settings: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key and type of every setting, sections before what they hold."""
-    for name, kind in get_type_hints(settings).items():
-        yield f"{prefix}{name}", kind
-        if is_dataclass(kind):
-            yield from _field_types(cast(type, kind), f"{prefix}{name}.")
 
 
 def _names_config(flags: Sequence[str]) -> bool:
@@ -137,12 +134,104 @@ def parse_settings(
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     defaults = [] if default_config is None or _names_config(flags) else [default_config]
-    return jsonargparse.auto_cli(
-        settings,
-        args=flags,
-        parser_class=_StrictParser,
-        as_positional=False,
-        default_config_files=defaults,
-        examples=examples,
-        settings=settings,
-    )
+    types = dict(_field_types(settings))
+    for flag, next_flag in zip(flags, [*flags[1:], ""]):
+        name, equals, value = flag.partition("=")
+        if name == "--config":
+            _check_yaml(value if equals else next_flag)
+        _check_whole_field(name)
+    try:
+        return jsonargparse.auto_cli(
+            settings,
+            args=flags,
+            parser_class=_StrictParser,
+            as_positional=False,
+            default_config_files=defaults,
+            examples=examples,
+            types=types,
+        )
+    except _ParserError as error:
+        raise InputError(_describe_parser_error(str(error), types)) from error
+
+
+def _field_types(settings: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and type of every setting, sections before what they hold."""
+    for name, kind in get_type_hints(settings).items():
+        yield f"{prefix}{name}", kind
+        for part in (kind, *get_args(kind)):
+            if is_dataclass(part):
+                yield from _field_types(cast(type, part), f"{prefix}{name}.")
+
+
+def _describe_type(kind: Any) -> str:
+    """Name a type as YAML has it: "int or null", "list of float", "section"."""
+    parts = [_describe_type(part) for part in get_args(kind)]
+    if isinstance(kind, UnionType):
+        return " or ".join(parts)
+    if kind is NoneType:
+        return "null"
+    if is_dataclass(kind):
+        return "section"
+    if get_origin(kind) is tuple:
+        return f"list of {parts[0]}"
+    name = getattr(kind, "__name__", str(kind))
+    return f"{name} of {', '.join(parts)}" if parts else name
+
+
+def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
+    """Turn jsonargparse's message into one of ours.
+
+    Args:
+        message: "KEY": why, perhaps with the message of an inner parser, and with the value.
+        types: From `_field_types`.
+    """
+    message = message.removeprefix("Parser key ")
+    message = re.sub(r"- Expected a path but .*? - | Subclass types expect one of.*", "", message)
+    key = ".".join(dict.fromkeys(re.findall(r'"([a-z_.]+)": ', message)))
+    value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
+    if key in types and value:
+        found = value[1].strip("'\"").replace("None", "null")
+        is_item = get_origin(types[key]) is list and not found.startswith("[")
+        remedy = f"write [{found}]" if is_item else "see --help"
+        return f"{key} must be of type {_describe_type(types[key])}, got {found}; {remedy}"
+    unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
+    prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
+    # in YAML the section of a misspelt key stands before it, or is missing
+    section = prefix or "".join(re.findall(r"^(?:Group '|\")(\w+)", message))
+    leaves = [key for key, kind in types.items() if not is_dataclass(kind)]
+    keys = [key for key in leaves if key.startswith(f"{section}.")] or leaves
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    similar = difflib.get_close_matches(word, names, n=1)
+    if similar:
+        return f"{message}; did you mean {names[similar[0]]}?"
+    # several values of a flag: a glob that the shell has expanded, or names without brackets
+    is_value = re.match(r"unrecognized arguments: (?!-)", message)
+    return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
+
+
+def _check_yaml(file: str) -> None:
+    """Refuse a YAML file with a repeated key, of which the parser would use only the last."""
+    try:
+        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} must be UTF-8, got {error}; convert it") from error
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # the parser reports it
+    for node in nodes:  # the list grows by the children of each node
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            repeated = ", ".join(sorted({str(key) for key in keys if keys.count(key) > 1}))
+            require(not repeated, file, "must say a key once", repeated, "join the two")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+
+
+def _check_whole_field(flag: str) -> None:
+    """Refuse a flag for one key of a dictionary in `model.config`, which would drop the others."""
+    field, _, key = flag.removeprefix("--model.config.").partition(".")
+    if key and flag.startswith("--model.config."):
+        remedy = f"write --model.config.{field} '{{KEY: VALUE}}'"
+        raise InputError(
+            f"model.config.{field} must be given as a whole, got its key {key} alone; {remedy}"
+        )

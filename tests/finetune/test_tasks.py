@@ -53,7 +53,7 @@ def test_only_the_official_row_counts_make_an_official_result(task, rows, label,
         (["--task", "rte", "--schedule", "sometimes"], ["schedule", "linear", "'sometimes'"]),
         (["--task", "rte", "--warmup_share", "1"], ["warmup_share", "below 1"]),
         (["--task", "rte", "--output", "."], ["output", "must name a file"]),
-        (["--task", "rte", "--lenght", "64"], ["unrecognized arguments: --lenght"]),
+        (["--task", "rte", "--lenght", "64"], ["lenght", "length"]),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(flags, words):
