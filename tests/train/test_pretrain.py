@@ -22,14 +22,12 @@ from launched_runs import LAUNCH, NO_DROPOUT, SCRIPT, TORCHRUN
 from launched_runs import run_in_process as run
 from tiny import ROOT, TINY_MODEL, command, log_rows
 from train import pretrain
-from train.command_line import parse_settings
 from train.data import vocabulary
 from train.data.corpus import tokenize_corpus
 from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.loop.model_init import build_config, build_model
-from train.pretrain import main
-from train.settings import OPTIMIZERS, InputError, ModelSettings, PretrainSettings
+from train.settings import OPTIMIZERS, InputError, ModelSettings
 
 
 def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
@@ -69,7 +67,8 @@ def test_a_model_says_that_it_is_made_for_what_it_was_trained_on(
     if rope == "default":
         changes["rope_parameters"].pop("factor")
     model = f"--model.config={json.dumps(TINY_MODEL | changes)}"
-    folder = main(parse_settings(PretrainSettings, [*pretrain_flags, model]))
+    run(pretrain_flags, model)
+    folder = tmp_path / "runs" / "tiny" / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     config = roformer.RoFormerConfig.from_pretrained(folder)
     assert tokenizer.model_max_length == config.max_position_embeddings == made_for
@@ -398,7 +397,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(regional, pretrain_flags,
 
 def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain_flags, tmp_path):
     flags = ["--optim.steps=null", "--optim.tokens=8000"]
-    main(parse_settings(PretrainSettings, [*pretrain_flags, *flags]))
+    run(pretrain_flags, *flags)
     tokens = log_rows(tmp_path / "runs" / "tiny", "tokens")
     assert max(tokens.values()) == pytest.approx(8000, rel=0.06)
 

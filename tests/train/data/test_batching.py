@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from launched_runs import run_in_process as run
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
-from train.command_line import parse_settings
 from train.data import batching, stateless_rng
 from train.data.batching import (
     IGNORE_INDEX,
@@ -20,8 +20,6 @@ from train.data.batching import (
     max_predictions,
     training_order,
 )
-from train.pretrain import main as pretrain
-from train.settings import PretrainSettings
 
 
 @pytest.fixture
@@ -100,8 +98,7 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain_flags, tmp_path):
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = f"--model.config={json.dumps(TINY_MODEL | still)}"
     for kernel in ("sdpa", "unpadded"):
-        flags = [*pretrain_flags, config, f"--run.name={kernel}", f"--model.attention={kernel}"]
-        pretrain(parse_settings(PretrainSettings, flags))
+        run(pretrain_flags, config, f"--run.name={kernel}", f"--model.attention={kernel}")
     for key in ("loss", "validation_loss", "tokens"):
         padded, packed = (
             list(log_rows(tmp_path / "runs" / name, key).values()) for name in ("sdpa", "unpadded")

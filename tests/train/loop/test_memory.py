@@ -8,16 +8,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from launched_runs import run_in_process
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
-from train.command_line import parse_settings
 from train.data.batching import SequenceIndex, make_batch
 from train.loop.flops import step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
-from train.pretrain import main
-from train.settings import InputError, PretrainSettings
+from train.settings import InputError
 
 
 def objective(**fields: object) -> LanguageModel:
@@ -59,13 +58,13 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
 
 
 def dry_run(flags, capsys):
-    main(parse_settings(PretrainSettings, [*flags, "--run.dry=true"]))
+    run_in_process(flags, "--run.dry=true")
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, capsys):
     counted = dry_run(pretrain_flags, capsys)["parameters"]
-    main(parse_settings(PretrainSettings, pretrain_flags))
+    run_in_process(pretrain_flags)
     about = json.loads((tmp_path / "runs" / "tiny" / "environment.json").read_text())
     assert counted == about["parameters"]
     capsys.readouterr()
@@ -171,7 +170,7 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
 
 
 def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
-    main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.log_every=6"]))
+    run_in_process(pretrain_flags, "--run.log_every=6")
     folder = tmp_path / "runs" / "tiny"
     rows = {key: log_rows(folder, key)[12] for key in ("mfu", "data_wait", "memory_gb")}
     assert 0 < rows["mfu"] < 1
@@ -184,7 +183,7 @@ def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
 
 def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, tmp_path):
     flags = [*pretrain_flags, "--optim.steps=null", "--optim.hours=0.0008", "--run.save_every=1000"]
-    main(parse_settings(PretrainSettings, [*flags, "--run.validate_every=100000"]))
+    run_in_process(flags, "--run.validate_every=100000")
     folder = tmp_path / "runs" / "tiny"
     rates, seconds = (log_rows(folder, key) for key in ("learning_rate", "seconds"))
     last = max(rates)
@@ -198,6 +197,6 @@ def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, t
 @pytest.mark.parametrize("option", ["--model.gradient_checkpointing=true", "--run.workers=2"])
 def test_options_of_speed_and_memory_change_no_loss(option, pretrain_flags, tmp_path):
     for name, more in (("plain", []), ("other", [option])):
-        main(parse_settings(PretrainSettings, [*pretrain_flags, f"--run.name={name}", *more]))
+        run_in_process(pretrain_flags, f"--run.name={name}", *more)
     plain, other = (log_rows(tmp_path / "runs" / name) for name in ("plain", "other"))
     assert plain == pytest.approx(other, rel=1e-6)
