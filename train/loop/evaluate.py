@@ -102,12 +102,9 @@ def evaluate(
         options = (single_token_vocab, rate, MASK_SEED, language_model.packed)
         tensors = make_batch(sequences, rows, first, *options)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
-        values = (
-            loss.double(),
-            correct.double(),
-            correct.new_tensor(len(tensors["labels"])).double(),
-        )
-        sums += torch.stack(values) * (number < len(batches))
+        if number < len(batches):
+            labels = torch.full_like(sums[0], len(tensors["labels"]))
+            sums += torch.stack((loss.double(), correct.double(), labels))
     model.train(was_training)
     loss, correct, predicted = accelerator.reduce(sums).tolist()
     rule, remedy = "must hold a token to predict", "give more text, or a tokenizer that knows it"
