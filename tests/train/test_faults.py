@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from launched_runs import (
     newest_step,
     read_output,
     run_in_process,
+    start_ranks,
     train_until,
     wait_for,
 )
@@ -101,6 +103,26 @@ def test_of_two_launches_one_waits_until_the_other_has_saved(pretrain_flags, tmp
     steps = [row["step"] for row in complete_rows(run) if "loss" in row]
     assert steps == [*range(1, len(steps) + 1)]  # nothing lost, nothing twice
     assert len(line.findall(read_output(tmp_path))) == 1
+
+
+@pytest.mark.slow
+def test_a_second_launch_of_two_ranks_gives_up_in_one_line(pretrain_flags, tmp_path, start):
+    run, flags = tmp_path / "runs" / "tiny", [*pretrain_flags, *ENDLESS]
+    first = start(SCRIPT, *flags, **CPU)
+    train_until(first, run, 0, 2)
+    second = start_ranks(start, [*flags, "--optim.micro_batch=8"])
+    wait_for(lambda: "waiting up to 60 s: " in read_output(tmp_path))
+    assert [rank.wait(PATIENCE) for rank in second] == [2, 2]
+    (error,) = re.findall("error: .*", read_output(tmp_path))  # after the bar of the first
+    holder = f"process {first.pid} on {platform.node()}"
+    assert error == (
+        f"error: run.folder must be free, got {run} in use by {holder}; "
+        "end it, or choose another run.name"
+    )
+    assert "Traceback" not in read_output(tmp_path)
+    first.terminate()
+    assert first.wait(30) == 128 + signal.SIGTERM
+    assert newest_step(run) == last_logged_step(run)
 
 
 @pytest.fixture
@@ -164,6 +186,44 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_three_end_t
     assert error.endswith(f"goes on from {run}/checkpoints/step-00000016")
 
 
+def test_a_gradient_that_overflows_ends_a_run_whose_losses_are_finite(
+    pretrain_flags, tokenizer, tmp_path
+):
+    # words that are all alike: LayerNorm divides their gradient by the root of its epsilon
+    sizes = {**json.loads(NO_DROPOUT), "layer_norm_eps": 1e-44, "tie_word_embeddings": False}
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    )
+    for table in model.bert.embeddings.children():
+        if isinstance(table, torch.nn.Embedding):
+            torch.nn.init.zeros_(table.weight)
+    model.save_pretrained(tmp_path / "init")
+    tokenizer.save_pretrained(tmp_path / "init")
+    init = ["--model.type=bert", f"--model.init={tmp_path / 'init'}", "--model.config={}"]
+    with pytest.raises(InputError, match="3 steps in a row, the last 3, .* begins again"):
+        run_in_process(pretrain_flags, *init)
+    assert all(map(np.isfinite, log_rows(tmp_path / "runs" / "tiny").values()))
+
+
+def test_a_loss_that_jumps_is_a_warning_and_the_run_goes_on(pretrain_flags, tmp_path, capsys):
+    run_in_process(pretrain_flags, "--optim.learning_rate=3", "--optim.schedule=constant")
+    losses = log_rows(tmp_path / "runs" / "tiny")
+    jumps = [step for step in range(2, 13) if losses[step] > losses[step - 1] + 1]
+    warned = re.findall(r"warning: the loss rose from .* at (\d+)", capsys.readouterr().err)
+    assert list(map(int, warned)) == jumps
+    assert jumps
+    assert sorted(losses) == list(range(1, 13))
+
+
+def may_mount() -> bool:
+    """Whether this machine permits a tmpfs in a namespace of its own."""
+    mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    try:
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
     """Files of this process cannot grow beyond a number of bytes, as with a full quota."""
@@ -188,6 +248,37 @@ def test_a_file_size_limit_costs_no_checkpoint(pretrain_flags, tmp_path, capsys)
     assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")} == files
     warnings = re.findall("warning: no checkpoint after step (\\d+)", capsys.readouterr().err)
     assert warnings == ["4", "8", "12"]
+
+
+@pytest.mark.skipif(not may_mount(), reason="no tmpfs may be mounted here")
+def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(pretrain_flags, tmp_path, start):
+    run = tmp_path / "runs" / "tiny"
+    run_in_process(pretrain_flags, "--run.max_hours=1e-9")  # which is over after a step
+    assert list_checkpoints(run) == ["step-00000001"]
+    files = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")}
+    room = sum(map(len, files.values()))
+    inside, copy = tmp_path / "runs", tmp_path / "copy"  # seen by the run, and copied back
+    shutil.copytree(inside, copy)
+    script = (
+        f"mount -t tmpfs -o size={room * 3 // 2} none {inside} && cp -r {copy}/. {inside} && "
+        f'{{ "$@"; code=$?; rm -r {copy}; cp -r {inside} {copy}; exit $code; }}'
+    )
+    shell = ["-rm", "sh", "-c", script, "sh", sys.executable]
+    limited = start(*shell, SCRIPT, *pretrain_flags, program="unshare", **CPU)
+    assert limited.wait(PATIENCE) == 2
+    shutil.rmtree(inside)
+    copy.rename(inside)
+    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*.*")} == files
+    for step in (4, 8):
+        assert f"warning: no checkpoint after step {step}, the one before stays" in read_output(
+            tmp_path
+        )
+    (error,) = [line for line in read_output(tmp_path).splitlines() if line.startswith("error: ")]
+    assert "run.folder must have room for a checkpoint, got" in error
+    assert "Traceback" not in read_output(tmp_path)
+    run_in_process(pretrain_flags)
+    run_in_process(pretrain_flags, "--run.name=whole")
+    assert_same_run(tmp_path / "runs" / "whole", run)
 
 
 @pytest.mark.slow
@@ -286,6 +377,20 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
     assert killed == sorted(killed)  # the new one is there from one moment on
     assert set(killed) == {"step-00000002", "step-00000003"}
     assert len(killed) > 25
+
+
+def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsys):
+    checkpoint.save(tmp_path, 3, checkpoint.gather_state(*small()), {})
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    foreign = tmp_path / "checkpoints" / "step-99-of-mine1"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("do not lose me")
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
+    lines = capsys.readouterr().out.splitlines()
+    assert [name in line for name, line in zip((foreign.name, "step-00000009"), lines)] == [
+        True
+    ] * 2
+    assert list(tmp_path.rglob("notes.txt"))
 
 
 def test_the_same_step_damaged_twice_is_set_aside_twice(tmp_path):

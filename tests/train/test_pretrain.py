@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate import tracking
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 import roformer
@@ -22,12 +25,16 @@ from launched_runs import LAUNCH, NO_DROPOUT, SCRIPT, TORCHRUN
 from launched_runs import run_in_process as run
 from tiny import ROOT, TINY_MODEL, command, log_rows
 from train import pretrain
-from train.data import vocabulary
+from train.command_line import parse_settings
+from train.data import stateless_rng, vocabulary
 from train.data.corpus import tokenize_corpus
-from train.loop.evaluate import EvaluateSettings
+from train.loop import memory
+from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.model_init import build_config, build_model
-from train.settings import OPTIMIZERS, InputError, ModelSettings
+from train.loop.preemption import raise_open_file_limit
+from train.pretrain import main
+from train.settings import OPTIMIZERS, InputError, ModelSettings, PretrainSettings
 
 
 def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
@@ -75,6 +82,30 @@ def test_a_model_says_that_it_is_made_for_what_it_was_trained_on(
     if rope == "default":
         stock = transformers.RoFormerForMaskedLM.from_pretrained(folder)
         assert stock(torch.full((1, 32), 5)).logits.isfinite().all()
+
+
+def test_other_trackers_get_the_folder_of_the_runs_for_a_project(pretrain_flags, monkeypatch):
+    asked = []
+
+    class Remembering(tracking.GeneralTracker):
+        name, requires_logging_directory, main_process_only = "remembering", False, True
+
+        def __init__(self, run_name, **options):
+            super().__init__()
+            asked.append(run_name)
+
+        tracker = property(lambda self: self)
+
+        def store_init_configuration(self, values):
+            asked.append(values["run.name"])
+
+        def log(self, values, step):
+            asked.append(step)
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Remembering)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    run(pretrain_flags, "--run.tracker=wandb", "--optim.steps=3")
+    assert asked[:3] == ["runs", "tiny", 1]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -125,6 +156,45 @@ def test_two_processes_give_the_losses_of_one(kind, micro_batch, pretrain_flags,
             np.testing.assert_allclose(other, one, rtol=1e-5 if key == "gradient_norm" else 1e-6)
     environment = json.loads((tmp_path / "runs" / "two" / "environment.json").read_text())
     assert environment["processes"] == 2
+
+
+def test_bert_gets_the_batches_of_roformer(pretrain_flags, monkeypatch):
+    batches: list[dict] = []
+    send = pretrain.send_to_device
+    monkeypatch.setattr(
+        pretrain, "send_to_device", lambda *args, **kw: batches.append(args[0]) or send(*args, **kw)
+    )
+    for kind in ("roformer", "bert"):
+        run(pretrain_flags, f"--model.type={kind}", f"--run.name={kind}", "--optim.micro_batch=4")
+    half = len(batches) // 2
+    assert half == 12 * 4
+    for one, other in zip(batches[:half], batches[half:]):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_machines_give_the_losses_of_one(pretrain_flags, tmp_path):
+    flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", "--optim.micro_batch=8"]
+    run(flags, "--run.name=one")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launch = (*TORCHRUN[:2], "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
+    machines = [
+        subprocess.Popen(
+            [sys.executable, *launch, f"--master_port={port}", f"--node_rank={n}", SCRIPT, *flags],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    assert [machine.wait(300) for machine in machines] == [0, 0]
+    for key in ("loss", "tokens", "validation_loss"):
+        one, two = (
+            list(log_rows(tmp_path / "runs" / name, key).values()) for name in ("one", "tiny")
+        )
+        np.testing.assert_allclose(two, one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
@@ -331,13 +401,33 @@ BERT = "--model.type=bert"
             ['--model.config={"hidden_act": "gelo"}'],
             "model.config must be usable .*hidden_act.*gelo",
         ),
+        (
+            ['--model.config={"num_hidden_layers": 1.5}'],
+            "model.config must be usable by transformers, got: .*integer",
+        ),
         (["--model.attention=foo"], "model must be usable by transformers, got: .*foo"),
+        (
+            ["--model.attention=flash_attention_2"],
+            # its versions write flash_attn or FlashAttention
+            "model must be usable by transformers, got: .*[Ff]lash_?[Aa]tt",
+        ),
+        (["--model.type=gpt2", "--model.config={}"], "model must be usable by transformers"),
+        (
+            [BERT, '--model.config={"num_attention_heads": 0}'],
+            "model must be usable by transformers, got: .*zero",
+        ),
+        (
+            [BERT, '--model.config={"pad_token_id": 99999}'],
+            "model must be usable by transformers, got: .*[Pp]adding",
+        ),
         (["--corpus.cache=/dev/null/x"], "corpus.cache must be a folder .* got /dev/null"),
+        (["--run.folder=/dev/null"], "run.folder must be a folder .* got /dev/null"),
         (["--run.folder=/proc/x"], "run.folder must be a folder .* got /proc"),
         (["--run.tracker=foo"], "launch must be one Accelerate can make, got .*foo"),
         (["--corpus.validation=/nowhere/y"], "corpus.validation must exist, got '/nowhere/y'"),
         (['--model.config={"vocab_size": 9}'], "must fit the model's vocabulary of 9, got 2"),
         (["--optim.micro_batch=5"], "optim.batch_size must be a multiple .* got 16"),
+        (["--corpus.train=/nowhere/x"], "corpus.train must exist, got '/nowhere/x'"),
         (["--corpus.tokenizer={broken}"], "corpus.tokenizer must be a folder, .*broken"),
         (["--model.init=/nowhere/x"], "model.init must be a folder or hub id .* got '/nowhere/x'"),
         (["--optim.steps=2"], "optim.warmup_steps"),
@@ -355,6 +445,29 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
     if "vocab_size" not in flags[0]:
         assert not (tmp_path / "tokens").exists()  # before any work on the text
+
+
+def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain_flags, monkeypatch):
+    seen = []
+
+    def spy(*arguments):
+        seen.append(arguments[4])
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda *rest: 4)  # of 16
+    monkeypatch.setattr(pretrain, "evaluate", spy)
+    run(pretrain_flags, "--optim.steps=3")
+    assert set(seen) == {4}
+
+
+def test_workers_may_open_as_many_files_as_the_machine_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_pickle_is_read_and_no_foreign_code_is_run(pretrain_flags, tmp_path, monkeypatch):
@@ -380,6 +493,15 @@ def test_no_pickle_is_read_and_no_foreign_code_is_run(pretrain_flags, tmp_path, 
     assert not (tmp_path / "ran").exists()
 
 
+def test_slow_tokenizers_are_refused(monkeypatch):
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: Slow())
+    with pytest.raises(InputError, match="corpus.tokenizer must be a fast tokenizer"):
+        vocabulary.load_tokenizer("slow/tokenizer")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("regional", ["false", "true"])
 def test_a_compiled_run_has_the_losses_of_an_eager_one(regional, pretrain_flags, tmp_path):
@@ -400,6 +522,13 @@ def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain_flags, tm
     run(pretrain_flags, *flags)
     tokens = log_rows(tmp_path / "runs" / "tiny", "tokens")
     assert max(tokens.values()) == pytest.approx(8000, rel=0.06)
+
+
+def test_dropout_of_a_step_follows_from_seed_step_and_rank(pretrain_flags, monkeypatch):
+    seeds, seed_torch = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
+    main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.seed=5"]))
+    assert seeds[-12:] == [int(stateless_rng.random_bits(5, step, 0)) >> 1 for step in range(12)]
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,14 @@ def test_lengths_are_sorted_inside_windows_of_the_permutation(sequences, monkeyp
         assert not np.array_equal(index, stateless_rng.permute(places, number, 5, 1))
 
 
+def test_weights_of_one_change_nothing(sequences):
+    weighed = SequenceIndex(sequences.store, 64, [1.0])
+    place = np.arange(100, 400)
+    for one, other in zip(training_order(weighed, place, 0), training_order(sequences, place, 0)):
+        assert (one == other).all()
+    assert weighed.mean_length == sequences.mean_length
+
+
 def test_the_mean_length_is_that_of_an_epoch(tmp_path):
     tokens = dataclasses.replace(
         make_token_store([10] * 50 + [30] * 50, tmp_path), source_documents=(50, 50)
@@ -260,6 +268,15 @@ def test_rows_are_framed_and_masked_where_it_says(sequences):
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
     share = len(batch["label_positions"]) / batch["attention_mask"].sum()
     assert 0.1 < share < 0.2
+
+
+def test_a_sequence_is_masked_differently_in_every_epoch(sequences):
+    rows = np.arange(50)
+    first, second = (
+        make_batch(sequences, rows, np.full(50, epoch), VOCAB, 0.15, 0)["label_positions"].tolist()
+        for epoch in (0, 1)
+    )
+    assert len(set(first) & set(second)) < 0.3 * len(first)
 
 
 def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):

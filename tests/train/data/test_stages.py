@@ -75,7 +75,10 @@ def test_held_out_text_has_the_length_of_the_corpus_whatever_the_stages(pretrain
     ("stages", "message"),
     [
         ([{"steps": 4, "length": 4}], r"stages\[0\]: corpus.length must be at least 8, got 4"),
-        ([{"steps": 4}, {"steps": 0}], r"stages\[1\]: optim.steps must be positive and finite, got 0"),
+        (
+            [{"steps": 4}, {"steps": 0}],
+            r"stages\[1\]: optim.steps must be positive and finite, got 0",
+        ),
         ([{"length": 64}], "steps"),
         ([{"steps": 4, "micro_batch": 5}], "optim.batch_size must be a multiple"),
         ([{"steps": 4, "train": "/nowhere"}], "corpus.train must exist, got '/nowhere'"),

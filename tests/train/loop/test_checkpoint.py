@@ -153,9 +153,26 @@ def test_tied_weights_are_saved_once(tmp_path):
     assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
 
 
+def test_another_models_checkpoint_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 1, checkpoint.gather_state(*trained(1)), {})
+    other = torch.nn.Linear(4, 4)
+    with pytest.raises(InputError, match="must hold this model, got another's"):
+        checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
+
+
 def test_sharded_models_train_and_are_saved_as_whole_ones(tmp_path):
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     script = "tests/support/sharded_training.py"
     done = command(*launch, script, tmp_path / "run", PYTHONPATH=f"{ROOT}:tests/support")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2
+
+
+def test_tensors_that_are_not_sharded_are_not_copied():
+    model, optimizer = trained()
+    weights, moments = checkpoint.gather_state(model, optimizer)
+    assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    state = optimizer.state[model[0].weight]
+    assert {"exp_avg", "exp_avg_sq"} < state.keys()
+    assert moments["0.exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
+    assert checkpoint.gather_state(model, optimizer, keep=False) == ({}, {})

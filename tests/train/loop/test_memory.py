@@ -13,10 +13,11 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import SequenceIndex, make_batch
-from train.loop.flops import step_flops
+from train.loop.flops import measure_peak_flops, step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
-from train.settings import InputError
+from train.pretrain import DEFAULT_CONFIG, main
+from train.settings import InputError, PretrainSettings
 
 
 def objective(**fields: object) -> LanguageModel:
@@ -57,6 +58,10 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
     assert counter.get_total_flops() == pytest.approx(ours, rel=0.1)
 
 
+def test_the_peak_is_a_rate_of_this_machine():
+    assert 1e8 < measure_peak_flops(torch.device("cpu"), torch.float32) < 1e14
+
+
 def dry_run(flags, capsys):
     run_in_process(flags, "--run.dry=true")
     return json.loads(capsys.readouterr().out)
@@ -70,6 +75,16 @@ def test_a_dry_run_counts_the_parameters_of_the_run(pretrain_flags, tmp_path, ca
     capsys.readouterr()
     init = [f"--model.init={tmp_path / 'runs' / 'tiny' / 'model'}", "--model.config={}"]
     assert dry_run([*pretrain_flags, *init, "--run.name=more"], capsys)["parameters"] == counted
+
+
+def test_a_dry_run_of_the_demo_counts_the_vocabulary_it_would_learn(tmp_path, capsys):
+    flags = [f"--config={DEFAULT_CONFIG}", f"--run.folder={tmp_path}", "--run.tracker=null"]
+    flags += ["--optim.micro_batch=1"]  # which takes less time
+    settings = parse_settings(PretrainSettings, [*flags, f"--corpus.tokenizer={tmp_path / 'no'}"])
+    size = settings.corpus.vocabulary_size
+    model = RoFormerForMaskedLM(RoFormerConfig(**settings.model.config, vocab_size=size))
+    flags.append(f"--corpus.tokenizer={tmp_path / 'no'}")
+    assert dry_run(flags, capsys)["parameters"] == model.num_parameters()
 
 
 def test_a_dry_run_without_a_tokenizer_is_refused_as_the_run_would_be(pretrain_flags, capsys):
@@ -156,6 +171,16 @@ def test_micro_batches_that_are_tried_divide_the_one_asked_for(limit_memory):
     with pytest.raises(InputError, match="corpus.length .* 24"):
         fit_micro_batch(model, model, 24, 28, 0.15, Accelerator(cpu=True))
     assert tried == [rows * 24 for rows in (28, 14, 7, 2, 1)]
+
+
+def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(
+    pretrain_flags, limit_memory, capsys
+):
+    limit_memory("input_ids", 3 * 32)
+    main(parse_settings(PretrainSettings, [*pretrain_flags, "--run.dry=true"]))
+    warned, _, report = capsys.readouterr().out.partition("{")
+    assert "out of memory; optim.micro_batch is 2" in warned
+    assert json.loads("{" + report)["micro_batch"] == [2]
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from launched_runs import (
     CPU,
@@ -35,6 +36,7 @@ from launched_runs import (
     wait_for,
 )
 from tiny import ROOT
+from train.loop import checkpoint
 from train.loop.preemption import MIN_STALL_SECONDS, STOP_REASONS, PreemptionHandler
 
 SRUN = """#!/bin/sh
@@ -176,18 +178,27 @@ def test_a_process_whose_launcher_was_killed_saves_and_leaves(pretrain_flags, tm
     assert f"the launcher died: saved after step {newest_step(run)}" in read_output(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "gone", ["reader", pytest.param("reader and launcher", marks=pytest.mark.slow)]
+)
 def test_a_process_whose_output_nobody_reads_any_more_saves_and_leaves(
-    pretrain_flags, tmp_path, start
+    gone, pretrain_flags, tmp_path, start
 ):
-    """As under `accelerate launch ... 2>&1 | tee log`, when `tee` dies."""
+    """As under `accelerate launch ... 2>&1 | tee log`, when `tee` dies, alone or with the rest."""
     run = tmp_path / "runs" / "tiny"
     reader, writer = os.pipe()
+    command = LAUNCH if "launcher" in gone else ()
     flags = [*pretrain_flags, *ENDLESS]
-    process = start(SCRIPT, *flags, pipe=writer, PYTHONUNBUFFERED="", **CPU)
+    first = start(*command, SCRIPT, *flags, pipe=writer, PYTHONUNBUFFERED="", **CPU)
     os.close(writer)
-    train_until(process, run, 0, 3)
+    train_until(first, run, 0, 3)
+    (process,) = child_pids(first.pid) if command else (first.pid,)
+    if command:
+        first.kill()
+        first.wait()
     os.close(reader)
-    assert process.wait(30) == 128 + signal.SIGHUP
+    code = exit_code(process, 30) if command else first.wait(30)
+    assert code == 128 + signal.SIGHUP
     assert newest_step(run) == last_logged_step(run) > 0
 
 
@@ -234,6 +245,22 @@ def test_ctrl_c_in_a_terminal_saves_and_again_ends_at_once(pretrain_flags, tmp_p
     signal.signal(signal.SIGINT, own)
 
 
+@pytest.mark.slow
+def test_a_launcher_that_died_before_the_first_step_is_noticed_at_it(
+    pretrain_flags, tmp_path, start
+):
+    run = tmp_path / "runs" / "tiny"
+    # so that the process waits before its first step
+    with checkpoint.lock_run_dir(run, Accelerator(cpu=True)):
+        launcher = start(*LAUNCH, SCRIPT, *pretrain_flags, *ENDLESS)
+        wait_for(lambda: "waiting up to" in read_output(tmp_path))
+        (process,) = child_pids(launcher.pid)
+        launcher.kill()
+        launcher.wait()
+    assert exit_code(process, 30) == 128 + signal.SIGHUP
+    assert newest_step(run) == 1
+
+
 def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain_flags, tmp_path, capsys):
     flags = [
         *pretrain_flags, "--optim.steps=40", "--optim.batch_size=128",
@@ -264,6 +291,17 @@ def test_steps_that_compiled_do_not_end_a_launch_early(monkeypatch):
     assert limit.timeout == 300  # a later compilation may take as long
     now[0] = 98.0
     assert any(limit.stop_requests())
+
+
+def test_a_rank_that_dies_stops_the_launch(pretrain_flags, tmp_path, start):
+    flags, run = [*pretrain_flags, *TWO_RANKS, "--run.save_every=1"], tmp_path / "runs" / "tiny"
+    torchrun = start(*TORCHRUN, SCRIPT, *flags, **CPU)
+    train_until(torchrun, run, 0, 2)
+    os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
+    assert torchrun.wait(60) != 0
+    assert "Signal 9 (SIGKILL)" in read_output(tmp_path)
+    assert not child_processes(tmp_path)
+    assert checkpoint.latest(run) is not None
 
 
 @pytest.mark.slow

@@ -76,6 +76,15 @@ def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
     assert trained["seconds"] >= 51.2  # of 50 before, 0.2 and 1.0; written to a hundredth
 
 
+def test_a_loss_that_rises_by_more_than_a_nat_is_a_warning(tmp_path, capsys):
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 4, CONFIG, 1e12) as log:
+        for step, loss in enumerate((9.0, 3.0, 3.9, 5.0), start=1):
+            add(log, 10 * loss, 10, 7)
+            log.report_training(step, 0.5, torch.tensor(3.0))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert [line.strip() for line in lines] == ["warning: the loss rose from 3.90 to 5.00 at 4"]
+
+
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf])
 def test_a_loss_that_is_not_finite_is_left_out_and_the_next_spike_is_seen(lost, tmp_path, capsys):
     micro_batches = [[(30.0, 10), (lost, 90)], [(lost, 90)], [(50.0, 10)]]
