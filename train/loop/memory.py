@@ -19,7 +19,7 @@ from train.environment import peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import count_steps
-from train.settings import InputError, PretrainSettings
+from train.settings import InputError, PretrainSettings, first_line
 
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
@@ -141,6 +141,11 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["labels"]))
         del moments
+    except NotImplementedError as error:  # flex_attention has no backward pass on a CPU
+        raise InputError(
+            f"model.attention must be able to train on this device, got: {first_line(error)}; "
+            "leave it out for the model's own default"
+        ) from error
     except (MemoryError, RuntimeError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not known and not any(words in str(error) for words in OUT_OF_MEMORY):

@@ -61,33 +61,47 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
 
     Returns:
         The changed keys on which trained weights depend; empty for a new run.
+
+    Raises:
+        InputError: settings.yaml or environment.json cannot be read.
     """
     if not (folder / "settings.yaml").exists():
         return {}
-    before = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
-    now = settings_dict(settings)
+    before = _read_mapping(folder / "settings.yaml", "the settings")
     changed: ChangedSettings = {}
+    now = settings_dict(settings)
     stages = [_decisive(stage) for stage in now.pop("stages")]
     stages_before = [_decisive(stage) for stage in before.get("stages") or []]
-    if stages_before != stages:
-        changed["stages"] = stages_before, stages
     for section, values in now.items():
         # a run that began before a setting was added had its default
-        begun = settings_dict(type(getattr(settings, section))()) | before.get(section, {})
+        begun_section = settings_dict(type(getattr(settings, section))()) | before.get(section, {})
         for key, value in values.items():
-            if begun[key] != value and key not in CHANGEABLE.get(section, ()):
-                changed[f"{section}.{key}"] = begun[key], value
-    environment_file = folder / "environment.json"
-    environment = json.loads(environment_file.read_text()) if environment_file.exists() else {}
-    begun_precision = environment.get("precision", precision)
-    if begun_precision != precision:
-        changed["mixed_precision"] = begun_precision, precision
+            begun = begun_section[key]
+            if begun != value and key not in CHANGEABLE.get(section, ()):
+                changed[f"{section}.{key}"] = begun, value
+    if stages_before != stages:
+        changed["stages"] = stages_before, stages
+    if (folder / "environment.json").exists():
+        environment = _read_mapping(folder / "environment.json", "the environment")
+        begun = environment.get("precision", precision)
+        if begun != precision:
+            changed["mixed_precision"] = begun, precision
     return changed
 
 
 def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
     changeable = CHANGEABLE["optim"] | CHANGEABLE["corpus"]
     return {key: value for key, value in stage.items() if key not in changeable}
+
+
+def _read_mapping(file: Path, what: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+    except (ValueError, yaml.YAMLError):
+        content = None
+    rule, remedy = f"must hold {what} of the run", "delete it to go on"
+    require(isinstance(content, dict), str(file), rule, "none", remedy)
+    return content
 
 
 def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
@@ -125,10 +139,14 @@ def write_metadata(
         parameters: Number of model parameters.
         changed: From `changed_settings`.
     """
-    settings_file, comments = folder / "settings.yaml", ""
-    if settings_file.exists():
-        if not changed:
-            return
+    settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
+    is_new, comments = not settings_file.exists(), ""
+    if is_new or not environment_file.exists():
+        environment = collect_environment(accelerator) | {"parameters": parameters}
+        write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
+    if not is_new and not changed:
+        return
+    if not is_new:
         changes = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
         )
@@ -136,7 +154,9 @@ def write_metadata(
         print(f"warning: {note}", flush=True)
         lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
-    environment = collect_environment(accelerator) | {"parameters": parameters}
-    write_text_atomically(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+        if "mixed_precision" in changed:
+            environment = _read_mapping(environment_file, "the environment")
+            environment["precision"] = accelerator.mixed_precision
+            write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
     write_text_atomically(settings_file, text)

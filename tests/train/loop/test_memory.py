@@ -12,6 +12,7 @@ from launched_runs import run_in_process
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
+from train.command_line import parse_settings
 from train.data.batching import SequenceIndex, make_batch
 from train.loop.flops import measure_peak_flops, step_flops
 from train.loop.memory import fit_micro_batch, largest_batch

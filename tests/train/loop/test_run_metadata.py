@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch)
     assert not changed_settings(folder, other, "no")
 
 
-def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path, monkeypatch):
+def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path):
     folder, settings, accelerator = started(tmp_path)
     write_metadata(folder, settings, accelerator, 0, 7, {})
     with pytest.raises(
@@ -54,16 +55,30 @@ def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path, monkey
     drifting = dataclasses.replace(settings, run=RunSettings(allow_drift=True))
     check_settings_unchanged(folder, drifting, "bf16")
     changed = changed_settings(folder, settings, "bf16")
-    monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
-    write_metadata(folder, settings, accelerator, 7, 7, changed)
+    other = SimpleNamespace(mixed_precision="bf16")
+    write_metadata(folder, settings, other, 7, 7, changed)
     note = "# run.allow_drift changed after step 7: mixed_precision from 'no' to 'bf16'"
     assert (folder / "settings.yaml").read_text().splitlines()[0] == note
     check_settings_unchanged(folder, settings, "bf16")  # from now on it is the run's
     assert changed_settings(folder, settings, "no") == {"mixed_precision": ("bf16", "no")}
     about = json.loads((folder / "environment.json").read_text())
     assert (about["precision"], about["parameters"]) == ("bf16", 7)
-    (folder / "environment.json").write_text("{}")  # a run that does not say goes on
-    assert not changed_settings(folder, settings, "no")
+    for earlier in ("{}", None):  # a run that does not say goes on
+        (folder / "environment.json").unlink()
+        if earlier is not None:
+            (folder / "environment.json").write_text(earlier)
+        assert not changed_settings(folder, settings, "no")
+
+
+def test_an_environment_that_was_deleted_is_written_again(tmp_path):
+    """As the message about a broken one says; publishing a run needs it."""
+    folder, settings, accelerator = started(tmp_path)
+    write_metadata(folder, settings, accelerator, 0, 7, {})
+    before = (folder / "settings.yaml").read_text()
+    (folder / "environment.json").unlink()
+    write_metadata(folder, settings, accelerator, 5, 7, {})
+    assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
+    assert (folder / "settings.yaml").read_text() == before
 
 
 def test_a_run_goes_on_under_another_name_of_its_folder(tmp_path):
@@ -91,6 +106,14 @@ def test_another_optimizer_is_refused_even_where_settings_may_change(tmp_path):
     )
     with pytest.raises(InputError, match=r"optim.name must stay 'adamw' .* another run.name$"):
         check_settings_unchanged(folder, drifting, "no")
+
+
+@pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
+def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
+    folder, settings, _ = started(tmp_path)
+    (folder / "settings.yaml").write_text(torn)
+    with pytest.raises(InputError, match="settings.yaml must hold the settings of the run, got"):
+        changed_settings(folder, settings, "no")
 
 
 def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
