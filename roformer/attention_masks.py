@@ -159,29 +159,22 @@ def is_4d_mask(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4
 
 
-def varlen_inputs(
-    implementation: str,
-    batch: BatchMetadata,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    unpad: bool,
-) -> AttentionInputs | None:
+def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> AttentionInputs | None:
     """Inputs of implementations that take document lengths in place of a mask.
 
     Args:
         implementation: Attention implementation.
         batch: Padding and documents.
-        cu_seqlens: Cumulative lengths, if the documents already are one row without padding.
-        max_seqlen: Length of the longest document, if known.
-        unpad: Whether padding is removed for all layers.
+        unpad: Whether padding may be removed for all layers.
 
     Returns:
         None if the implementation or the call needs a mask.
     """
     if not (implementation == UNPADDED or is_flash_attention(implementation)):
         return None
+    cu_seqlens = batch.row_cu_seqlens()
     if cu_seqlens is not None:
-        kwargs = varlen_kwargs(cu_seqlens.to(batch.position_ids.device), max_seqlen)
+        kwargs = varlen_kwargs(cu_seqlens, batch.max_seqlen)
         return AttentionInputs(implementation, None, None, kwargs)
     if batch.padding_mask is None or not unpad:
         return None
@@ -198,11 +191,9 @@ def masked_inputs(
     config: PreTrainedConfig,
     implementation: str,
     hidden_states: Tensor,
-    attention_mask: Any,
-    document_ids: Tensor | None,
+    batch: BatchMetadata,
     is_causal: bool,
     past_key_values: Cache | None,
-    position_bias: Tensor | None,
     has_position_bias: bool,
 ) -> AttentionInputs:
     """Inputs of implementations that take a mask.
@@ -211,17 +202,15 @@ def masked_inputs(
         config: Configuration of the model.
         implementation: Attention implementation.
         hidden_states: [B, L, E]; shape, dtype and device are read.
-        attention_mask: As in `RoFormerModel.forward`.
-        document_ids: [B, L], or None if every row is one document.
+        batch: Padding and documents.
         is_causal: Whether tokens attend to earlier ones only.
         past_key_values: Cache of a decoder.
-        position_bias: Added to the scores of all layers, or None.
-        has_position_bias: Whether the layers add a bias, so that the mask must be additive.
+        has_position_bias: Whether a bias will be added, so that the mask must be additive.
 
     Raises:
         ValueError: The implementation takes no such mask, or none that keeps documents apart.
     """
-    if document_ids is not None and is_flash_attention(implementation):
+    if batch.document_ids is not None and is_flash_attention(implementation):
         logger.warning_once(
             f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
             "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
@@ -229,12 +218,7 @@ def masked_inputs(
         )
         implementation = "sdpa"
     form = "eager" if has_position_bias else implementation  # the eager mask is additive
-    mask = _self_attention_mask(
-        config, form, hidden_states, attention_mask, document_ids, is_causal, past_key_values
-    )
-    if position_bias is not None:
-        bias = position_bias.to(hidden_states.device, hidden_states.dtype)
-        mask = add_bias_to_mask(mask, bias)
+    mask = _self_attention_mask(config, form, hidden_states, batch, is_causal, past_key_values)
     return AttentionInputs(implementation, mask)
 
 
@@ -242,12 +226,12 @@ def _self_attention_mask(
     config: PreTrainedConfig,
     implementation: str,
     hidden_states: Tensor,
-    attention_mask: Any,
-    document_ids: Tensor | None,
+    batch: BatchMetadata,
     is_causal: bool,
     past_key_values: Cache | None,
 ) -> Any:
     """Create the mask of a self-attention; arguments as above."""
+    attention_mask, document_ids = batch.attention_mask, batch.document_ids
     if is_4d_mask(attention_mask):
         return _convert_4d_mask(implementation, hidden_states, attention_mask)
     if isinstance(attention_mask, BlockMask) and implementation != "flex_attention":

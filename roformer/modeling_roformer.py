@@ -663,8 +663,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
         check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        lengths = (cu_seq_lens_q, max_length_q)
         batch = describe_batch(
-            inputs, past_length, attention_mask, position_ids, cu_seq_lens_q, has_past
+            inputs, attention_mask, position_ids, *lengths, past_length, has_past
         )
         if batch.document_ids is not None and cache is not None:
             cache = cache_of_packed_rows(cache, has_past, cu_seq_lens_q)
@@ -681,14 +682,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
         relative_positions = compute_relative_positions(
             config, batch.position_ids, past_length, is_counted
         )
-        # 3. masks in the form of the attention implementation
-        position_bias = None if self.score_bias is None else self.score_bias(relative_positions)
-        # implementations without masks support neither a cache nor an encoder
-        needs_mask = cache is not None or has_encoder
-        document_lengths = None if needs_mask else (cu_seq_lens_q, max_length_q)
-        masks = (attention_mask, encoder_attention_mask)
+        # 3. mask or lengths of documents, in the form of the attention implementation
         attn_inputs = self._attention_inputs(
-            hidden_states, batch, position_bias, masks, document_lengths, cache, unpad, kwargs
+            hidden_states, batch, relative_positions, encoder, cache, unpad, kwargs
         )
         encoder_mask = cross_attention_mask(
             self.config, attn_inputs.implementation, hidden_states, *encoder
@@ -738,9 +734,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self,
         hidden_states: Tensor,
         batch: BatchMetadata,
-        position_bias: Tensor | None,
-        masks: tuple[Any, Any],
-        document_lengths: tuple[Tensor | None, int | None] | None,
+        relative_positions: RelativePositions | None,
+        encoder: tuple[Tensor | None, Tensor | None],
         cache: Cache | None,
         unpad: bool | None,
         kwargs: dict[str, Any],
@@ -750,55 +745,40 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Args:
             hidden_states: [B, L, E] after the embeddings.
             batch: Padding and documents.
-            position_bias: Added to the scores of all layers, or None.
-            masks: `attention_mask` and `encoder_attention_mask` of `forward`.
-            document_lengths: `cu_seq_lens_q` and `max_length_q`; None if a mask is needed.
+            relative_positions: Distances of the tokens, for a position bias.
+            encoder: `encoder_hidden_states` and `encoder_attention_mask` of `forward`.
             cache: Cache of a decoder.
             unpad: As in `forward`.
             kwargs: Those of `forward`; with `output_hidden_states` the layers' outputs need the
                 rows of the batch.
         """
-        outputs = {
-            name: bool(kwargs.get(name, getattr(self.config, name)))
+        config, roformer_config = self.config, self.roformer_config
+        output_attentions, output_hidden_states = (
+            bool(kwargs.get(name, getattr(config, name)))
             for name in ("output_attentions", "output_hidden_states")
-        }
-        output_hidden_states = outputs["output_hidden_states"]
-        implementation = select_implementation(
-            self.config, self.roformer_config, outputs["output_attentions"], masks
         )
-        attention_mask = masks[0]
-        if self.roformer_config.linear_attention is not None:
+        masks = (batch.attention_mask, encoder[1])
+        implementation = select_implementation(config, roformer_config, output_attentions, masks)
+        if roformer_config.linear_attention is not None:
             if self.training:
                 count_training_call(self.encoder)
             return linear_attention_inputs(batch, implementation, output_hidden_states)
-        if document_lengths is not None and not self.roformer_config.has_position_bias:
-            cu_seqlens, max_seqlen = document_lengths
-            if not _can_use_lengths(hidden_states, attention_mask):
-                cu_seqlens = None
-            is_allowed = unpad is not False and may_unpad(
-                self.config, batch, hidden_states, self.encoder, output_hidden_states
+        has_bias = roformer_config.has_position_bias
+        # implementations without masks support neither a cache nor an encoder nor a bias
+        if cache is None and encoder[0] is None and not has_bias:
+            may_remove = unpad is not False and may_unpad(
+                config, batch, hidden_states, self.encoder, output_hidden_states
             )
-            inputs = varlen_inputs(implementation, batch, cu_seqlens, max_seqlen, is_allowed)
+            inputs = varlen_inputs(implementation, batch, may_remove)
             if inputs is not None:
                 if inputs.layout is not None and unpad is None:
-                    warn_of_zeros(self.config)
+                    warn_of_zeros(config)
                 return inputs
-        return masked_inputs(
-            self.config,
-            implementation,
-            hidden_states,
-            attention_mask,
-            batch.document_ids,
-            self.is_causal,
-            cache,
-            position_bias,
-            self.roformer_config.has_position_bias,
+        inputs = masked_inputs(
+            config, implementation, hidden_states, batch, self.is_causal, cache, has_bias
         )
-
-
-def _can_use_lengths(hidden_states: Tensor, attention_mask: Any) -> bool:
-    """Return whether the batch is one row without padding, whose lengths the kernel can read."""
-    if attention_mask is not None or hidden_states.shape[0] != 1:
-        return False
-    # without a kernel for the device, lengths are read on the host, which no compiler can follow
-    return hidden_states.is_cuda or not torch.compiler.is_compiling()
+        if self.score_bias is None:
+            return inputs
+        bias = self.score_bias(relative_positions).to(hidden_states)
+        mask = add_bias_to_mask(inputs.attention_mask, bias)
+        return AttentionInputs(inputs.implementation, mask)

@@ -21,18 +21,32 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class BatchMetadata:
-    """Positions, padding mask and document ids of a batch.
+    """Positions, padding and documents of a batch.
 
     Attributes:
         position_ids: [1 or B, L] integers.
+        attention_mask: As given to the model.
         padding_mask: [B, L] bool, False for padding; None if only a four-dimensional mask is known.
         document_ids: [B, L] int64, numbered from 0 over all rows; None if every row is one
             document.
+        cu_seqlens: [documents + 1] cumulative lengths of the documents, if they were given.
+        max_seqlen: Length of the longest document, if it was given.
     """
 
     position_ids: Tensor
+    attention_mask: Any
     padding_mask: Tensor | None
     document_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+
+    def row_cu_seqlens(self) -> Tensor | None:
+        """Return the given lengths if the batch is one row without padding, else None."""
+        if self.attention_mask is not None or self.document_ids is None:
+            return None
+        # without a kernel for the device, lengths are read on the host, which no compiler follows
+        can_read = self.position_ids.is_cuda or not torch.compiler.is_compiling()
+        return self.cu_seqlens if can_read and len(self.document_ids) == 1 else None
 
     def row_lengths(self) -> Tensor:
         """Return for each token the length of its row or document, [B, L] int64.
@@ -57,22 +71,24 @@ class BatchMetadata:
 
 def describe_batch(
     inputs: Tensor,
-    past_length: int | Tensor,
     attention_mask: Any,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    has_cache: bool = False,
+    max_seqlen: int | None,
+    past_length: int | Tensor,
+    has_cache: bool,
 ) -> BatchMetadata:
     """Read positions, padding and documents from the arguments of a forward pass.
 
     Args:
         inputs: [B, L] ids or [B, L, E] embeddings; only shape and device are read.
-        past_length: Number of cached tokens, from which default positions count.
         attention_mask: [B, S]; masks of other forms do not say what is padding.
         position_ids: [L] or [1 or B, L], or None.
         cu_seqlens: [documents + 1] cumulative lengths of the documents in the flattened rows. If
             None, the documents of a single row are read from `position_ids` unless tokens are
             cached.
+        max_seqlen: Length of the longest document, if known.
+        past_length: Number of cached tokens, from which default positions count.
         has_cache: Whether a cache was given, which may be empty. A compiled model then does not
             look for packed documents, because it would have to treat every row as packed.
     """
@@ -82,23 +98,25 @@ def describe_batch(
         padding_mask = torch.ones(B, L, dtype=torch.bool, device=device)
     elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         padding_mask = attention_mask[:, -L:].to(device).bool()
+    document_ids = None
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(device)
+        document_ids = document_ids_from_cu_seqlens(cu_seqlens, (B, L))
     if position_ids is not None:
         position_ids = position_ids.to(device).long().view(-1, L)
-    if cu_seqlens is not None:
-        document_ids = document_ids_from_cu_seqlens(cu_seqlens.to(device), (B, L))
-        if position_ids is None:
-            position_ids = positions_in_documents(document_ids)
-        return BatchMetadata(position_ids, padding_mask, document_ids)
-    if position_ids is None:
+        is_hidden = has_cache and torch.compiler.is_compiling()
+        may_be_packed = cu_seqlens is None and L > 1 and not is_hidden
+        if may_be_packed and padding_mask is not None and int(past_length) == 0:
+            if B == 1:
+                document_ids = document_ids_from_position_ids(position_ids, padding_mask)
+            if document_ids is None:
+                _warn_of_partly_packed_rows(position_ids, padding_mask)
+    elif document_ids is not None:
+        position_ids = positions_in_documents(document_ids)
+    else:
         position_ids = (torch.arange(L, device=device) + past_length)[None]
-        return BatchMetadata(position_ids, padding_mask, None)
-    may_be_packed = L > 1 and not (has_cache and torch.compiler.is_compiling())
-    if padding_mask is None or not may_be_packed or int(past_length) > 0:
-        return BatchMetadata(position_ids, padding_mask, None)
-    found = document_ids_from_position_ids(position_ids, padding_mask) if B == 1 else None
-    if found is None:
-        _warn_of_partly_packed_rows(position_ids, padding_mask)
-    return BatchMetadata(position_ids, padding_mask, found)
+    masks = attention_mask, padding_mask
+    return BatchMetadata(position_ids, *masks, document_ids, cu_seqlens, max_seqlen)
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -32,8 +32,8 @@ MUTATIONS = {
     ),
     "position_ids ignored": (
         "padding.py",
-        "    if position_ids is None:\n        position_ids = (torch",
-        "    if True:\n        position_ids = (torch",
+        "    if position_ids is not None:\n",
+        "    if False:\n",
     ),
     "factor on sine and cosine ignored": (
         "rotary.py",
