@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roformer import RoFormerModel
-from roformer.kernels import attention, dispatch
+from roformer.kernels import attention
 from tiny import rope_config
 
 SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
@@ -93,12 +93,3 @@ def test_documents_of_mixed_lengths_have_the_gradients_of_single_rows(kernel):
     separate, together = (torch.autograd.grad(loss, parameters) for loss in losses)
     for a, b in zip(together, separate, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-
-
-def test_scores_of_32_mib_and_more_are_computed_in_chunks():
-    limit = dispatch.MAPPED_BYTES
-    for dropout, dtype in ((0.1, torch.float32), (0.0, torch.bfloat16)):
-        assert dispatch.select_cpu_attention(dtype, dropout, limit - 1) == "full"
-        assert dispatch.select_cpu_attention(dtype, dropout, limit) == "chunked"
-    assert dispatch.select_cpu_attention(torch.float16, 0.1, limit) == "sdpa"
-    assert dispatch.select_cpu_attention(torch.float32, 0.0, limit) == "sdpa"
