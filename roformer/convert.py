@@ -95,10 +95,8 @@ def _check_convertible(config: PreTrainedConfig, blocks: list[Any]) -> None:
         )
     for block in blocks:
         for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
-            if type(linear) not in (
-                nn.Linear,
-                Linear,
-            ):  # subclasses may store weights in another form
+            # subclasses may store weights in another form
+            if type(linear) not in (nn.Linear, Linear):
                 raise ValueError(
                     "set_rope_interleave must be called on plain linear layers, got "
                     f"{type(linear).__name__}; merge adapters or convert before adding them"

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .configuration_roformer import RoFormerConfig
@@ -12,65 +11,57 @@ from .linear_attention import LinearAttentionCache
 
 
 def prepare_cache(
-    past_key_values: Any,
-    use_cache: bool,
-    config: PreTrainedConfig,
-    roformer_config: RoFormerConfig,
-    has_encoder: bool,
+    past_key_values: Any, use_cache: bool | None, config: RoFormerConfig, has_encoder: bool
 ) -> Cache | None:
     """Check the given cache, or create one for the next call if there is none.
 
     Args:
         past_key_values: Cache of earlier calls, or None.
         use_cache: Whether a cache is returned.
-        config: Configuration that transformers' caches are made from.
-        roformer_config: Configuration that the model was built from.
+        config: Configuration that the model was built from.
         has_encoder: Whether the decoder also attends to an encoder.
 
     Raises:
         ValueError: The model is no decoder, or its encoding cannot use such a cache.
     """
-    is_decoder = roformer_config.is_decoder
     if past_key_values is not None:
-        _check_cache(past_key_values, roformer_config, is_decoder)
+        _check_cache(past_key_values, config)
         return past_key_values
-    if not (use_cache and is_decoder):
+    if not (use_cache and config.is_decoder):
         return None
-    if roformer_config.linear_attention is not None:
+    if config.linear_attention is not None:
         return LinearAttentionCache()
     cache = DynamicCache(config=config)
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder else cache
 
 
-def _check_cache(cache: Any, roformer_config: RoFormerConfig, is_decoder: bool) -> None:
+def _check_cache(cache: Any, config: RoFormerConfig) -> None:
     kind = type(cache).__name__
-    if not (isinstance(cache, Cache) and is_decoder):
-        found = kind if is_decoder else "a cache in an encoder"
+    if not (isinstance(cache, Cache) and config.is_decoder):
+        found = kind if config.is_decoder else "a cache in an encoder"
         raise ValueError(
             f"past_key_values must be a transformers Cache of a decoder, got {found}; set "
             "is_decoder=True, or leave it out"
         )
-    if roformer_config.has_position_bias and cache.is_compileable:
+    if config.has_position_bias and cache.is_compileable:
         raise ValueError(
             "past_key_values must be a cache that grows, because position_encoding "
-            f"{roformer_config.position_encoding} has a position bias, got a {kind}; leave "
+            f"{config.position_encoding} has a position bias, got a {kind}; leave "
             "cache_implementation out"
         )
-    if roformer_config.has_dynamic_rope:
+    if config.has_dynamic_rope:
         raise ValueError(
             "past_key_values must be None where the rotation depends on the length, because "
             "cached keys were rotated for a shorter row, got a cache; set use_cache=False"
         )
-    if roformer_config.linear_attention is not None and not isinstance(cache, LinearAttentionCache):
+    if config.linear_attention is not None and not isinstance(cache, LinearAttentionCache):
         raise ValueError(
             "past_key_values must be a LinearAttentionCache with linear_attention, got a "
             f"{kind}; leave it out"
         )
 
 
-def cache_of_packed_rows(
-    cache: Cache | None, was_given: bool, cu_seqlens: Tensor | None
-) -> Cache | None:
+def cache_of_packed_rows(cache: Cache, was_given: bool, cu_seqlens: Tensor | None) -> Cache | None:
     """Return no cache for rows of several documents: no token could follow all of them.
 
     While compiling any row may be packed by its positions, which are not known: then the cache

@@ -287,24 +287,9 @@ class RoFormerAttention(nn.Module):
             self.self = RoFormerLinearSelfAttention(config, layer_idx)
         self.output = RoFormerOutput(config, config.hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[B, L, E] to [B, L, E]; arguments as in `RoFormerSelfAttention.forward`."""
-        context, _ = self.self(
-            hidden_states,
-            attention_mask,
-            position_embeddings,
-            encoder_hidden_states,
-            past_key_values,
-            **kwargs,
-        )
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[B, L, E] to [B, L, E]; further arguments as in `RoFormerSelfAttention.forward`."""
+        context, _ = self.self(hidden_states, *args, **kwargs)
         return self.output(context, hidden_states)
 
 
@@ -655,7 +640,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
         has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
-        cache = prepare_cache(past_key_values, bool(use_cache), self.config, config, has_encoder)
+        cache = prepare_cache(past_key_values, use_cache, config, has_encoder)
         encoder = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         embeddings = self.get_input_embeddings()
