@@ -648,9 +648,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        lengths = (cu_seq_lens_q, max_length_q)
         batch = describe_batch(
-            inputs, attention_mask, position_ids, *lengths, past_length, has_past
+            inputs, attention_mask, position_ids, cu_seq_lens_q, max_length_q, past_length, has_past
         )
         if batch.document_ids is not None and cache is not None:
             cache = cache_of_packed_rows(cache, has_past, cu_seq_lens_q)

@@ -115,8 +115,9 @@ def describe_batch(
         position_ids = positions_in_documents(document_ids)
     else:
         position_ids = (torch.arange(L, device=device) + past_length)[None]
-    masks = attention_mask, padding_mask
-    return BatchMetadata(position_ids, *masks, document_ids, cu_seqlens, max_seqlen)
+    return BatchMetadata(
+        position_ids, attention_mask, padding_mask, document_ids, cu_seqlens, max_seqlen
+    )
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
