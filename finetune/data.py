@@ -210,7 +210,7 @@ def check_tokenizer(config: Any, tokenizer: Any, length: int) -> None:
     positions, entries = getattr(config, "max_position_embeddings", None), config.vocab_size
     limited = getattr(config, "has_position_limit", True)
     rule = f"must be at most the model's {positions} positions"
-    remedy = "shorten it or take a RoFormer, which has no limit"
+    remedy = "shorten it or take a RoFormer with rope, which has no limit"
     fits = positions is None or not limited or length <= positions
     require(fits, "length", rule, length, remedy)
     rule = f"must have at most the model's {entries} entries"

@@ -62,7 +62,7 @@ class AttentionInputs:
         return self.layout.unpad_input(hidden_states), position_embeddings
 
     def pad_input(self, hidden_states: Tensor) -> Tensor:
-        """Rearrange the layout's rows into [B, L, E] again, with zeros at padding."""
+        """Rearrange the layout's rows into [B, L, E] again, where `UnpaddedLayout` leaves zeros."""
         return hidden_states if self.layout is None else self.layout.pad_input(hidden_states)
 
 

@@ -3,7 +3,7 @@
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), sections 3.2 and 3.3. Module and parameter
 names are those of transformers' own RoFormer, so that checkpoints load in both directions. Unlike
 there, positions come from `position_ids`, cos and sin are computed once in a forward pass for
-all layers, and every attention implementation works and keeps packed documents apart.
+all layers, and packed documents are kept apart, whichever attention implementation computes them.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
 """
@@ -131,7 +131,8 @@ def eager_attention_forward(
         query: [B, H, L, D].
         key: [B, H, S, D].
         value: [B, H, S, D].
-        attention_mask: Added to the scores, broadcastable to [B, H, L, S], or None.
+        attention_mask: Mask, plus the position bias of encodings that have one (T5, ALiBi,
+            Transformer-XL): added to the scores, broadcastable to [B, H, L, S]; or None.
         scaling: Factor on the scores, 1 / sqrt(D).
         dropout: Probability of dropping an attention weight.
         **kwargs: Options of other implementations, unused.
@@ -289,6 +290,7 @@ class RoFormerAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, L, E] to [B, L, E]; further arguments as in `RoFormerSelfAttention.forward`."""
+        # the probabilities of `output_attentions` are recorded by `_can_record_outputs`
         context, _ = self.self(hidden_states, *args, **kwargs)
         return self.output(context, hidden_states)
 
@@ -641,11 +643,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config = self.roformer_config  # `self.config` may be of transformers' class
         has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
         cache = prepare_cache(past_key_values, use_cache, config, has_encoder)
-        encoder = (encoder_hidden_states, encoder_attention_mask)
+        cross_inputs = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         embeddings = self.get_input_embeddings()
         check_fixed_fields(config, self.fixed_fields)
-        check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *encoder, cache)
+        check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *cross_inputs, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
@@ -660,7 +662,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
-        # 2. positions, once for all layers
+        # 2. positions, once for all layers: cos and sin, not the table of learned positions
         position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
         is_counted = position_ids is None and batch.document_ids is None
         relative_positions = compute_relative_positions(
@@ -668,10 +670,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
         attn_inputs = self._attention_inputs(
-            hidden_states, batch, relative_positions, encoder, cache, unpad, kwargs
+            hidden_states, batch, relative_positions, cross_inputs, cache, unpad, kwargs
         )
         encoder_mask = cross_attention_mask(
-            self.config, attn_inputs.implementation, hidden_states, *encoder
+            self.config, attn_inputs.implementation, hidden_states, *cross_inputs
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attn_inputs.unpad_input(
@@ -719,7 +721,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         hidden_states: Tensor,
         batch: BatchMetadata,
         relative_positions: RelativePositions | None,
-        encoder: tuple[Tensor | None, Tensor | None],
+        cross_inputs: tuple[Tensor | None, Tensor | None],
         cache: Cache | None,
         unpad: bool | None,
         kwargs: dict[str, Any],
@@ -730,18 +732,19 @@ class RoFormerModel(RoFormerPreTrainedModel):
             hidden_states: [B, L, E] after the embeddings.
             batch: Padding and documents.
             relative_positions: Distances of the tokens, for a position bias.
-            encoder: `encoder_hidden_states` and `encoder_attention_mask` of `forward`.
+            cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of `forward`.
             cache: Cache of a decoder.
             unpad: As in `forward`.
             kwargs: Those of `forward`; with `output_hidden_states` the layers' outputs need the
                 rows of the batch.
         """
+        # `self.config` names the attention implementation; it may be of transformers' class
         config, roformer_config = self.config, self.roformer_config
         output_attentions, output_hidden_states = (
             bool(kwargs.get(name, getattr(config, name)))
             for name in ("output_attentions", "output_hidden_states")
         )
-        masks = (batch.attention_mask, encoder[1])
+        masks = (batch.attention_mask, cross_inputs[1])
         implementation = select_implementation(config, roformer_config, output_attentions, masks)
         if roformer_config.linear_attention is not None:
             if self.training:
@@ -749,11 +752,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return linear_attention_inputs(batch, implementation, output_hidden_states)
         has_bias = roformer_config.has_position_bias
         # implementations without masks support neither a cache nor an encoder nor a bias
-        if cache is None and encoder[0] is None and not has_bias:
-            may_remove = unpad is not False and may_unpad(
+        if cache is None and cross_inputs[0] is None and not has_bias:
+            removes_padding = unpad is not False and may_unpad(
                 config, batch, hidden_states, self.encoder, output_hidden_states
             )
-            inputs = varlen_inputs(implementation, batch, may_remove)
+            inputs = varlen_inputs(implementation, batch, removes_padding)
             if inputs is not None:
                 if inputs.layout is not None and unpad is None:
                     warn_of_zeros(config)

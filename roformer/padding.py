@@ -1,7 +1,7 @@
 """Positions, padding and packed documents: which tokens belong together, layouts without padding.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
-each other. Here the document of each token is known to every attention implementation.
+each other. Here the document of each token is computed once, for all attention implementations.
 
 Legend: B batch, L tokens of a row, T tokens of all documents without padding.
 """

@@ -57,8 +57,8 @@ class RelativePositions(NamedTuple):
 
     Attributes:
         distances: Position of the query minus position of the key, [1 or B, L, S] integers.
-        max_distance: Upper bound of their absolute values; only computed exactly for
-            transformer_xl, whose table it sizes. For others positions with gaps may exceed it.
+        max_distance: At least every |distance|, for transformer_xl, whose table it sizes. Other
+            encodings do not read it.
     """
 
     distances: Tensor

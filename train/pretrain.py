@@ -1,4 +1,6 @@
-"""Pretrain with masked language modelling: `accelerate launch --quiet train/pretrain.py`.
+"""Pretrain an encoder (masked tokens) or a decoder (next tokens).
+
+    accelerate launch --quiet train/pretrain.py
 
 Without arguments it trains the demo's RoFormer on the documentation installed on this machine.
 `main` prepares model, data and run folder; `train` is the training loop.

@@ -225,7 +225,10 @@ def make_batch(
     column = np.arange(ids.shape[1])
     padding_mask = column < lengths[:, None]
     if mask_rate is None:
-        inputs, chosen = ids, column < lengths[:, None] - 2  # [CLS] comes before the first token
+        inputs, chosen = (
+            ids,
+            column < lengths[:, None] - 2,
+        )  # each predicts the next token, but not [SEP]
         labels = np.roll(ids, -1, axis=1)[chosen]
     else:
         inputs, chosen = mask_tokens(ids, index, epochs, vocab, mask_rate, seed)
@@ -275,10 +278,11 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
 
 
 def max_predictions(tokens: int, mask_rate: float | None) -> int:
-    """Bound the predicted tokens of `tokens`, a multiple of 8.
+    """Return an upper bound of the predicted tokens among `tokens` tokens.
 
-    The bound is mean plus 6 standard deviations for independently chosen tokens. A batch with more,
-    as whole words can have, is padded to the next multiple: another compilation, never an error.
+    Without a rate all are predicted. Otherwise the bound is the mean plus 6 standard deviations for
+    independently chosen tokens, rounded up to a multiple of 8. A batch with more, as whole words
+    can have, is padded to the next multiple: another compilation, never an error.
     """
     if mask_rate is None:
         return tokens

@@ -9,7 +9,8 @@
                 model/               the finished model and tokenizer, for from_pretrained
 
 A checkpoint is written atomically, verified by hashes when it is read, and equal for every
-sharding. It holds no random state: order, masks and dropout are functions of (seed, step).
+sharding. It holds no random state: order and masks are functions of (seed, step), dropout of
+(seed, step, process).
 
 Files are touched by the main process; whether it succeeded is reduced over all processes, so that
 all of them continue or stop together.

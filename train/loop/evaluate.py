@@ -66,7 +66,7 @@ def evaluate(
     sequences: SequenceIndex,
     vocab: Vocab,
     accelerator: Accelerator,
-    batch: int = 32,
+    batch_size: int = 32,
     indices: NDArray[np.int64] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -77,7 +77,7 @@ def evaluate(
         sequences: Held-out text.
         vocab: Token ids of the tokenizer.
         accelerator: Distributes the batches and reduces the sums.
-        batch: Sequences per forward pass.
+        batch_size: Sequences per forward pass.
         indices: Sequences to read; None means all.
         heartbeat: Called before each batch.
 
@@ -86,7 +86,7 @@ def evaluate(
     """
     index = np.arange(len(sequences)) if indices is None else indices
     by_length = index[np.argsort(sequences.locate(index)[1], kind="stable")]
-    batches = [by_length[i : i + batch] for i in range(0, len(index), batch)]
+    batches = [by_length[i : i + batch_size] for i in range(0, len(index), batch_size)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model)
     rate = None if language_model.causal else MASK_RATE
@@ -98,13 +98,13 @@ def evaluate(
         number = start + accelerator.process_index
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
-        first = np.zeros_like(rows)
+        epochs = np.zeros_like(rows)
         options = (single_token_vocab, rate, MASK_SEED, language_model.packed)
-        tensors = make_batch(sequences, rows, first, *options)
+        tensors = make_batch(sequences, rows, epochs, *options)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         if number < len(batches):
-            labels = torch.full_like(sums[0], len(tensors["labels"]))
-            sums += torch.stack((loss.double(), correct.double(), labels))
+            predicted = torch.full_like(sums[0], len(tensors["labels"]))
+            sums += torch.stack((loss.double(), correct.double(), predicted))
     model.train(was_training)
     loss, correct, predicted = accelerator.reduce(sums).tolist()
     rule, remedy = "must hold a token to predict", "give more text, or a tokenizer that knows it"

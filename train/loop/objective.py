@@ -31,7 +31,7 @@ class LanguageModel(nn.Module):
         model: A model whose head is at `cls`, as in transformers' BERT and RoFormer.
 
     Raises:
-        InputError: The model has no such head, or does not support its attention kernel.
+        InputError: The model has no such head, or does not know its attention implementation.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
         self.cross_entropy = CrossEntropy()
         if self.packed and not isinstance(model, RoFormerPreTrainedModel):
             raise InputError(
-                "model.attention must be a kernel that model.type knows, got "
+                "model.attention must be an implementation that model.type knows, got "
                 f"{UNPADDED!r} for {model.config.model_type!r}; use sdpa or train a roformer"
             )
         head = getattr(model.cls, "predictions", None)
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether batches have to be packed rows: with the unpadded kernel.
+        """Whether batches have to be packed rows: with the implementation `unpadded`.
 
         Position encodings that add a bias to the attention scores still need padded rows.
         """
