@@ -63,6 +63,7 @@ def test_every_documented_command_exists_and_takes_the_flags_given(flags):
             assert accepted or key.startswith("model.config."), f"{page}: {module} {flag}"
 
 
+@pytest.mark.slow  # `make docs` runs it
 def test_a_mistake_in_the_launched_commands_of_the_readme_is_all_that_they_print(tmp_path):
     lines = "\n".join(blocks(ROOT / "README.md", "")).replace("\\\n", " ").splitlines()
     commands = [shlex.split(line) for line in lines if "accelerate launch" in line]

@@ -139,7 +139,9 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(optimizer, pretrain_flags
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "micro_batch"), [("roformer", 4), ("bert", 8)])
+@pytest.mark.parametrize(
+    ("kind", "micro_batch"), [("roformer", 4), pytest.param("bert", 8, marks=pytest.mark.slow)]
+)
 def test_two_processes_give_the_losses_of_one(kind, micro_batch, pretrain_flags, tmp_path):
     flags = [*pretrain_flags, f"--model.config={NO_DROPOUT}", f"--model.type={kind}"]
     flags += ["--run.validation_sequences=12"]  # three batches of 4: one process has none at last

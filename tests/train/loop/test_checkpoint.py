@@ -160,6 +160,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
 
 
+@pytest.mark.slow
 def test_sharded_models_train_and_are_saved_as_whole_ones(tmp_path):
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     script = "tests/support/sharded_training.py"
