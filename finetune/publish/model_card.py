@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
-from finetune.shared_head import ENCODER
+from finetune.shared_head import ENCODER, HEAD_FILES
 from finetune.tasks import HUB_DATA, TASKS, recorded_task
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.settings import InputError, require
@@ -24,7 +24,12 @@ from train.settings import InputError, require
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "<!-- written by finetune/publish/model_card.py -->"
 EXAMPLE = ("A man is playing a guitar.", "Somebody makes music.")
-MODEL_FILES = ("README.md", "*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", ENCODER)
+MODEL_FILES = (
+    "README.md", "config.json", "generation_config.json", "model.safetensors",
+    "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", ENCODER, *HEAD_FILES,
+)  # fmt: skip
 """Names of the files of a saved model; a folder with any other file is never replaced."""
 
 METRICS = {

@@ -266,8 +266,8 @@ def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
     (tmp_path / "pretrained/README.md").write_text("# The model of another author")
     (tmp_path / "file").write_text("mine")
     more = saved(tmp_path / "more")
-    (more / "notes.txt").write_text("mine")
-    for name, found in (("pretrained", "README.md"), ("more/tuned", "notes.txt")):
+    (more / "notes.json").write_text("{}")  # no file of a model, though it looks like one
+    for name, found in (("pretrained", "README.md"), ("more/tuned", "notes.json")):
         with pytest.raises(InputError, match=f"save .* with {found};"):
             save_model(str(tmp_path / name), a_model(), tiny_tokenizer(), a_line())
         assert (tmp_path / name / found).exists()
