@@ -187,6 +187,14 @@ def test_one_run_predicts_both_halves_of_mnli_and_ax(tmp_path, small):
         assert found[name] == answers(best, name)
 
 
+def test_data_without_ax_still_give_the_files_of_mnli(tmp_path, small):
+    run = line("mnli")
+    write_run(tmp_path, run, leave_out=("AX.tsv",))
+    found = built(tmp_path, placeholders=True)
+    assert found["MNLI-m.tsv"] == answers(run, "MNLI-m.tsv")
+    assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
+
+
 def test_equal_scores_give_the_same_run_in_any_order(tmp_path, small):
     runs = [line("wnli", seed=seed) for seed in range(4)]
     found = []
