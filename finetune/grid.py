@@ -69,7 +69,8 @@ def main(settings: GridSettings) -> None:
         print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
-        score_tasks(SimpleFeaturesSettings(settings.tasks, settings.glue_dir, settings.output))
+        task_settings = settings.tasks, settings.glue_dir, settings.output, settings.test
+        score_tasks(SimpleFeaturesSettings(*task_settings))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
     phases = [[run for run in pending if bool(run.mnli) == from_mnli] for from_mnli in (0, 1)]

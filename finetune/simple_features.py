@@ -2,10 +2,11 @@
 
     python -m finetune.simple_features --tasks '[cola, rte]' --glue_dir glue --output results.jsonl
 
-A single text is the tf-idf vector of its words. A pair of texts is two numbers: the cosine of their
-tf-idf vectors and the share of their words that both have (Jaccard). A class is predicted by
-logistic regression, a value by linear regression, fitted to the training split with scikit-learn's
-defaults; nothing is selected. The grid makes these controls with `--random_control true`.
+A single text is the tf-idf vector of its words, where a Chinese character is a word. A pair of
+texts is two numbers: the cosine of their tf-idf vectors and the share of their words that both have
+(Jaccard). A class is predicted by logistic regression, a value by linear regression, fitted to the
+training split with scikit-learn's defaults; nothing is selected. The grid makes these controls with
+`--random_control true`.
 """
 
 import time
@@ -39,6 +40,9 @@ from train.command_line import run_command
 from train.environment import git_commit
 from train.settings import InputError, first_line, require
 
+WORD = r"[\u3400-\u9fff]|\b\w\w+\b"
+"""scikit-learn's words, and each Chinese character, as between them there are no spaces."""
+
 
 @dataclass(frozen=True)
 class SimpleFeaturesSettings:
@@ -50,6 +54,8 @@ class SimpleFeaturesSettings:
     """Folder of the data, as for finetune/glue.py; null reads the hub."""
     output: str = "results.jsonl"
     """Results file of the runs that are compared."""
+    test: bool = False
+    """Also predict the test rows of your own tasks."""
 
     def __post_init__(self) -> None:
         require(bool(self.tasks), "tasks", "must name at least one", "none", "name some")
@@ -71,6 +77,10 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         data = hash_task_files(task, settings.glue_dir)
         records = read_results(settings.output) if Path(settings.output).is_file() else []
         found = [record for record in records if run_key(record) == run_key(key)]
+        wants_test = settings.test and task.test is not None
+        if wants_test:
+            files = (prediction_file(settings.output, record, "test") for record in found)
+            found = [record for record, file in zip(found, files) if file.exists()]
         if all(hash_differs(data, record, "data") for record in found):
             record = score_task(task, settings, {**key, "weights": None, "data": data})
             print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
@@ -79,7 +89,8 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]) -> dict[str, Any]:
     """Fit, score, write the predictions and append the record, which is returned."""
     started = time.perf_counter()
-    splits = ("train", *task.validation_splits)
+    splits = ["train", *task.validation_splits]
+    splits += ["test"] if settings.test and task.test is not None else []
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
     try:
@@ -89,6 +100,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]
         raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{key['task']}]'", *folder]
+    command += ["--test", "true"] if "test" in splits else []
     record = {
         **key,
         "model_type": SIMPLE_FEATURES,
@@ -112,7 +124,8 @@ def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.flo
         Split -> log probabilities [N, num_labels], or values [N, 1] for a regression.
     """
     train = columns["train"]
-    vectorizer = TfidfVectorizer().fit([text for name in task.columns for text in train[name]])
+    texts = [text for name in task.columns for text in train[name]]
+    vectorizer = TfidfVectorizer(token_pattern=WORD).fit(texts)
     inputs = {split: features(vectorizer, task, texts) for split, texts in columns.items()}
     rest = [split for split in columns if split != "train"]
     if task.labels is None:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -281,6 +282,19 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     report.main(report.ReportSettings(results="results.jsonl"))
     printed = capsys.readouterr().out
     assert "tasks of your own" in printed
+
+
+def test_simple_features_score_test_rows_when_asked_and_read_chinese_characters():
+    texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
+    train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
+    describe(train, validation=train, test=test)
+    settings = SimpleFeaturesSettings(["own.yaml"])
+    for test, lines in ((False, 1), (True, 2), (True, 2)):
+        score_tasks(replace(settings, test=test))
+        records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
+        assert len(records) == lines
+        assert ("test_metrics" in records[-1], "--test" in records[-1]["command"]) == (test, test)
+    assert records[-1]["headline"] == records[-1]["test_metrics"]["accuracy"] == 1.0
 
 
 def test_a_regression_of_any_range_is_scored_and_predicted():
