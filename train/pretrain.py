@@ -248,7 +248,7 @@ def all_reduce_step_info(
 def prepare_data(
     corpus: CorpusSettings, stages: list[PretrainSettings], accelerator: Accelerator
 ) -> tuple[PreTrainedTokenizerBase, list[TokenStore], SequenceIndex]:
-    """Train the vocabulary and tokenise the text where needed, on one process per machine.
+    """Train the vocabulary and tokenize the text where needed, on one process per machine.
 
     Returns:
         Tokenizer, training text of each stage, held-out sequences.
@@ -281,7 +281,7 @@ def build_dataset(
         limit = max_predictions(optim.micro_batch * corpus.length, mask_rate)
         dataset = StepDataset(
             sequences,
-            Vocab.from_tokenizer(tokenizer, corpus.whole_word),
+            Vocab.from_tokenizer(tokenizer),
             optim.batch_size,
             optim.micro_batch,
             mask_rate,
@@ -291,6 +291,7 @@ def build_dataset(
             packed=language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
+            whole_word=corpus.whole_word,
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))
     return StagedDataset(parts)

@@ -108,7 +108,7 @@ def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
     assert load(tmp_path, "qqp").lengths.tolist() == [5, 4]
 
 
-def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
+def test_rows_are_tokenized_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
     write_stsb(tmp_path)
     whole = load(tmp_path, "stsb")
     monkeypatch.setattr(data, "ROWS_PER_CALL", 7)
@@ -119,7 +119,7 @@ def test_rows_are_tokenised_some_at_a_time_and_come_out_the_same(tmp_path, monke
     assert all(np.array_equal(parts.inputs[name], x) for name, x in whole.inputs.items())
 
 
-def test_words_cut_in_python_are_tokenised_too(tmp_path):
+def test_words_cut_in_python_are_tokenized_too(tmp_path):
     """Chinese checkpoints: such a tokenizer cannot be written down whole."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "今", "天", "气", "好"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}

@@ -93,13 +93,13 @@ class SequenceIndex:
         """Mean tokens per sequence of an epoch, [CLS] and [SEP] included."""
         return 2 + float(self._mean_content)
 
-    def locate(self, index: Indices) -> tuple[Indices, Indices]:
+    def locate(self, sequence_ids: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
-        block = np.searchsorted(self._block_starts, index, side="right") - 1
+        block = np.searchsorted(self._block_starts, sequence_ids, side="right") - 1
         start, end = self._documents(block[:, None] * BLOCK + np.arange(BLOCK))  # [n, BLOCK]
         after = np.cumsum(self._count(start, end), axis=1)  # sequences up to each document's end
-        offset = index - self._block_starts[block]
-        row, column = np.arange(len(index)), (after <= offset[:, None]).sum(axis=1)
+        offset = sequence_ids - self._block_starts[block]
+        row, column = np.arange(len(sequence_ids)), (after <= offset[:, None]).sum(axis=1)
         start, end = start[row, column], end[row, column]
         start += (offset - after[row, column] + self._count(start, end)) * self._content
         return start, np.minimum(self._content, end - start)
@@ -121,15 +121,15 @@ class SequenceIndex:
         if np.array_equal(self.source_draws, self.source_sizes):
             return entry, np.full_like(entry, epoch)
         source = np.searchsorted(np.cumsum(self.source_draws), entry, side="right")
-        index, epochs = np.empty_like(entry), np.empty_like(entry)
+        sequence_ids, epochs = np.empty_like(entry), np.empty_like(entry)
         for number in np.unique(source).tolist():
             chosen, size = source == number, int(self.source_sizes[number])
             first_entry = self.source_draws[:number].sum()
             count = epoch * self.source_draws[number] + entry[chosen] - first_entry
             epochs[chosen] = count // size
             order = stateless_rng.permute(count % size, size, seed, number)
-            index[chosen] = self.source_sizes[:number].sum() + order
-        return index, epochs
+            sequence_ids[chosen] = self.source_sizes[:number].sum() + order
+        return sequence_ids, epochs
 
     def _documents(self, number: Indices) -> tuple[Indices, Indices]:
         """Start and end of documents in the tokens of the store; empty beyond the last document."""
@@ -149,30 +149,30 @@ class SequenceIndex:
 
 
 def training_order(
-    sequences: SequenceIndex, position: Indices, seed: int, group: int = GROUP
+    sequences: SequenceIndex, samples: Indices, seed: int, group: int = GROUP
 ) -> tuple[Indices, Indices]:
-    """Return the sequences at positions of the endless training order.
+    """Return the sequences of training samples, which are counted from the start of the run.
 
-    Epoch e fills positions e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
+    Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
     sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
     neighbours, and the groups are shuffled.
 
     Args:
         sequences: The training text.
-        position: [n] positions, from 0.
+        samples: [n] numbers of samples, from 0.
         seed: Seed of the run.
         group: Sequences per group.
 
     Returns:
         Sequences [n], and the epoch of each [n], as from `SequenceIndex.sample_epoch`.
     """
-    epoch, entry = np.divmod(position, sequences.epoch_size)
-    index, epochs = np.empty_like(position), np.empty_like(position)
+    epoch, entry = np.divmod(samples, sequences.epoch_size)
+    sequence_ids, epochs = np.empty_like(samples), np.empty_like(samples)
     for key in {(int(e), int(w)) for e, w in zip(epoch, entry // WINDOW)}:
         chosen = (epoch == key[0]) & (entry // WINDOW == key[1])
         order = _window_order(sequences, *key, seed, group)
-        index[chosen], epochs[chosen] = (x[entry[chosen] % WINDOW] for x in order)
-    return index, epochs
+        sequence_ids[chosen], epochs[chosen] = (x[entry[chosen] % WINDOW] for x in order)
+    return sequence_ids, epochs
 
 
 def _window_order(
@@ -181,29 +181,30 @@ def _window_order(
     size = sequences.epoch_size
     entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
     entry = stateless_rng.permute(entry, size, seed, epoch)
-    index, epochs = sequences.sample_epoch(entry, epoch, seed)
-    by_length = np.argsort(sequences.locate(index)[1], kind="stable")
+    sequence_ids, epochs = sequences.sample_epoch(entry, epoch, seed)
+    by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
     order = np.concatenate([groups[i] for i in np.argsort(keys)])
-    return index[order], epochs[order]
+    return sequence_ids[order], epochs[order]
 
 
 def make_batch(
     sequences: SequenceIndex,
-    index: Indices,
+    sequence_ids: Indices,
     epochs: Indices,
     vocab: Vocab,
     mask_rate: float | None,
     seed: int,
     packed: bool = False,
     pad_predictions_to: int | None = None,
+    whole_word: bool = False,
 ) -> dict[str, Any]:
     """Make the inputs and labels of some sequences.
 
     Args:
         sequences: The text.
-        index: [B] sequences.
+        sequence_ids: [B] ids of sequences.
         epochs: [B] how often each was seen before; in every epoch it is masked differently.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
@@ -212,6 +213,7 @@ def make_batch(
         packed: Whether to return one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
+        whole_word: As in `mask_tokens`.
 
     Returns:
         input_ids: [B, L] or packed [1, T], int64, corrupted.
@@ -221,39 +223,39 @@ def make_batch(
             those of the masked tokens, or without masks those before the labels.
         labels: [n] int64, ids of the original tokens.
     """
-    ids, lengths = _read_rows(sequences, index, vocab)
+    ids, lengths = _read_rows(sequences, sequence_ids, vocab)
     column = np.arange(ids.shape[1])
     padding_mask = column < lengths[:, None]
     if mask_rate is None:
-        inputs, chosen = (
-            ids,
-            column < lengths[:, None] - 2,
-        )  # each predicts the next token, but not [SEP]
+        # each predicts the next token, but not [SEP]
+        inputs, chosen = ids, column < lengths[:, None] - 2
         labels = np.roll(ids, -1, axis=1)[chosen]
     else:
-        inputs, chosen = mask_tokens(ids, index, epochs, vocab, mask_rate, seed)
+        inputs, chosen = mask_tokens(ids, sequence_ids, epochs, vocab, mask_rate, seed, whole_word)
         labels = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(padding_mask.astype(np.int64))}
     if packed:
         layout = packed_layout(lengths)
         inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
-    positions = np.flatnonzero(chosen)
+    label_positions = np.flatnonzero(chosen)
     if pad_predictions_to is not None:
-        count = max(1, math.ceil(len(positions) / pad_predictions_to)) * pad_predictions_to
-        padding = (0, count - len(positions))
-        positions = np.pad(positions, padding)
+        count = max(1, math.ceil(len(label_positions) / pad_predictions_to)) * pad_predictions_to
+        padding = (0, count - len(label_positions))
+        label_positions = np.pad(label_positions, padding)
         labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
     return layout | {
         "input_ids": torch.from_numpy(inputs),
-        "label_positions": torch.from_numpy(positions),
+        "label_positions": torch.from_numpy(label_positions),
         "labels": torch.from_numpy(labels),
     }
 
 
-def _read_rows(sequences: SequenceIndex, index: Indices, vocab: Vocab) -> tuple[Indices, Indices]:
+def _read_rows(
+    sequences: SequenceIndex, sequence_ids: Indices, vocab: Vocab
+) -> tuple[Indices, Indices]:
     """Padded rows [B, L] with [CLS] and [SEP], and their lengths [B]."""
-    start, size = sequences.locate(index)
-    ids = np.full((len(index), int(size.max()) + 2), vocab.pad_id, np.int64)
+    start, size = sequences.locate(sequence_ids)
+    ids = np.full((len(sequence_ids), int(size.max()) + 2), vocab.pad_id, np.int64)
     for row, (first, count) in enumerate(zip(start.tolist(), size.tolist())):
         ids[row, 0], ids[row, count + 1] = vocab.cls_id, vocab.sep_id
         ids[row, 1 : count + 1] = sequences.store.read(first, count)
@@ -268,10 +270,10 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
         cu_seq_lens_q: [B + 1] int32, 0 and the end of each sequence.
         max_length_q: int, tokens of the longest.
     """
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    position_ids = np.concatenate([np.arange(length) for length in lengths])
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     return {
-        "position_ids": torch.from_numpy(positions)[None],
+        "position_ids": torch.from_numpy(position_ids)[None],
         "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
         "max_length_q": int(lengths.max()),
     }
@@ -317,6 +319,10 @@ class StepDataset(Dataset):
         rank: Number of this process, from 0.
         packed: As in `make_batch`.
         pad_predictions_to: As in `make_batch`.
+        whole_word: As in `mask_tokens`.
+
+    Raises:
+        InputError: Whole words are wanted, and the tokens do not show them.
     """
 
     sequences: SequenceIndex
@@ -329,23 +335,30 @@ class StepDataset(Dataset):
     rank: int = 0
     packed: bool = False
     pad_predictions_to: int | None = None
+    whole_word: bool = False
+
+    def __post_init__(self) -> None:
+        valid = not self.whole_word or self.vocab.is_continuation is not None
+        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
+        require(valid, "corpus.whole_word", rule, "true", remedy)
 
     def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
-        position = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
-        index, epochs = training_order(self.sequences, position, self.seed, group)
-        by_length = np.argsort(self.sequences.locate(index)[1], kind="stable")
+        sequence_ids, epochs = training_order(self.sequences, samples, self.seed, group)
+        by_length = np.argsort(self.sequences.locate(sequence_ids)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
         rows = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
-        return [(index[row], epochs[row]) for row in rows]
+        return [(sequence_ids[row], epochs[row]) for row in rows]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """Return all micro-batches that this process computes in a step."""
-        options = (self.vocab, self.mask_rate, self.seed, self.packed, self.pad_predictions_to)
+        masking = (self.vocab, self.mask_rate, self.seed)
+        layout = (self.packed, self.pad_predictions_to, self.whole_word)
         return [
-            make_batch(self.sequences, index, epochs, *options)
-            for index, epochs in self.micro_batch_indices(step)
+            make_batch(self.sequences, sequence_ids, epochs, *masking, *layout)
+            for sequence_ids, epochs in self.micro_batch_indices(step)
         ]
 
 

@@ -139,7 +139,7 @@ def tokenize_corpus(
     shards: list[Path] = []
     documents: list[int] = []
     bar = tqdm(
-        desc=f"tokenising {part}", unit=" documents", delay=1, mininterval=progress_interval()
+        desc=f"tokenizing {part}", unit=" documents", delay=1, mininterval=progress_interval()
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()

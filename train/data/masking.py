@@ -29,7 +29,6 @@ class Vocab:
         special_ids: Ids of all special tokens, which are never masked.
         is_continuation: [V] bool, whether an id continues a word (##ing); None if tokens do not
             show it.
-        whole_word: Whether to mask whole words instead of single tokens.
     """
 
     cls_id: int
@@ -39,17 +38,13 @@ class Vocab:
     size: int
     special_ids: tuple[int, ...]
     is_continuation: NDArray[np.bool_] | None = None
-    whole_word: bool = False
 
     @classmethod
-    def from_tokenizer(
-        cls, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False
-    ) -> "Vocab":
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "Vocab":
         """Read the ids of a tokenizer.
 
         Raises:
-            InputError: It lacks a special token that masked language modelling needs, or
-                `whole_word` is set and its tokens do not show which of them continue a word.
+            InputError: It lacks a special token that masked language modelling needs.
         """
         names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
         ids = [getattr(tokenizer, name) for name in names]
@@ -59,20 +54,17 @@ class Vocab:
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
         continuation = find_continuations(tokenizer)
-        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
-        valid = not whole_word or continuation is not None
-        require(valid, "corpus.whole_word", rule, "true", remedy)
-        size = len(tokenizer)
-        return cls(cls_id, sep_id, pad_id, mask_id, size, special_ids, continuation, whole_word)
+        return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
 
 
 def mask_tokens(
     ids: NDArray[np.int64],
-    sequence: NDArray[np.int64],
+    sequence_ids: NDArray[np.int64],
     epochs: NDArray[np.int64],
     vocab: Vocab,
     mask_rate: float,
     seed: int,
+    whole_word: bool = False,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose tokens to predict and corrupt them.
 
@@ -80,20 +72,21 @@ def mask_tokens(
 
     Args:
         ids: [B, L] token ids.
-        sequence: [B] index of each row's sequence. With `epochs` and `seed` it decides the masks of
-            the row, whatever batch it is in.
+        sequence_ids: [B] sequence of each row. With `epochs` and `seed` it decides the masks of the
+            row, whatever batch it is in.
         epochs: [B] how often each sequence has been read before.
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to choose.
         seed: Seed of the run.
+        whole_word: Whether to choose whole words instead of single tokens.
 
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
     """
-    row_key, column = (seed, epochs[:, None], sequence[:, None]), np.arange(ids.shape[1])
+    row_key, column = (seed, epochs[:, None], sequence_ids[:, None]), np.arange(ids.shape[1])
     deciding_column = column  # whose draw counts: the token's own, or that of its word's start
-    if vocab.whole_word:
-        assert vocab.is_continuation is not None  # as `from_tokenizer` has checked
+    if whole_word:
+        assert vocab.is_continuation is not None  # as `StepDataset` has checked
         # all tokens of a word share the draw of its first column; a special token starts a word
         deciding_column = np.maximum.accumulate(
             np.where(vocab.is_continuation[ids], 0, column), axis=1

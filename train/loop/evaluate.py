@@ -6,7 +6,6 @@
 different runs are comparable. A decoder predicts every next token.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -90,7 +89,6 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model)
     rate = None if language_model.causal else MASK_RATE
-    single_token_vocab = dataclasses.replace(vocab, whole_word=False)  # whatever training uses
     was_training = model.training
     model.eval()
     for start in range(0, len(batches), accelerator.num_processes):
@@ -99,7 +97,7 @@ def evaluate(
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
         epochs = np.zeros_like(rows)
-        options = (single_token_vocab, rate, MASK_SEED, language_model.packed)
+        options = (vocab, rate, MASK_SEED, language_model.packed)
         tensors = make_batch(sequences, rows, epochs, *options)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         if number < len(batches):

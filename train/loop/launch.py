@@ -50,7 +50,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
         )
     handlers = [
-        # the other processes wait while one tokenises, for hours on a large corpus
+        # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
         # buffers are constant; their broadcast would block evaluations in which some processes
         # have fewer batches

@@ -54,7 +54,7 @@ def test_a_store_is_reused_until_text_or_tokenizer_changes(written, tmp_path, to
     assert tokenize_corpus(settings, "train", tokenizer).folder != first.folder
 
 
-def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenised(
+def test_a_file_that_joins_a_corpus_is_the_only_one_that_is_tokenized(
     written, tmp_path, tokenizer, monkeypatch
 ):
     first = tokenize_corpus(corpus(str(written), tmp_path), "train", tokenizer)

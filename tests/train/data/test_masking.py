@@ -10,20 +10,23 @@ from scipy import stats
 from transformers import DataCollatorForLanguageModeling
 
 from tiny_glue import tiny_tokenizer
+from tiny_tokens import make_token_store
 from train.data import vocabulary
+from train.data.batching import SequenceIndex, StepDataset
 from train.data.masking import Vocab, mask_tokens
 from train.settings import InputError
 
 VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
 # ids from 40 on continue a word
-WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40, whole_word=True)
+WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40)
 
 
 def sample(rate: float = 0.15, seed: int = 0, rows: int = 1000, vocab=VOCAB):
     ids = np.random.default_rng(0).integers(5, 60, (rows, 100))
     ids[:, 0], ids[:, -1] = 2, 0
     index = np.arange(rows)
-    return ids, *mask_tokens(ids, index, np.zeros_like(index), vocab, rate, seed)
+    whole_word = vocab is WORDS
+    return ids, *mask_tokens(ids, index, np.zeros_like(index), vocab, rate, seed, whole_word)
 
 
 def within(count: int, number: int, share: float) -> bool:
@@ -70,7 +73,7 @@ def test_words_are_chosen_whole_and_as_often_as_tokens_were(rate):
 def test_a_sequence_that_begins_inside_a_word_begins_a_word():
     ids = np.tile([2, 50, 50, 3, 0], (2000, 1))
     index = np.arange(2000)
-    _, chosen = mask_tokens(ids, index, index * 0, WORDS, 0.5, 0)
+    _, chosen = mask_tokens(ids, index, index * 0, WORDS, 0.5, 0, True)
     assert (chosen[:, 1] == chosen[:, 2]).all()
     assert within(chosen[:, 1].sum(), 2000, 0.5)
 
@@ -79,12 +82,12 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     pieces = [*vocabulary.SPECIAL_TOKENS, "walk", "##ing", "##s"]
     vocabulary.save_tokenizer(pieces, tmp_path / "pieces")
     tokenizer = vocabulary.load_tokenizer(str(tmp_path / "pieces"))
-    vocab = Vocab.from_tokenizer(tokenizer, whole_word=True)
+    vocab = Vocab.from_tokenizer(tokenizer)
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
-    assert vocab.whole_word > Vocab.from_tokenizer(tokenizer).whole_word
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
+    sequences = SequenceIndex(make_token_store([3], tmp_path), 64)
     with pytest.raises(InputError, match="corpus.whole_word must be false unless"):
-        Vocab.from_tokenizer(other, whole_word=True)
+        StepDataset(sequences, Vocab.from_tokenizer(other), 1, 1, 0.15, 0, whole_word=True)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])
@@ -92,7 +95,7 @@ def test_special_tokens_and_padding_are_never_chosen(vocab):
     ids, *_ = sample()
     ids[:, 50] = 3
     index = np.arange(len(ids))
-    corrupted, chosen = mask_tokens(ids, index, index * 0, vocab, 0.9, 0)
+    corrupted, chosen = mask_tokens(ids, index, index * 0, vocab, 0.9, 0, vocab is WORDS)
     assert not chosen[ids < 5].any()
     np.testing.assert_array_equal(corrupted[ids < 5], ids[ids < 5])
 

@@ -36,7 +36,7 @@ def test_wikipedia_batches_are_at_least_98_percent_text(real_data, tmp_path, pac
     assert real / sum(rows["input_ids"].numel() for rows in batches) > 0.98
 
 
-def test_20_megabytes_are_tokenised_twice_to_the_same_bytes(real_data, tmp_path, monkeypatch):
+def test_20_megabytes_are_tokenized_twice_to_the_same_bytes(real_data, tmp_path, monkeypatch):
     monkeypatch.setattr("train.data.corpus.BATCHES_PER_SHARD", 4)
     tokenizer = vocabulary.load_tokenizer(str(real_data / "vocab" / "bert-base-uncased.txt"))
     source = CorpusSettings(

@@ -141,16 +141,6 @@ def test_the_loss_is_that_of_float64_in_any_precision(dtype, offset):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
 
 
-def test_held_out_masks_are_the_same_whatever_training_masks(tmp_path):
-    sequences = SequenceIndex(make_token_store(np.full(30, 20), tmp_path), 24)
-    config = roformer.RoFormerConfig(vocab_size=2000, **TINY_MODEL)
-    model = LanguageModel(enlarge(roformer.RoFormerForMaskedLM(config)))
-    vocab = dataclasses.replace(VOCAB, size=2000)
-    words = dataclasses.replace(vocab, is_continuation=np.arange(2000) % 3 > 0, whole_word=True)
-    scores = [evaluate(model, sequences, chosen, Accelerator()) for chosen in (vocab, words)]
-    assert scores[0] == scores[1]
-
-
 def test_a_kernel_that_a_model_does_not_know_is_refused():
     config = transformers.BertConfig(vocab_size=60, **TINY_MODEL)
     bert = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="unpadded")
