@@ -288,10 +288,25 @@ class RoFormerAttention(nn.Module):
             self.self = RoFormerLinearSelfAttention(config, layer_idx)
         self.output = RoFormerOutput(config, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E]; further arguments as in `RoFormerSelfAttention.forward`."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, L, E] to [B, L, E]; arguments as in `RoFormerSelfAttention.forward`."""
         # the probabilities of `output_attentions` are recorded by `_can_record_outputs`
-        context, _ = self.self(hidden_states, *args, **kwargs)
+        context, _ = self.self(
+            hidden_states,
+            attention_mask,
+            position_embeddings,
+            encoder_hidden_states,
+            past_key_values,
+            **kwargs,
+        )
         return self.output(context, hidden_states)
 
 

@@ -244,6 +244,8 @@ def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> Unpadd
 class SplitLayout:
     """Every document in a row of its own, for attention that cannot mask documents of one row.
 
+    The methods are called as those of `UnpaddedLayout`, in whose place it stands.
+
     Attributes:
         document_ids: [B, L] int64, the new row of each token.
         positions: [B, L] int64, its index in that row.
