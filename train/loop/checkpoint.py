@@ -31,6 +31,7 @@ from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -151,8 +152,7 @@ def resume(
     rule = f"must give the tokens {state['data']} the run began with"
     remedy = "choose another run.name, or set run.allow_drift true"
     require(same_data or settings.run.allow_drift, keys, rule, data, remedy)
-    steps = accelerator.gather(torch.tensor([state["step"]], device=accelerator.device))
-    found, rule = steps.unique().tolist(), "must hold one checkpoint for all machines"
+    found, rule = {*gather_object([state["step"]])}, "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     if accelerator.is_main_process:
         changed = changed_settings(folder, settings, accelerator.mixed_precision)
