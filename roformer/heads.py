@@ -105,9 +105,9 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
     ) -> MaskedLMOutput:
         """Compute logits over the vocabulary.
 
-        In training with `config.sparse_prediction` they are computed at labelled tokens only: the
-        same loss for a sixth of the head's arithmetic at the usual 15 %. Without it, on a CPU with
-        few labels, the loss has logits of its own, and no gradient through `logits`.
+        In training with `config.sparse_prediction` they are computed at labelled tokens only, with
+        the same loss. Without it, on a CPU with few labels, the loss does not depend on `logits`,
+        which are then a second computation.
 
         `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.
@@ -179,8 +179,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
         packed rows give -100 to the first token of each document, which none before it predicts.
         `logits_to_keep` is the number of last tokens to score, or the indices of tokens, which
-        `labels` then name alone; 0 means all. All other arguments are those of
-        `RoFormerModel.forward`.
+        `labels` then name alone; 0 means all. With `labels` the default of
+        `use_cache` is False. All other arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
@@ -188,14 +188,15 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         """
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         encoder = encoder_hidden_states, encoder_attention_mask
+        if labels is not None and use_cache is None:
+            use_cache = past_key_values is not None
         unpad = loss_ignores_padding(self, labels, attention_mask, shift=1)
         outputs = self.roformer(
             *tokens,
             *encoder,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            return_dict=True,
-            **({"unpad": unpad} | kwargs),
+            **({"unpad": unpad, "return_dict": True} | kwargs),
         )
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):

@@ -101,6 +101,19 @@ def test_causal_models_and_caches_are_computed_by_sdpa(calls):
     assert {name for name, _ in calls} == {SDPA}
 
 
+def test_a_decoder_leaves_padding_out_of_its_loss_and_then_has_no_cache(calls):
+    model = model_of(None, RoFormerForCausalLM, is_decoder=True)
+    labels = IDS.masked_fill(PADDED == 0, -100)
+    with torch.no_grad():
+        outputs = model(IDS, attention_mask=PADDED, labels=labels)
+        lengths = [length for _, length in calls]
+        cached = model(IDS, attention_mask=PADDED, labels=labels, use_cache=True)
+    assert outputs.past_key_values is None
+    assert cached.past_key_values is not None
+    assert sum(lengths) == PADDED.sum()
+    torch.testing.assert_close(outputs.loss, cached.loss, rtol=1e-2, atol=1e-2)
+
+
 def test_a_bias_on_the_scores_is_added_to_the_mask(calls):
     with torch.no_grad():
         model_of(None, position_encoding="alibi")(IDS, attention_mask=PADDED)
