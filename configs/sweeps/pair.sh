@@ -7,7 +7,8 @@
 # same architectures from random initialisation), which do not depend on pretraining, so the models of the first seed serve. Started again, it continues.
 set -euo pipefail
 scale=$1 glue=$2 folder=runs/pair-$1 held_out=${3:+$3/validation*} length=128
-[ "$scale" = base ] && length=512 && export WORKERS=1 HARDWARE=one_gpu_compiled
+eager=" --model.attention eager" # the kernel of the published runs
+[ "$scale" = base ] && length=512 eager= && export WORKERS=1 HARDWARE=one_gpu_compiled
 read -ra seeds <<< "${SEEDS-0 1}"
 launch=${LAUNCH-accelerate launch --quiet --config_file configs/accelerate/cpu.yaml}
 
@@ -24,7 +25,7 @@ tune() { # TASKS OPTIONS...: the pretrained models, then the controls too
 
 for seed in "${seeds[@]}"; do
   for model in roformer bert; do
-    echo "$model-$seed --run.seed $seed --config configs/model/$model-$scale.yaml"
+    echo "$model-$seed --run.seed $seed --config configs/model/$model-$scale.yaml$eager"
   done
 done | configs/sweeps/runs.sh "pair-$scale" "${@:3}"
 tune "${TASKS-cola sst2 mrpc wnli}"
