@@ -59,10 +59,11 @@ step() { # eager and compiled, then one change at a time; the kernels of a compi
   TORCHINDUCTOR_SHAPE_PADDING=0 short one_gpu_compiled unaligned # the head's 30,522 columns as they are
   cat > $folder/profile.py <<'END'
 import runpy, sys, torch
-del sys.argv[0]
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
+if __name__ == "__main__": # not in data workers, which read this file again
+    del sys.argv[0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
 END
   PROFILE=$folder/profile.py short one_gpu_compiled profiled
   grep -A 32 'Self CUDA' $folder/profiled.txt | cut -c 1-72,118- || true

@@ -7,13 +7,14 @@ with their own loss or under `Trainer`, explicit options as in this project's pr
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import (
     BertTokenizer,
@@ -123,16 +124,18 @@ def random_batch(workload: Workload) -> dict[str, Tensor]:
 
 def loop_inputs(name: str, workload: Workload) -> dict[str, Any]:
     """Return the same tokens as arguments of `LanguageModel`: for a RoFormer one packed row."""
-    batch = random_batch(workload)
-    input_ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
+    inputs: dict[str, Any] = random_batch(replace(workload, device="cpu"))
+    labels = inputs.pop("labels")
     if name != OUR_BERT:
-        layout, labels = packed_layout(workload.lengths()), labels[mask.bool()]
-        inputs = {k: x.to(workload.device) if torch.is_tensor(x) else x for k, x in layout.items()}
-        inputs["input_ids"] = input_ids[mask.bool()][None]
+        is_token = inputs["attention_mask"].bool()
+        inputs = packed_layout(workload.lengths()) | {
+            "input_ids": inputs["input_ids"][is_token][None]
+        }
+        labels = labels[is_token]
     labels = labels.flatten()
     label_positions = (labels >= 0).nonzero()[:, 0]
-    return inputs | {"label_positions": label_positions, "labels": labels[label_positions]}
+    inputs |= {"label_positions": label_positions, "labels": labels[label_positions]}
+    return send_to_device(inputs, workload.device)
 
 
 def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
