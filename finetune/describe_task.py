@@ -98,7 +98,7 @@ def find_classes(task: Task) -> tuple[str, ...]:
 def describe_rows(task: Task, columns: Columns) -> str:
     """Say how many rows a split has, and of which classes or values."""
     labels = columns["label"]
-    known = labels[labels >= 0] if task.labels is not None else labels[labels == labels]
+    known = labels[labels >= 0] if not task.is_regression else labels[labels == labels]
     if not len(known):
         text = "no labels"
     elif task.labels is None:

@@ -1,8 +1,8 @@
 """Fine-tune one model on one task with one seed: `accelerate launch --quiet finetune/glue.py`.
 
-Read `main`, then `fine_tune`: together they are the whole run. The score is that of the weights
-after the last epoch on the validation split; nothing is selected on the split that is reported.
-Each run appends one line to the results file and writes its predictions beside it.
+Read `command`, `main` and `fine_tune`: together they are the whole run. The score is that of the
+weights after the last epoch on the validation split; nothing is selected on the split that is
+reported. Each run appends one line to the results file and writes its predictions beside it.
 """
 
 import math
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils.memory import should_reduce_batch_size
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +40,7 @@ from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data import stateless_rng
+from train.environment import is_out_of_memory
 from train.loop.launch import start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line, require
@@ -102,7 +102,7 @@ def main(
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
         write_outcome(settings.output, result, logits, labels)
-        if task.train is not None and "test" in logits:
+        if task.is_own and "test" in logits:
             texts = read_split_columns(task, "test", None)
             texts.pop("label")
             write_answers(answer_file(settings, result), texts, task.labels, logits["test"])
@@ -112,7 +112,7 @@ def main(
 
 
 def fine_tune(
-    settings: GlueSettings, model: Model, data: Data, accelerator: Accelerator, position: int = 0
+    settings: GlueSettings, model: Model, data: Data, accelerator: Accelerator, slot: int = 0
 ) -> tuple[list[float], Logits]:
     """Train the model in place, then predict every split but train.
 
@@ -121,7 +121,7 @@ def fine_tune(
         model: Its model.
         data: Its splits.
         accelerator: Its accelerator.
-        position: Line of the progress bar on a terminal, counted from the cursor.
+        slot: Number of the grid's worker: the line of its progress bar, from the cursor on.
 
     Returns:
         losses: Mean training loss of each epoch.
@@ -142,14 +142,15 @@ def fine_tune(
     check_memory(model, train, tokens, accelerator)
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    hidden = None if rank == 0 else True  # None draws on terminals only
-    bar = tqdm(desc=title, total=total_steps, position=position, leave=False, disable=hidden)
+    disable = None if rank == 0 else True  # None draws on terminals only
+    bar = tqdm(desc=title, total=total_steps, position=slot, leave=False, disable=disable)
     step, losses = 0, []
     for epoch in range(settings.epochs):
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
             torch.manual_seed(int(stateless_rng.random_bits(settings.seed, step, rank)) >> 1)
+            # 0 in the first step, as in transformers' Trainer
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
             loss = compute_gradients(model, train, rows, tokens, accelerator)
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -213,8 +214,8 @@ def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Ac
     rows = train.micro_batches(longest, tokens * accelerator.num_processes)[0]
     try:
         compute_gradients(model, train, rows, tokens, accelerator)
-    except RuntimeError as error:
-        if not should_reduce_batch_size(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         rule, remedy = "must fit into memory", "lower it, or shorten length"
         raise InputError(f"micro_batch_tokens {rule}, got {tokens}; {remedy}") from error
@@ -323,10 +324,14 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
         InputError: The data are missing or do not match the task.
     """
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
-    splits |= test_splits(settings) if settings.test else {}
-    columns = {name: read_split_columns(*x, settings.glue_dir) for name, x in splits.items()}
+    if settings.test:
+        splits |= test_splits(settings)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
-    return {name: make_examples(splits[name][0], x, *options) for name, x in columns.items()}
+    data = {}
+    for name, (source, split) in splits.items():
+        columns = read_split_columns(source, split, settings.glue_dir)
+        data[name] = make_examples(source, columns, *options)
+    return data
 
 
 def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
@@ -338,10 +343,9 @@ def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
     splits = {split: (task, split) for split in task.splits if split.startswith("test")}
     if task.name == "mnli":
         splits["ax"] = TASKS["ax"], "test"
-    is_own = task.train is not None
-    return {
-        k: v for k, v in splits.items() if is_own or folder is None or find_split_file(*v, folder)
-    }
+    if task.is_own or folder is None:
+        return splits
+    return {name: x for name, x in splits.items() if find_split_file(*x, folder)}
 
 
 @torch.no_grad()

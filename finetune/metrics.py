@@ -55,7 +55,7 @@ class GlueMetric(evaluate.Metric):
         super().__init__(config_name=task.name, keep_in_memory=True)
 
     def _info(self) -> evaluate.MetricInfo:
-        kind = datasets.Value("float64" if self.task.labels is None else "int64")
+        kind = datasets.Value("float64" if self.task.is_regression else "int64")
         return evaluate.MetricInfo(
             description="The metrics GLUE reports for one task.",
             citation="Wang et al. 2019, arXiv:1804.07461",
@@ -90,7 +90,7 @@ def score_splits(
     is_scored = task.test is not None and "test" in logits and is_labelled(task, labels["test"])
     for split in (*splits, *["test"] * is_scored):
         values = logits[split]
-        predictions = values[:, 0] if task.labels is None else values.argmax(axis=1)
+        predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)
         scores[split] = score(task, predictions, labels[split])
     test = {"test_metrics": scores.pop("test")} if is_scored else {}
     return {
@@ -102,13 +102,13 @@ def score_splits(
 
 def is_labelled(task: Task, labels: NDArray) -> bool:
     """Whether every row has a label; missing ones are nan or, where labels are bounded, -1."""
-    is_bounded = task.labels is not None or task.value_range is not None
+    is_bounded = not task.is_regression or task.value_range is not None
     return bool((~np.isnan(labels) & ((labels != -1) | (not is_bounded))).all())
 
 
 def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:
     """Score the constant prediction: the most frequent training class, or the mean value."""
-    constant = train_labels.mean() if task.labels is None else np.bincount(train_labels).argmax()
+    constant = train_labels.mean() if task.is_regression else np.bincount(train_labels).argmax()
     return {split: score(task, np.full(len(x), constant), x) for split, x in labels.items()}
 
 
@@ -119,6 +119,6 @@ def headline(task: Task, scores: Scores) -> float:
 
 def is_collapsed(task: Task, logits: NDArray, labels: NDArray) -> bool:
     """Whether all rows get one class, or values within 0.2 % of the range of the labels."""
-    if task.labels is None:
+    if task.is_regression:
         return float(np.ptp(logits)) < 2e-3 * float(np.ptp(task.value_range or labels))
     return len(np.unique(logits.argmax(axis=1))) == 1

@@ -128,7 +128,7 @@ def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.flo
     vectorizer = TfidfVectorizer(token_pattern=WORD).fit(texts)
     inputs = {split: features(vectorizer, task, texts) for split, texts in columns.items()}
     rest = [split for split in columns if split != "train"]
-    if task.labels is None:
+    if task.is_regression:
         linear = LinearRegression().fit(inputs["train"], train["label"])
         return {s: linear.predict(inputs[s]).astype(np.float32)[:, None] for s in rest}
     model = LogisticRegression(max_iter=1000).fit(inputs["train"], train["label"])

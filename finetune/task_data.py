@@ -35,7 +35,7 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
         InputError: The data are missing or do not match the task.
     """
     table, is_test = read_rows(task, split, glue_dir), split.startswith("test")
-    is_divided = task.train is not None and task.validation is None and not is_test
+    is_divided = task.is_own and task.validation is None and not is_test
     name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
@@ -86,7 +86,7 @@ def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArr
     remedy = "correct the file or the task's labels"
     found = f"{values[row]!r} in row {row}"
     require(bool(valid.all()), f"{task.label_column} of {name}", rule, found, remedy)
-    return numbers.astype(np.float32 if task.labels is None else np.int64)
+    return numbers.astype(np.float32 if task.is_regression else np.int64)
 
 
 def format_label(value: Any) -> str | None:
@@ -126,7 +126,7 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     """
     files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
     content = hash_files([file for file in files if file is not None and file.is_file()])
-    if task.train is None:
+    if not task.is_own:
         return content
     others = ("name", "title", "metrics", "headline", "test")
     source = {name: value for name, value in vars(task).items() if name not in others}
@@ -139,7 +139,7 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     Raises:
         InputError: The file, the data set or a column is missing.
     """
-    if task.hub is not None or (task.train is None and glue_dir is None):
+    if task.hub is not None or (not task.is_own and glue_dir is None):
         source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
     else:
         file = find_split_file(task, split, glue_dir)
@@ -151,10 +151,10 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
     valid = all(names.count(name) == 1 for name in wanted)
     rule = f"must have the columns {', '.join(wanted)}"
-    remedy = "rename them" if task.train is None else "correct columns or label_column of the task"
+    remedy = "rename them" if not task.is_own else "correct columns or label_column of the task"
     require(valid, source, rule, ", ".join(names), remedy)
     require(table.num_rows > 0, source, "must hold at least one row", "none", "fill the split")
-    index = ["idx"] if task.train is None else []
+    index = ["idx"] if not task.is_own else []
     kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
     return table.select(kept).to_pydict()
 
@@ -175,7 +175,7 @@ def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
 
 def _read_hub(task: Task, split: str) -> pyarrow.Table:
     name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
-    part = split if task.train is None else getattr(task, split) or task.train
+    part = split if not task.is_own else getattr(task, split) or task.train
     try:
         data = datasets.load_dataset(name, config, split=part)
     except (OSError, ValueError) as error:

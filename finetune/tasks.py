@@ -64,7 +64,7 @@ class Task(TaskSettings):
     """A task: a row of `TASKS`, or a YAML file with the keys of `TaskSettings`."""
 
     def __post_init__(self) -> None:
-        known = VALUE_METRICS if self.labels is None else CLASS_METRICS
+        known = VALUE_METRICS if self.is_regression else CLASS_METRICS
         metrics = tuple(self.metrics or known[:2])
         values = {
             "title": self.title or self.name,
@@ -105,6 +105,16 @@ class Task(TaskSettings):
     def official(self) -> bool:
         """Whether GLUE has this task."""
         return self.name in OFFICIAL_ROWS
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the task names its data itself: neither GLUE's nor the demo's."""
+        return self.train is not None
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether a number is predicted, not a class."""
+        return self.labels is None
 
     @property
     def validation_splits(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class AttentionInputs:
     layout: UnpaddedLayout | SplitLayout | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def unpad_input(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
+    def to_layout(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
         """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
 
         Encodings with a position bias never have a layout.
@@ -57,13 +57,13 @@ class AttentionInputs:
             return hidden_states, position_embeddings
         if position_embeddings is not None:
             shape = (*hidden_states.shape[:2], -1)
-            cos, sin = (self.layout.unpad_input(x.expand(shape)) for x in position_embeddings)
+            cos, sin = (self.layout.to_layout(x.expand(shape)) for x in position_embeddings)
             position_embeddings = cos, sin
-        return self.layout.unpad_input(hidden_states), position_embeddings
+        return self.layout.to_layout(hidden_states), position_embeddings
 
-    def pad_input(self, hidden_states: Tensor) -> Tensor:
+    def to_batch(self, hidden_states: Tensor) -> Tensor:
         """Rearrange the layout's rows into [B, L, E] again, where `UnpaddedLayout` leaves zeros."""
-        return hidden_states if self.layout is None else self.layout.pad_input(hidden_states)
+        return hidden_states if self.layout is None else self.layout.to_batch(hidden_states)
 
 
 def select_implementation(

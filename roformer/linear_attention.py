@@ -392,7 +392,7 @@ def linear_attention_inputs(
             "True: inside, documents stand in rows of their own; give each a row"
         )
     layout = split_documents(batch.document_ids)
-    return AttentionInputs(implementation, layout.unpad_input(batch.padding_mask), layout)
+    return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
 def count_training_call(encoder: nn.Module) -> None:

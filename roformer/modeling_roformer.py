@@ -584,7 +584,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.roformer_config = config
         # the layers depend on these fields, so that editing them later would have no effect
         self.fixed_fields = {
-            name: getattr(config, name) for name in ("position_encoding", "is_decoder")
+            name: getattr(config, name)
+            for name in ("position_encoding", "linear_attention", "is_decoder")
         }
         self.is_causal = config.is_decoder
         self.gradient_checkpointing = False
@@ -679,9 +680,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             hidden_states = self.embeddings_project(hidden_states)
         # 2. positions, once for all layers: cos and sin, not the table of learned positions
         position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
-        is_counted = position_ids is None and batch.document_ids is None
         relative_positions = compute_relative_positions(
-            config, batch.position_ids, past_length, is_counted
+            config, batch.position_ids, past_length, is_counted=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
         attn_inputs = self._attention_inputs(
@@ -691,7 +691,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             self.config, attn_inputs.implementation, hidden_states, *cross_inputs
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
-        hidden_states, position_embeddings = attn_inputs.unpad_input(
+        hidden_states, position_embeddings = attn_inputs.to_layout(
             hidden_states, position_embeddings
         )
         # 5. encoder
@@ -708,7 +708,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         # 6. back to the rows of the batch
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=attn_inputs.pad_input(hidden_states), past_key_values=cache
+            last_hidden_state=attn_inputs.to_batch(hidden_states), past_key_values=cache
         )
 
     def _position_embeddings(

@@ -207,11 +207,11 @@ class UnpaddedLayout:
     max_seqlen: int
     shape: tuple[int, int]
 
-    def unpad_input(self, x: Tensor) -> Tensor:
+    def to_layout(self, x: Tensor) -> Tensor:
         """Remove padding: [B, L, ...] to [1, T, ...]; `unpad_input` in flash-attn."""
         return x.flatten(0, 1)[self.indices].unsqueeze(0)
 
-    def pad_input(self, x: Tensor) -> Tensor:
+    def to_batch(self, x: Tensor) -> Tensor:
         """Put zeros at padding: [1, T, ...] to [B, L, ...]; `pad_input` in flash-attn."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, self.indices, x[0]).unflatten(0, self.shape)
@@ -244,8 +244,6 @@ def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> Unpadd
 class SplitLayout:
     """Every document in a row of its own, for attention that cannot mask documents of one row.
 
-    The methods are called as those of `UnpaddedLayout`, in whose place it stands.
-
     Attributes:
         document_ids: [B, L] int64, the new row of each token.
         positions: [B, L] int64, its index in that row.
@@ -256,12 +254,12 @@ class SplitLayout:
     positions: Tensor
     shape: tuple[int, int]
 
-    def unpad_input(self, x: Tensor) -> Tensor:
+    def to_layout(self, x: Tensor) -> Tensor:
         """[B, L, ...] to [documents, longest, ...], with zeros after the end of a document."""
         rows = x.new_zeros(*self.shape, *x.shape[2:])
         return rows.index_put((self.document_ids, self.positions), x)
 
-    def pad_input(self, x: Tensor) -> Tensor:
+    def to_batch(self, x: Tensor) -> Tensor:
         """[documents, longest, ...] to [B, L, ...]."""
         return x[self.document_ids, self.positions]
 

@@ -75,8 +75,9 @@ def compute_relative_positions(
         position_ids: [1 or B, L].
         past_length: Number of cached tokens. Their positions are not cached, so if there are any,
             positions are counted from the start of the cache instead.
-        is_counted: Whether positions are 0, 1, 2, ..., so that no distance is larger than the
-            number of tokens. Otherwise Transformer-XL reads `max_distance` from the device.
+        is_counted: Whether positions count the tokens of a row or document, so that no distance is
+            larger than the number of tokens. Otherwise Transformer-XL reads `max_distance` from the
+            device.
 
     Returns:
         None for encodings without a position bias.

@@ -66,6 +66,14 @@ def _git(clone: Path, *command: str) -> str:
     return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether an error of a forward or backward pass means too little memory."""
+    # torch's CPU allocator; cuBLAS and cuDNN
+    messages = ("allocate", "not enough memory", "STATUS_ALLOC_FAILED")
+    is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_known or any(message in str(error) for message in messages)
+
+
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory in bytes: of a GPU, or of the process on a CPU."""
     if device.type == "cuda":

@@ -87,11 +87,12 @@ def main(settings: PretrainSettings) -> Path:
     """Pretrain a model, or resume the run of the same name.
 
     Returns:
-        The folder of the finished model, for `from_pretrained`.
+        The folder of the model, for `from_pretrained`. It is written when the run is finished: not
+        by a dry run, nor by a launch that `run.max_hours` ended.
 
     Raises:
         InputError: Settings or data cannot be used, or do not belong to the run that exists.
-        SystemExit: The run was stopped early, after saving a checkpoint.
+        SystemExit: A signal stopped the run, after a checkpoint was saved.
     """
     started = time.monotonic()
     roformer.use_for_auto_classes()
@@ -177,9 +178,9 @@ def train(
         held_out,
         dataset.stages[0].vocab,
         accelerator,
-        eval_rows,
-        indices,
-        preemption.heartbeat,
+        batch_size=eval_rows,
+        indices=indices,
+        heartbeat=preemption.heartbeat,
     )
     with (
         preemption,
@@ -190,7 +191,9 @@ def train(
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat()
             seed = stateless_rng.random_bits(run.seed, step, accelerator.process_index)
-            torch.manual_seed(int(seed) >> 1)  # for dropout; manual_seed takes 63 bits
+            torch.manual_seed(
+                int(seed) >> 1
+            )  # for dropout; 63 bits, so that earlier runs can be repeated
             step_rate = learning_rate(step, hours)
             set_learning_rate(optimizer, step_rate)
             predicted, step_info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
@@ -203,7 +206,7 @@ def train(
                     accelerator.backward(loss * accelerator.num_processes / predicted)
                 log.add(loss, correct, batch)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
-            guard.optimizer_step(step, norm)  # and zero_grad(), unless not finite
+            guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
             seconds, *stop_requests = step_info.wait()
             hours = seconds / 3600

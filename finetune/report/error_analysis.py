@@ -112,7 +112,7 @@ def analyse_split(
         columns: The texts, each N strings.
     """
     texts = pd.DataFrame({name: columns[name] for name in task.columns}).map(shorten)
-    if task.labels is None:
+    if task.is_regression:
         frame = pd.DataFrame({"label": labels, "prediction": logits[:, 0].astype(np.float64)})
         frame["error"] = frame["prediction"] - frame["label"]
         order = frame["error"].abs()

@@ -8,14 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
-from train.data.batching import StagedDataset, max_predictions
-from train.environment import peak_memory
+from train.data.batching import StagedDataset, max_predictions, packed_layout
+from train.environment import is_out_of_memory, peak_memory
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import count_steps
@@ -24,9 +25,6 @@ from train.settings import InputError, PretrainSettings, first_line
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
 
-OUT_OF_MEMORY = ("allocate", "not enough memory", "STATUS_ALLOC_FAILED")
-"""Parts of the messages of torch's CPU allocator, and of cuBLAS and cuDNN."""
-
 SAVED_BYTES = 12
 """Bytes per parameter of weight and moments in a checkpoint."""
 
@@ -34,7 +32,9 @@ SAVED_BYTES = 12
 def largest_batch(
     rows: int, length: int, vocab_size: int, mask_rate: float | None, packed: bool
 ) -> dict[str, Any]:
-    """Build a micro-batch of random tokens with the largest possible shapes.
+    """Build a micro-batch of random tokens with the largest shapes that a run usually meets.
+
+    Whole words can be masked at a few more tokens.
 
     Args:
         rows: Number of sequences.
@@ -49,12 +49,7 @@ def largest_batch(
     batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
     if not packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return batch | {
-        "input_ids": ids.view(1, -1),
-        "position_ids": torch.arange(length).repeat(rows)[None],
-        "cu_seq_lens_q": torch.arange(0, rows * length + 1, length, dtype=torch.int32),
-        "max_length_q": length,
-    }
+    return batch | packed_layout(np.full(rows, length)) | {"input_ids": ids.view(1, -1)}
 
 
 def fit_micro_batches(
@@ -147,8 +142,7 @@ def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> 
             "leave it out for the model's own default"
         ) from error
     except (MemoryError, RuntimeError) as error:
-        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not known and not any(words in str(error) for words in OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         return False
     return True
