@@ -107,6 +107,7 @@ def pretrained_card(
         parameters=parameters,
         causal=causal,
         mask_token=mask_token,
+        language=settings.language,
         dropout=dict.fromkeys(f"{rate:g}" for rate in rates),  # once if they are equal
         text=settings.text,
         machine=json.loads((folder / "environment.json").read_text()),
