@@ -695,6 +695,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             hidden_states, position_embeddings
         )
         # 5. encoder
+        if self.training and config.linear_attention is not None:
+            count_training_call(self.encoder)  # random features are drawn again now and then
         hidden_states = self.encoder(
             hidden_states,
             attn_inputs.attention_mask,
@@ -762,8 +764,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         masks = (batch.attention_mask, cross_inputs[1])
         implementation = select_implementation(config, roformer_config, output_attentions, masks)
         if roformer_config.linear_attention is not None:
-            if self.training:
-                count_training_call(self.encoder)
             return linear_attention_inputs(batch, implementation, output_hidden_states)
         has_bias = roformer_config.has_position_bias
         # implementations without masks support neither a cache nor an encoder nor a bias

@@ -20,6 +20,9 @@ UNPADDED = "unpadded"
 MAPPED_BYTES = 2**25
 """Size from which glibc takes memory from the system in every call, cleared page by page."""
 
+CAPTURING = "transformers.utils.output_capturing"
+"""Module whose hooks record hidden states and attentions."""
+
 _enabled = os.environ.get("ROFORMER_KERNELS", "1") != "0"
 
 
@@ -101,9 +104,14 @@ def has_hidden_values(x: Tensor) -> bool:
 def has_hooks(model: nn.Module) -> bool:
     """Return whether a module of the model has a forward hook; True where torch cannot tell.
 
-    Forward pre-hooks are not looked for.
+    Not counted are forward pre-hooks, and the hooks that transformers leaves in the layers after
+    the first call with `output_hidden_states` or `output_attentions`, which do nothing in others.
     """
-    return any(getattr(module, "_forward_hooks", True) for module in model.modules())
+    for module in model.modules():
+        hooks = getattr(module, "_forward_hooks", None)
+        if hooks is None or any(x.__module__ != CAPTURING for x in hooks.values()):
+            return True
+    return False
 
 
 def _is_functorch_active() -> bool:

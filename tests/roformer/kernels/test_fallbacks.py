@@ -151,6 +151,17 @@ def test_without_a_way_to_ask_for_hooks_padding_is_computed(is_known, monkeypatc
     assert has_hooks(model)
 
 
+def test_padding_is_left_out_again_after_a_call_that_returned_hidden_states(calls):
+    model = model_of(None)
+    with torch.no_grad():
+        model(IDS, attention_mask=PADDED, output_hidden_states=True)
+        assert calls == [(FULL, 36)]
+        calls.clear()
+        model(IDS, attention_mask=PADDED)
+    assert model.encoder.layer[0]._forward_hooks  # transformers' own
+    assert calls == [(FULL, 12), (FULL, 7), (FULL, 3)]
+
+
 def test_a_row_of_padding_alone_is_scored_as_without_the_other_rows():
     model = model_of(None, RoFormerForSequenceClassification).float()
     mask = PADDED.clone()
