@@ -161,13 +161,13 @@ def train(
     optimizer = build_optimizer(language_model.model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
-    data = [store.folder.name for store in stores]
-    state = resume(settings, folder, language_model, optimizer.optimizer, accelerator, data, total)
+    names = [store.folder.name for store in stores]
+    state = resume(settings, folder, language_model, optimizer.optimizer, accelerator, names, total)
     hours, peak = state["seconds"] / 3600, peak_flops(run.peak_tflops, accelerator)
     fit_micro_batches(dataset, model, language_model, accelerator)
     if hours >= hours_budget:
         return None
-    saver = CheckpointSaver(folder, language_model, optimizer.optimizer, data, run.keep)
+    saver = CheckpointSaver(folder, language_model, optimizer.optimizer, names, run.keep)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)

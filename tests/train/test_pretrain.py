@@ -452,9 +452,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain_flags, monkeypatch):
     seen = []
 
-    def spy(*arguments):
-        seen.append(arguments[4])
-        return evaluate(*arguments)
+    def spy(*arguments, batch_size, **options):
+        seen.append(batch_size)
+        return evaluate(*arguments, batch_size, **options)
 
     monkeypatch.setattr(memory, "fit_micro_batch", lambda *rest: 4)  # of 16
     monkeypatch.setattr(pretrain, "evaluate", spy)

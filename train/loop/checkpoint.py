@@ -113,7 +113,7 @@ def resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
-    data: list[str],
+    store_names: list[str],
     total: int | None,
 ) -> dict[str, Any]:
     """Load the newest intact checkpoint, if any, and write the run's metadata.
@@ -127,7 +127,7 @@ def resume(
         model: The model.
         optimizer: Its optimizer.
         accelerator: The accelerator.
-        data: Names of the token stores, which are hashes of text and tokenizer.
+        store_names: Names of the token stores, which are hashes of text and tokenizer.
         total: Steps of the run, or None.
 
     Returns:
@@ -140,24 +140,24 @@ def resume(
     """
     with accelerator.main_process_first():  # it renames damaged checkpoints
         path = latest(folder)
-    state = INITIAL_STATE | {"step": 0, "data": data}
+    state = INITIAL_STATE | {"step": 0, "data": store_names}
     if path is not None:
         state |= load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
     trained, remedy = state["step"], "train longer, or choose another run.name"
     rule = f"must be a budget of at least the {trained} steps that the run has trained"
     require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
-    same_data = state["data"] == data
+    same_data = state["data"] == store_names
     keys = "corpus.tokenizer, corpus.train and corpus.validation"
     rule = f"must give the tokens {state['data']} the run began with"
     remedy = "choose another run.name, or set run.allow_drift true"
-    require(same_data or settings.run.allow_drift, keys, rule, data, remedy)
+    require(same_data or settings.run.allow_drift, keys, rule, store_names, remedy)
     found, rule = {*gather_object([state["step"]])}, "must hold one checkpoint for all machines"
     require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
     if accelerator.is_main_process:
         changed = changed_settings(folder, settings, accelerator.mixed_precision)
         if not same_data:
-            changed[f"the tokens of {keys}"] = state["data"], data
+            changed[f"the tokens of {keys}"] = state["data"], store_names
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_metadata(folder, settings, accelerator, state["step"], parameters, changed)
         if state["step"] != total:
@@ -173,14 +173,14 @@ class CheckpointSaver:
         folder: The run's folder.
         model: The model.
         optimizer: Its optimizer.
-        data: Names of the token stores.
+        store_names: Names of the token stores.
         keep: Number of checkpoints to keep.
     """
 
     folder: Path
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    data: list[str]
+    store_names: list[str]
     keep: int
 
     def save(self, step: int, run_log: RunLog, last: bool) -> None:
@@ -190,7 +190,7 @@ class CheckpointSaver:
             InputError: The last checkpoint could not be written.
         """
         accelerator, error = run_log.accelerator, ""
-        state = run_log.state(step) | {"data": self.data}
+        state = run_log.state(step) | {"data": self.store_names}
         tensors = gather_state(self.model, self.optimizer, keep=accelerator.is_main_process)
         if accelerator.is_main_process:
             try:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from roformer.kernels import Linear
+from train.loop.launch import compute_dtype
 
 
 def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
@@ -43,9 +44,7 @@ def peak_flops(peak_tflops: float | None, accelerator: Accelerator) -> float:
     """Return the operations per second of one device: as given, or measured in its precision."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = dtypes.get(accelerator.mixed_precision, torch.float32)
-    return measure_peak_flops(accelerator.device, dtype)
+    return measure_peak_flops(accelerator.device, compute_dtype(accelerator))
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:

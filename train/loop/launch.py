@@ -27,6 +27,12 @@ def launcher_pid() -> int | None:
     return os.getppid() if any(name in os.environ for name in variables) else None
 
 
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """Return the dtype of matrix products under the mixed precision of the launch."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(accelerator.mixed_precision, torch.float32)
+
+
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:
     """Build the Accelerator of this process and check it against the launcher's request.
 

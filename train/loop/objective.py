@@ -17,11 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.batching import IGNORE_INDEX
+from train.loop.launch import compute_dtype
 from train.loop.model_init import build_config, build_model
 from train.settings import InputError, ModelSettings
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of attention by the precision of Accelerate."""
 
 
 class LanguageModel(nn.Module):
@@ -80,8 +78,8 @@ class LanguageModel(nn.Module):
         if not isinstance(self.model, RoFormerPreTrainedModel):
             return
         needs_rows = config.has_position_bias or config.linear_attention is not None
-        dtype = PRECISIONS.get(accelerator.mixed_precision, torch.float32)
-        has_kernel = has_varlen_kernel(accelerator.device, dtype, config.attention_head_size)
+        dtype, head_dim = compute_dtype(accelerator), config.attention_head_size
+        has_kernel = has_varlen_kernel(accelerator.device, dtype, head_dim)
         if config._attn_implementation == AUTO and has_kernel and not needs_rows:
             self.model.set_attn_implementation(UNPADDED)
 
