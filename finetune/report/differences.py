@@ -1,7 +1,7 @@
 """What is subtracted: RoFormer - BERT seed by seed, and each model - its best control.
 
-Also the rule of what is comparable: two models are, on a task, only where both are above their best
-control without pretraining by more than the spread over seeds.
+Also the rule of where a difference says something of pretraining: on a task that it helps both
+models with, each above its best control without pretraining by more than the spread over seeds.
 """
 
 from collections.abc import Sequence
@@ -120,11 +120,11 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     Returns:
         Columns configuration, label, control (a kind of `CONTROLS`), gain (difference of the means
         over seeds), spread (the larger sample standard deviation over seeds of the two), absent
-        (what is missing to judge the gain) and comparable: nothing is, and the gain exceeds the
+        (what is missing to judge the gain) and helped: nothing is, and the gain exceeds the
         spread.
     """
     runs = group.runs
-    columns = ["configuration", "label", "control", "gain", "spread", "absent", "comparable"]
+    columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
     rows = []
     same = ["base_name", "model_type", "tokenizer", "parameters", "protocol"]
     known = runs[same].fillna({"parameters": 0})
@@ -140,11 +140,11 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def comparable_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool]:
-    """Label -> whether the models of one protocol are comparable: all must gain enough."""
+def helped_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool]:
+    """Label -> whether pretraining helps all models of one protocol: all must gain enough."""
     sides = [side for pair in pairs for side in (pair.first, pair.second)]
     rows = gains[gains["configuration"].isin({side["configuration"].iloc[0] for side in sides})]
-    by_label = rows.groupby("label")["comparable"].all().to_dict()
+    by_label = rows.groupby("label")["helped"].all().to_dict()
     return {k: by_label[k] for pair in pairs for k in pair.tasks if k != AVERAGE}
 
 

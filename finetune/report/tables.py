@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import AVERAGE, Difference, comparable_tasks, control_gains
+from finetune.report.differences import AVERAGE, Difference, control_gains, helped_tasks
 from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
 from finetune.tasks import TASKS, recorded_task
 from train.intervals import Comparison
@@ -64,14 +64,14 @@ def by_protocol(pairs: Sequence[Difference]) -> dict[str, list[Difference]]:
 
 
 def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
-    """Say on which tasks two models are comparable, by protocol, and which models they are."""
+    """Say on which tasks pretraining helps both models, by protocol, and which models they are."""
     gains, sentences = control_gains(group), []
     for same in by_protocol(pairs).values():
-        found = comparable_tasks(same, gains)
-        titles = [group.titles[label] for label, comparable in found.items() if comparable]
+        found = helped_tasks(same, gains)
+        titles = [group.titles[label] for label, helped in found.items() if helped]
         names = f": {'; '.join(titles)}" if titles else ""
         number = f"{len(titles)} of {len(found)} tasks"
-        sentences.append(f"{same[0].title('')}: comparable on {number}{names}.")
+        sentences.append(f"{same[0].title('')}: pretraining helps both on {number}{names}.")
     if pairs:
         sides = [[getattr(pair, side) for pair in pairs] for side in ("first", "second")]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -90,8 +90,8 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFram
         pair.part or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
         for pair in pairs
     }
-    cells["comparable"] = {
-        label: "yes" if found else "no" for label, found in comparable_tasks(pairs, gains).items()
+    cells["pretraining helps both"] = {
+        label: "yes" if found else "no" for label, found in helped_tasks(pairs, gains).items()
     }
     labels = {label for pair in pairs for label in pair.tasks}
     tasks = [label for label in pairs[0].tasks if label != AVERAGE]
@@ -183,7 +183,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     remark = (
         "Mean difference from the best of random weights (the same architecture and head), majority"
         " class and simple features; in brackets the larger standard deviation over seeds of the "
-        "two. Two models are comparable on a task where both gain more than that."
+        "two. Pretraining helps both models on a task where both gain more than that."
     )
     return Table("Above the best control without pretraining", pd.DataFrame(rows), [remark])
 

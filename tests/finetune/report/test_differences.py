@@ -1,4 +1,4 @@
-"""Which models are subtracted from which, over which seeds, and whether they are comparable."""
+"""Which models are subtracted from which, over which seeds, and whether pretraining helps both."""
 
 import numpy as np
 import pytest
@@ -166,12 +166,12 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
     return lines
 
 
-def test_models_are_comparable_where_both_are_above_the_best_control_by_the_spread():
+def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
-    title = f"RoFormer {MINUS} BERT: comparable on"
+    title = f"RoFormer {MINUS} BERT: pretraining helps both on"
     models = "RoFormer: small-roformer; BERT: small-bert."
     assert judge(learned()) == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
-    assert pairs_shown(learned()).frame["comparable"].tolist() == ["yes"]
+    assert pairs_shown(learned()).frame["pretraining helps both"].tolist() == ["yes"]
     for lines in (
         learned(gain=0.1),  # 2 above simple features
         learned(random=0.69),  # 1 above random weights
@@ -193,23 +193,23 @@ def test_the_majority_class_is_a_control_too():
 def test_the_larger_spread_of_the_two_must_be_exceeded():
     lines = [simple_features("cola", 0.1), *seeds(ROFORMER, "cola", (0.60, 0.62))]
     lines += seeds(ROFORMER, "cola", (0.3, 0.6), random_weights=True)  # scatters more than it gains
-    control, gain, spread, absent, comparable = gains_of(lines)["small-roformer", "cola"]
-    assert (control, absent, comparable) == ("random", "", False)
+    control, gain, spread, absent, helped = gains_of(lines)["small-roformer", "cola"]
+    assert (control, absent, helped) == ("random", "", False)
     assert (gain, spread) == pytest.approx((16.0, np.std((30, 60), ddof=1)))
 
 
-def test_without_a_control_or_a_second_seed_nothing_is_comparable_and_the_report_says_why():
+def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_why():
     lines = learned()
     for left, absent in (
         ([x for x in lines if not x["random_weights"]], "no random weights"),
         ([x for x in lines if x["model"] != SIMPLE_FEATURES], "no simple features"),
         ([x for x in lines if x["seed"] == 0], "no two seeds"),
     ):
-        assert "comparable on 0 of 1" in judge(left)[0]
+        assert "pretraining helps both on 0 of 1" in judge(left)[0]
         assert judge(left)[-1] == f"Not judged, because there are {absent}: CoLA, Matthews."
 
 
-def test_over_pretraining_seeds_a_task_is_comparable_when_it_is_for_each_of_them():
+def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
     lines = [simple_features("cola", 0.1)]
     for seed in (0, 1):
         for name in ("bert", "roformer"):
@@ -218,11 +218,11 @@ def test_over_pretraining_seeds_a_task_is_comparable_when_it_is_for_each_of_them
             if seed == 0:  # random weights stand for every pretraining seed
                 lines += seeds(model, "cola", (0.5, 0.54), random_weights=True, **of)
     assert {round(gain[1]) for gain in gains_of(lines).values()} == {10}
-    assert "comparable on 1 of 1" in judge(lines)[0]
+    assert "pretraining helps both on 1 of 1" in judge(lines)[0]
     for run in lines:
         if run["model"] == "runs/bert-1/model":
             run["metrics"]["validation"]["matthews"] -= 0.2
-    assert "comparable on 0 of 1" in judge(lines)[0]
+    assert "pretraining helps both on 0 of 1" in judge(lines)[0]
 
 
 def test_random_weights_of_an_architecture_are_one_row_whoever_lent_them():
