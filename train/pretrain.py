@@ -47,6 +47,7 @@ from train.loop.checkpoint import (
 from train.loop.evaluate import evaluate
 from train.loop.flops import peak_flops
 from train.loop.launch import is_compiled, start_accelerator
+from train.loop.loader import make_loader
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.model_init import build_config, extend_max_positions
 from train.loop.objective import LanguageModel, build_language_model, check_model
@@ -59,7 +60,7 @@ from train.loop.optim import (
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop, make_loader
+from train.loop.preemption import PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog
 from train.loop.run_metadata import check_settings_unchanged, flat_settings
 from train.settings import CorpusSettings, PretrainSettings

@@ -31,8 +31,8 @@ from train.data.corpus import tokenize_corpus
 from train.loop import memory
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
+from train.loop.loader import raise_open_file_limit
 from train.loop.model_init import build_config, build_model
-from train.loop.preemption import raise_open_file_limit
 from train.pretrain import main
 from train.settings import OPTIMIZERS, InputError, ModelSettings, PretrainSettings
 
