@@ -1,4 +1,4 @@
-"""The data loader of a run; its workers ignore signals and end with the process that started them."""
+"""The data loader of a run; its workers ignore signals and end with the process that uses them."""
 
 import atexit
 import multiprocessing
