@@ -446,6 +446,17 @@ def test_a_run_goes_on_under_other_settings_and_text_when_it_may(
         run_in_process(pretrain_flags, "--optim.steps=5", fast, drift)
 
 
+def test_a_run_that_learned_its_vocabulary_does_not_learn_another_for_other_text(
+    pretrain_flags, other_text
+):
+    flags = ("--corpus.tokenizer=null", "--corpus.vocabulary_size=100", "--run.max_hours=1e-9")
+    run_in_process(pretrain_flags, *flags)
+    with pytest.raises(InputError, match=r"^corpus\.tokenizer must name the run's vocabulary"):
+        run_in_process(
+            pretrain_flags, *flags, f"--corpus.train={other_text}", "--run.allow_drift=true"
+        )
+
+
 @pytest.mark.slow
 def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(
     pretrain_flags, tmp_path, start

@@ -152,8 +152,11 @@ def resume(
     rule = f"must give the tokens {state['data']} the run began with"
     remedy = "choose another run.name, or set run.allow_drift true"
     require(same_data or settings.run.allow_drift, keys, rule, store_names, remedy)
-    found, rule = {*gather_object([state["step"]])}, "must hold one checkpoint for all machines"
-    require(len(found) == 1, "run.folder", rule, f"steps {found}", "put it on a shared disk")
+    named, rule = settings.corpus.tokenizer, "must name the run's vocabulary where its text changes"
+    found, remedy = "null, which learns another", "give the folder printed at the start of the run"
+    require(same_data or named is not None, "corpus.tokenizer", rule, found, remedy)
+    steps, rule = {*gather_object([state["step"]])}, "must hold one checkpoint for all machines"
+    require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
     if accelerator.is_main_process:
         changed = changed_settings(folder, settings, accelerator.mixed_precision)
         if not same_data:
