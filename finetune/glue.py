@@ -101,11 +101,7 @@ def main(
     result["parameters"] = model.num_parameters()
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
-        write_outcome(settings.output, result, logits, labels)
-        if task.is_own and "test" in logits:
-            texts = read_split_columns(task, "test", None)
-            texts.pop("label")
-            write_answers(answer_file(settings, result), texts, task.labels, logits["test"])
+        write_outcome(settings, task, result, logits, labels)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -228,13 +224,21 @@ def answer_file(settings: GlueSettings, result: dict[str, Any]) -> Path:
 
 
 def write_outcome(
-    output: str, result: dict[str, Any], logits: Logits, labels: dict[str, NDArray]
+    settings: GlueSettings,
+    task: Task,
+    result: dict[str, Any],
+    logits: Logits,
+    labels: dict[str, NDArray],
 ) -> None:
-    """Write the predictions, then append the line; predictions of an earlier run are deleted."""
-    delete_stale_predictions(output, result, kept=logits)
+    """Write all predictions, then append the line; predictions of an earlier run are deleted."""
+    delete_stale_predictions(settings.output, result, kept=logits)
     for split, values in logits.items():
-        write_predictions(prediction_file(output, result, split), labels[split], values)
-    append_result(output, result)
+        write_predictions(prediction_file(settings.output, result, split), labels[split], values)
+    if task.is_own and "test" in logits:
+        texts = read_split_columns(task, "test", None)
+        texts.pop("label")
+        write_answers(answer_file(settings, result), texts, task.labels, logits["test"])
+    append_result(settings.output, result)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ training split with scikit-learn's defaults; nothing is selected. The grid makes
 `--random_control true`.
 """
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,14 +100,14 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]
         rule, remedy = "must have words and two classes", "add rows, or leave out this control"
         raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
-    command = ["python", "-m", "finetune.simple_features", "--tasks", f"'[{key['task']}]'", *folder]
+    command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{key['task']}]", *folder]
     command += ["--test", "true"] if "test" in splits else []
     record = {
         **key,
         "model_type": SIMPLE_FEATURES,
         **describe_data(task, labels),
         "versions": {"scikit-learn": sklearn.__version__, "commit": git_commit()},
-        "command": " ".join(command),
+        "command": shlex.join(command),
         "status": "done",
         **score_splits(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),

@@ -181,7 +181,7 @@ def train(
         accelerator,
         batch_size=eval_rows,
         indices=indices,
-        heartbeat=preemption.heartbeat,
+        heartbeat=partial(preemption.heartbeat, in_evaluation=True),
     )
     with (
         preemption,
@@ -190,7 +190,7 @@ def train(
         guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
         loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
-            preemption.heartbeat()
+            preemption.heartbeat(is_new_stage=step in dataset.starts)
             seed = stateless_rng.random_bits(run.seed, step, accelerator.process_index)
             torch.manual_seed(
                 int(seed) >> 1

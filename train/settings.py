@@ -167,7 +167,8 @@ class OptimSettings:
     epsilon: float = 1e-6
     """AdamW's term added to the denominator."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices; biases and LayerNorms have none."""
+    """Decoupled weight decay of matrices, Transformer-XL's u and v among them; biases and
+    LayerNorms have none."""
     clip_norm: float = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     batch_size: int = 32

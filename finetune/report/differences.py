@@ -126,8 +126,10 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     runs = group.runs
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
     rows = []
-    same = ["base_name", "model_type", "tokenizer", "parameters", "protocol"]
-    known = runs[same].fillna({"parameters": 0})
+    protocol = ["data_origin", "rate_text", "recipe_text"]  # from random weights or not
+    same = ["base_name", "model_type", "tokenizer", "parameters", *protocol]
+    known = runs.reindex(columns=same).astype(object)
+    known = known.fillna({"parameters": 0, **dict.fromkeys(protocol, "")})
     for (configuration, label), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":
             continue

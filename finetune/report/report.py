@@ -19,12 +19,14 @@ from finetune.report.figures import draw_figures
 from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
 from finetune.report.tables import Table, group_tables, verdicts
 from finetune.results import RUN_KEY, read_results
+from finetune.settings import normalize_paths
 from train.atomic_dir import check_writable, report_full_disk
 from train.settings import require
 from train.tables import escape_cell, markdown_table
 
 TEMPLATES = Path(__file__).parent / "templates"
-CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "loss", "seconds", "command"}
+CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "test_metrics"}
+CSV_FIELDS |= {"loss", "seconds", "command"}
 LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
 
 
@@ -43,6 +45,7 @@ class ReportSettings:
     def __post_init__(self) -> None:
         two = self.pair is None or len(set(self.pair)) == 2
         require(two, "pair", "must be two models", self.pair, 'write --pair "[A, B]"')
+        normalize_paths(self, "pair")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +149,7 @@ def csv_report(reports: Sequence[GroupReport]) -> str:
 
     Beside the fields of a record it has the report's name of the row, `configuration`.
     """
-    runs = pd.concat([x.group.fine_tuned() for x in reports])
+    runs = pd.concat([x.group.recorded() for x in reports])
     records = pd.json_normalize(runs["result"].tolist(), sep=" ")
     columns = [name for name in records if name.split(" ")[0] in CSV_FIELDS]
     table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)

@@ -89,6 +89,10 @@ class TaskGroup:
         """The runs of networks, each once."""
         return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
 
+    def recorded(self) -> pd.DataFrame:
+        """The runs that have a line in the results, each once."""
+        return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
+
     def selected(self) -> pd.DataFrame:
         """The runs of networks; of several learning rates on a task the best one only."""
         networks = self.runs[self.runs["kind"].isin(["model", "random"])]
@@ -109,7 +113,7 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
     if not complete:
         return []
     runs = _labelled_runs(complete)
-    runs["origin"] = _origins(runs)
+    runs["origin"], runs["data_origin"] = _origins(runs)
     groups = {name: runs[runs["group"] == name].reset_index(drop=True) for name in GROUPS}
     return [_task_group(name, found) for name, found in groups.items() if len(found)]
 
@@ -224,11 +228,12 @@ def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> di
     return scores
 
 
-def _origins(runs: pd.DataFrame) -> list[str]:
-    """Text that tells apart runs with other initial weights, data or precision; mostly empty.
+def _origins(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Texts that tell apart runs with other initial weights, data or precision; mostly empty.
 
-    Folders change between runs: results of the weights or data that a folder held before are not
-    further seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
+    The second one leaves out the initial weights, which random weights do not depend on. Folders
+    change between runs: results of the weights or data that a folder held before are not further
+    seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
     """
     networks = runs[runs["kind"] != "features"]
     labels = networks.loc[networks["task"] == "mnli", "label"].unique()
@@ -248,8 +253,8 @@ def _origins(runs: pd.DataFrame) -> list[str]:
     for name, keys in shared_by.items():
         varies = networks.groupby(keys)[name].transform("nunique") > 1
         texts.append((f"{name} " + networks[name]).where(varies, "").fillna(""))
-    table = pd.concat(texts, axis=1).reindex(runs.index, fill_value="")
-    return [_join(*row) for row in table.to_numpy()]
+    table = pd.concat(texts, axis=1).reindex(runs.index, fill_value="").to_numpy()
+    return [_join(*row) for row in table], [_join(*row[2:]) for row in table]
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
@@ -261,7 +266,7 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     varying = [field for field in identity if networks[field].nunique() > 1]
     titles, majority = _titles(runs, by_task), _majority(runs)
     fixed = pd.concat([runs[is_fixed].drop_duplicates("label", keep="last"), majority])
-    fixed = fixed.assign(protocol="", configuration=fixed["kind"].map(CONTROLS))
+    fixed = fixed.assign(protocol="", family="", configuration=fixed["kind"].map(CONTROLS))
     if networks.empty:
         return TaskGroup(name, titles, fixed)
     runs = networks

@@ -284,6 +284,15 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     assert "tasks of your own" in printed
 
 
+def test_a_run_is_recorded_after_the_file_of_its_answers(monkeypatch):
+    write("own.csv", {"text": TEXTS, "color": COLORS})
+    describe("own.csv", test=write("test.csv", {"text": TEXTS}))
+    monkeypatch.setattr(glue, "write_answers", lambda *rest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        own_run(test=True)
+    assert not Path("results.jsonl").exists()
+
+
 def test_simple_features_score_test_rows_when_asked_and_read_chinese_characters():
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
     train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))

@@ -187,7 +187,7 @@ def wrap_read_errors(file: Path, key: str) -> Iterator[None]:
     """Raise `InputError` with the name of the file in place of errors of reading it."""
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         found = f"{file}: {first_line(error)}"
         raise InputError(f"{key} must be a readable file, got {found}; mend the file") from error
 
@@ -264,7 +264,13 @@ def _check_text(value: object, column: str, place: object) -> str:
     rule, found = f"must name a column of text in {place}", f"{column!r} with {value!r:.40}"
     valid = value is None or isinstance(value, str)
     require(valid, "corpus.text_column", rule, found, "name another")
-    return str(value or "")
+    text = str(value or "")
+    try:
+        text.encode()  # json can hold half of an emoji, which no tokenizer reads
+    except UnicodeEncodeError as error:
+        rule, remedy = f"must hold whole characters in {place}", "correct the text"
+        raise InputError(f"corpus.text_column {rule}, got {error}; {remedy}") from error
+    return text
 
 
 def _read_hub(name: str, part: str, column: str) -> Iterator[str]:

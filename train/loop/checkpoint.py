@@ -19,6 +19,7 @@ all of them continue or stop together.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -163,7 +164,8 @@ def resume(
             changed[f"the tokens of {keys}"] = state["data"], store_names
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_metadata(folder, settings, accelerator, state["step"], parameters, changed)
-        if state["step"] != total:
+        hours = math.inf if settings.optim.hours is None else settings.optim.hours
+        if state["step"] != total and state["seconds"] < 3600 * hours:
             shutil.rmtree(folder / "model", ignore_errors=True)
     return state
 
@@ -198,10 +200,13 @@ class CheckpointSaver:
         if accelerator.is_main_process:
             try:
                 save(self.folder, step, tensors, state)
-                prune(self.folder, self.keep)
             except OSError as failure:
                 error = str(failure)
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
+            try:
+                prune(self.folder, self.keep)
+            except OSError as failure:
+                run_log.warn(f"older checkpoints could not be deleted: {failure}")
         if any_process(bool(error), accelerator) and last:
             raise InputError(
                 f"run.folder must have room for a checkpoint, got {error or 'none'}; make some, "

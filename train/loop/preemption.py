@@ -93,6 +93,8 @@ class PreemptionHandler:
         self.longest_interval = 0.0
         # of the last steps only: the first ones compile
         self.recent_intervals: deque[float] = deque(maxlen=20)
+        self.evaluation_started: float | None = None
+        self.evaluation_seconds = 0.0
         self.last_heartbeat: float | None = None
         self.silent_seconds, self.timeout = 0.0, math.inf
         self.stopped = threading.Event()
@@ -128,30 +130,42 @@ class PreemptionHandler:
     def stop_requests(self) -> list[bool]:
         """Return for each of `STOP_REASONS` whether this process has a reason to stop.
 
-        The time limit is reported early, by three times the longest of the last 20 steps, so that
-        the checkpoint is complete before it.
+        The time limit is reported early, by three times the longest of the last 20 steps and by
+        the longest evaluation, so that the checkpoint is complete before it.
         """
         if self.launcher_pid not in (None, os.getppid()):
             self.requested.add(LAUNCHER_DIED)
         now = time.monotonic()
-        early = 3 * max(self.recent_intervals, default=0.0)
+        early = 3 * max(self.recent_intervals, default=0.0) + self.evaluation_seconds
         if self.deadline is not None and now + early > self.deadline:
             self.requested.add(TIME_LIMIT)
         return [reason in self.requested for reason in STOP_REASONS]
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, in_evaluation: bool = False, is_new_stage: bool = False) -> None:
         """Report progress to the watchdog.
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
         the process prints its stack and exits, so that the launcher ends the other processes.
+
+        Args:
+            in_evaluation: Whether a batch of an evaluation follows, instead of a step.
+            is_new_stage: Whether a step of other lengths follows, for which there is no timeout.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:
             # not set before: the first interval includes compilation and the start of workers
             interval = min(now - self.last_heartbeat, self.silent_seconds + 2 * POLL_SECONDS)
-            self.recent_intervals.append(interval)
+            if self.evaluation_started is None:
+                self.recent_intervals.append(interval)
             self.longest_interval = max(self.longest_interval, interval)
             self.timeout = max(self.min_timeout, 10 * self.longest_interval)
+        if is_new_stage:
+            self.timeout = math.inf
+        if in_evaluation and self.evaluation_started is None:
+            self.evaluation_started = now
+        elif not in_evaluation and self.evaluation_started is not None:
+            seconds, self.evaluation_started = now - self.evaluation_started, None
+            self.evaluation_seconds = max(self.evaluation_seconds, seconds)
         self.last_heartbeat, self.silent_seconds = now, 0.0
 
     def _watch(self) -> None:

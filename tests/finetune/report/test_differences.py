@@ -209,6 +209,18 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
         assert judge(left)[-1] == f"Not judged, because there are {absent}: CoLA, Matthews."
 
 
+def test_random_weights_are_the_control_of_models_that_started_from_mnli_too():
+    lines = [*learned(), *seeds(ROFORMER, "mnli", (0.6, 0.62))]
+    for task in ("rte",):
+        lines += [simple_features(task, 0.5), *seeds(ROFORMER, task, (0.7, 0.72))]
+        lines += seeds(ROFORMER, task, (0.5, 0.52), random_weights=True)
+        lines += seeds(ROFORMER, task, (0.8, 0.82), mnli="runs/mnli")
+    found = {name: gain for (name, task), gain in gains_of(lines).items() if task == "rte"}
+    assert len(found) == 2
+    assert {gain[3] for gain in found.values()} == {""}  # nothing is absent
+    assert sorted(round(gain[1]) for gain in found.values()) == [20, 30]
+
+
 def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
     lines = [simple_features("cola", 0.1)]
     for seed in (0, 1):

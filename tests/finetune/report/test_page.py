@@ -7,8 +7,8 @@ import html5lib
 import pytest
 
 from finetune.report.report import ReportSettings, main
-from finetune.results import read_results, run_name
-from tiny_results import BERT, ROFORMER, grid, line, write
+from finetune.results import SIMPLE_FEATURES, read_results, run_name
+from tiny_results import BERT, RECIPE, ROFORMER, grid, line, write
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 
@@ -67,6 +67,16 @@ def test_csv_holds_every_metric_and_command_of_every_run(folder):
                 assert float(rows[name][f"metrics {split} {metric}"]) == value
         assert (rows[name]["status"], rows[name]["command"]) == (run["status"], run["command"])
         assert rows[name]["configuration"].startswith(run["model"].split("/")[1])
+
+
+def test_simple_features_alone_make_a_report(tmp_path):
+    recipe = dict.fromkeys(RECIPE)
+    lines = [line(SIMPLE_FEATURES, "cola", 0.1, model_type=SIMPLE_FEATURES, **recipe)]
+    main(ReportSettings(write(tmp_path, lines)))
+    assert re.search(r"\| simple features +\| +10.0 ", (tmp_path / "report.md").read_text())
+    with (tmp_path / "report.csv").open(newline="") as stream:
+        (row,) = csv.DictReader(stream)
+    assert float(row["metrics validation matthews"]) == 0.1
 
 
 def test_a_report_says_the_same_twice_byte_for_byte(folder, tmp_path):

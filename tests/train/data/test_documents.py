@@ -77,6 +77,10 @@ BAD_FILES = {
     "broken.parquet": (b"PAR1 nothing", "corpus.train .* got .*broken.parquet"),
     "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train .* got line 2 of .*torn"),
     "array.jsonl": (b'[{"text": "x"}]', "corpus.train .* got line 1 of .*array.jsonl: a list"),
+    "halves.jsonl": (
+        b'{"text": "x"}\n{"text": "cut \\ud83d"}\n',
+        "corpus.text_column must hold whole characters in line 2 of .*halves.jsonl",
+    ),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column .* line 1 of .*with 5;"),
 }
 

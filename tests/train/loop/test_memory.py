@@ -12,6 +12,7 @@ from launched_runs import run_in_process
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
+from train import pretrain
 from train.command_line import parse_settings
 from train.data.batching import SequenceIndex, make_batch
 from train.loop.flops import measure_peak_flops, step_flops
@@ -207,7 +208,9 @@ def test_the_log_says_how_well_the_machine_is_used(pretrain_flags, tmp_path):
     assert speed * pause * 6 == pytest.approx(tokens[12] - tokens[6], rel=0.05)
 
 
-def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, tmp_path):
+def test_hours_are_a_budget_and_the_schedule_follows_the_clock(
+    pretrain_flags, tmp_path, monkeypatch
+):
     flags = [*pretrain_flags, "--optim.steps=null", "--optim.hours=0.0008", "--run.save_every=1000"]
     run_in_process(flags, "--run.validate_every=100000")
     folder = tmp_path / "runs" / "tiny"
@@ -217,6 +220,11 @@ def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain_flags, t
     assert rates[last] < 0.2 * max(rates.values())
     half = min(rates, key=lambda step: abs(seconds[step] - seconds[last] / 2))
     assert rates[half] == pytest.approx(max(rates.values()) / 2, rel=0.4)
+    assert (folder / "model" / "config.json").exists()
+    # a launch of the finished run that ends at once leaves the model
+    monkeypatch.setattr(pretrain, "fit_micro_batches", lambda *rest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_in_process(flags, "--run.validate_every=100000")
     assert (folder / "model" / "config.json").exists()
 
 

@@ -1,6 +1,7 @@
 """What ends a run early: signals, launchers, readers, limits, dead and hung processes, all real."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -291,6 +292,38 @@ def test_steps_that_compiled_do_not_end_a_launch_early(monkeypatch):
     assert limit.timeout == 300  # a later compilation may take as long
     now[0] = 98.0
     assert any(limit.stop_requests())
+
+
+def test_time_is_kept_for_an_evaluation_which_does_not_count_as_steps(monkeypatch):
+    now, limit = [0.0], PreemptionHandler(0.0, 100 / 3600)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for seconds, in_evaluation in [(0, False), (2, False), (2, True), *[(0.5, True)] * 40]:
+        now[0] += seconds
+        limit.silent_seconds = seconds
+        limit.heartbeat(in_evaluation)
+    now[0] += 0.5
+    limit.heartbeat()  # the evaluation took 20.5 s, steps take 2 s
+    for seconds, expected in ((100 - 20.5 - 6 - 0.1, False), (100 - 20.5 - 6 + 0.1, True)):
+        now[0] = seconds
+        assert any(limit.stop_requests()) == expected
+
+
+def test_the_first_step_of_a_stage_may_take_any_time(monkeypatch):
+    now, limit = [0.0], PreemptionHandler(0.0, None)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for seconds, is_new_stage, timeout in (
+        (0, True, math.inf),
+        (1, False, 25),
+        (1, True, math.inf),
+    ):
+        now[0] += seconds
+        limit.silent_seconds = seconds
+        limit.heartbeat(is_new_stage=is_new_stage)
+        assert limit.timeout == timeout
+    now[0] += 100
+    limit.silent_seconds = 100
+    limit.heartbeat()
+    assert limit.timeout == 1000
 
 
 def test_a_rank_that_dies_stops_the_launch(pretrain_flags, tmp_path, start):
