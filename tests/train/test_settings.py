@@ -55,12 +55,14 @@ def test_every_glue_config_parses(path):
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_the_two_families_differ_in_their_type_alone(size):
+def test_the_two_families_differ_in_their_type_and_kernel_alone(size):
     both = [
         yaml.safe_load((ROOT / "configs" / "model" / f"{kind}-{size}.yaml").read_text())["model"]
         for kind in ("roformer", "bert")
     ]
     assert [model.pop("type") for model in both] == ["roformer", "bert"]
+    assert "attention" not in both[0]  # the model's own choice
+    both[1].pop("attention", None)
     assert both[0] == both[1]
 
 
