@@ -282,6 +282,8 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     report.main(report.ReportSettings(results="results.jsonl"))
     printed = capsys.readouterr().out
     assert "tasks of your own" in printed
+    found = {row["test_metrics accuracy"] for row in read_csv(Path("report.csv"))}
+    assert str(expected["accuracy"]) in found
 
 
 def test_a_run_is_recorded_after_the_file_of_its_answers(monkeypatch):
