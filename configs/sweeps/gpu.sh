@@ -57,15 +57,15 @@ step() { # eager and compiled, then one change at a time; the kernels of a compi
   short one_gpu_compiled padded --model.attention sdpa
   short one_gpu_compiled dropout --model.config.hidden_dropout_prob 0.1 --model.config.attention_probs_dropout_prob 0.1
   TORCHINDUCTOR_SHAPE_PADDING=0 short one_gpu_compiled unaligned # the head's 30,522 columns as they are
-  cat > $folder/profile.py <<'END'
+  # a file called profile.py would stand in for the standard library's
+  cat > $folder/run_profiled.py <<'END'
 import runpy, sys, torch
-if __name__ == "__main__": # not in data workers, which read this file again
-    del sys.argv[0]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
+del sys.argv[0]
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
 END
-  PROFILE=$folder/profile.py short one_gpu_compiled profiled
+  PROFILE=$folder/run_profiled.py short one_gpu_compiled profiled
   grep -A 32 'Self CUDA' $folder/profiled.txt | cut -c 1-72,118- || true
   logged eager compiled padded dropout unaligned
 }
