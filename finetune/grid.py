@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 
 from finetune import glue
 from finetune.results import (
@@ -30,7 +31,7 @@ from finetune.results import (
     prediction_file,
     read_results,
     run_key,
-    run_locks,
+    run_lock,
     run_name,
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command
@@ -73,7 +74,7 @@ def main(settings: GridSettings) -> None:
         score_tasks(SimpleFeaturesSettings(*task_settings))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
-    phases = [[run for run in pending if bool(run.mnli) == from_mnli] for from_mnli in (0, 1)]
+    phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
     failures, started = 0, time.perf_counter()
     outcomes = chain.from_iterable(make_runs(phase, settings.workers) for phase in phases)
     for done, (run, line) in enumerate(outcomes, start=1):
@@ -252,22 +253,21 @@ def end_with_parent(parent: int | None) -> None:
 
 def make_run(run: GlueSettings, slot: int) -> Line | None:
     """Make one run in a worker process; None if another grid is making it or has made it."""
-    locks, source = run_locks(run.output), asdict(mnli_run(run))
-    while run.mnli is not None and not Path(run.mnli).exists():
-        if locks.acquire(source):  # else another grid is making the MNLI run
-            locks.release(source)
-            break
-        time.sleep(POLL_SECONDS)
-    if not locks.acquire(asdict(run)):
-        return None
-    accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
+    if run.mnli is not None and not Path(run.mnli).exists():
+        with run_lock(run.output, asdict(mnli_run(run))):
+            pass  # waits while another grid is making the MNLI run
     try:
+        lock = run_lock(run.output, asdict(run)).acquire(blocking=False)
+    except Timeout:
+        return None
+    with lock:
         if is_finished(run, read_finished(run.output)):
             return None
-        return glue.main(run, accelerator, slot)
-    finally:
-        locks.release(asdict(run))
-        accelerator.free_memory()
+        accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
+        try:
+            return glue.main(run, accelerator, slot)
+        finally:
+            accelerator.free_memory()
 
 
 def collect_line(future: Future, run: GlueSettings) -> Line | None:

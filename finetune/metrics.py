@@ -88,7 +88,7 @@ def score_splits(
     """
     scores, splits = {}, task.validation_splits
     is_scored = task.test is not None and "test" in logits and is_labelled(task, labels["test"])
-    for split in (*splits, *["test"] * is_scored):
+    for split in (*splits, "test") if is_scored else splits:
         values = logits[split]
         predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)
         scores[split] = score(task, predictions, labels[split])

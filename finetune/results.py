@@ -6,22 +6,21 @@
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
-`RunLocks` keeps them from making the same run twice.
+`run_lock` keeps them from making the same run twice.
 """
 
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+from filelock import FileLock
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 from scipy.special import softmax
@@ -155,62 +154,18 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
     return table["label"].to_numpy(), logits
 
 
-class RunLocks:
-    """Locks between processes that make runs for one results file.
+def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
+    """Make the lock that keeps two processes from making the same run.
 
-    A run is a lock on one byte of FILE.lock, chosen by the run's name, and byte 0 is the lock of
-    appending. The kernel releases the locks of a process when it ends, however it ends. Take the
-    object of a process from `run_locks`: closing a second descriptor would release all locks.
+    The kernel releases it when its process ends, however it ends.
 
     Args:
         results: The results file; its folder is created.
+        values: Settings of the run.
     """
-
-    def __init__(self, results: str) -> None:
-        self.results, self.warned = results, False
-        Path(results).parent.mkdir(parents=True, exist_ok=True)
-        self.file = os.open(f"{results}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-
-    def acquire(self, values: Mapping[str, Any]) -> bool:
-        """Lock a run, given by its settings; False if another process holds it."""
-        try:
-            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, self._offset(values))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def release(self, values: Mapping[str, Any]) -> None:
-        """Unlock a run."""
-        self._lock(fcntl.LOCK_UN, self._offset(values))
-
-    @contextmanager
-    def append_lock(self) -> Iterator[None]:
-        """Hold the lock of appending, waiting for it."""
-        self._lock(fcntl.LOCK_EX, 0)
-        try:
-            yield
-        finally:
-            self._lock(fcntl.LOCK_UN, 0)
-
-    def _lock(self, operation: int, offset: int) -> None:
-        try:
-            fcntl.lockf(self.file, operation, 1, offset)
-        except (BlockingIOError, PermissionError):
-            raise
-        except OSError as error:  # a file system without locks, such as Lustre's default mount
-            if not self.warned:
-                print(f"warning: no lock on {self.results}: {error.strerror}; start one grid only")
-            self.warned = True
-
-    @staticmethod
-    def _offset(values: Mapping[str, Any]) -> int:
-        return 1 + int(hashlib.sha256(run_name(values).encode()).hexdigest()[:15], 16)
-
-
-@functools.cache
-def run_locks(results: str) -> RunLocks:
-    """Get the locks of this process for a results file."""
-    return RunLocks(results)
+    folder = Path(results).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / f".{run_name(values)}.lock")
 
 
 def append_result(results: str, line: Mapping[str, Any]) -> None:
@@ -221,7 +176,7 @@ def append_result(results: str, line: Mapping[str, Any]) -> None:
     """
     with (
         report_full_disk(Path(results).parent, "output"),
-        run_locks(results).append_lock(),
+        FileLock(f"{results}.lock"),
         open(results, "ab+") as stream,
     ):
         stream.seek(0)
@@ -258,9 +213,9 @@ def read_results(path: str) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
             continue
-        earlier = results.get(key, result)
-        other = any(hash_differs(result.get(name), earlier, name) for name in INPUT_HASHES)
-        if not failed or earlier is result or other:
+        earlier = results.get(key, {})
+        has_changed = any(hash_differs(result.get(x), earlier, x) for x in INPUT_HASHES)
+        if not (earlier and failed) or has_changed:
             results[key] = result
     if torn:
         print(f"warning: {path} is torn at line {', '.join(torn)}; ignored", file=sys.stderr)

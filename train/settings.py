@@ -217,9 +217,7 @@ class RunSettings:
     save_every: int = 500
     """Optimizer steps between two checkpoints."""
     keep: int = 2
-    """Number of newest checkpoints to keep, besides the best of those saved right after an
-    evaluation (let `save_every` be a multiple of `validate_every`). A checkpoint is deleted only
-    after a newer one is complete."""
+    """Number of newest checkpoints to keep; one is deleted only after a newer one is complete."""
     workers: int = 0
     """Processes, per training process, that make batches ahead of time."""
     max_hours: float | None = None

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from finetune import grid
-from finetune.results import prediction_file, read_results, run_key
+from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, read_output, wait_for
 from tiny_glue import PAIR, tiny_model, write_mnli, write_split, write_sst2, write_stsb
@@ -225,24 +226,14 @@ def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
 
 def test_a_run_waits_for_mnli_of_another_grid(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    (run,) = (
-        r for r in grid.list_runs(ask(tmp_path, tasks=["rte", "mnli"], from_mnli=True)) if r.mnli
-    )
-    calls, other_holds = [], iter([True, True, False])
-
-    class Locks:
-        def acquire(self, values):
-            calls.append(f"acquire {values['task']}")
-            return values["task"] != "mnli" or not next(other_holds)
-
-        def release(self, values):
-            calls.append("release")
-
-    monkeypatch.setattr(grid, "run_locks", lambda results: Locks())
-    monkeypatch.setattr(grid, "POLL_SECONDS", 0)
-    monkeypatch.setattr(grid.glue, "main", lambda *arguments: calls.append("run"))
-    grid.make_run(run, slot=0)
-    assert calls == [*["acquire mnli"] * 3, "release", "acquire rte", "run", "release"]
+    settings = ask(tmp_path, tasks=["rte", "mnli"], from_mnli=True)
+    (run,) = (r for r in grid.list_runs(settings) if r.mnli)
+    started = threading.Event()
+    monkeypatch.setattr(grid.glue, "main", lambda *arguments: started.set())
+    with run_lock(run.output, asdict(grid.mnli_run(run))):
+        threading.Thread(target=grid.make_run, args=(run, 0)).start()
+        assert not started.wait(0.5)
+    assert started.wait(20)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -1,24 +1,23 @@
 """Results files: locks between processes, appending, reading, and what identifies a run."""
 
-import errno
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict
 
+import pytest
+from filelock import Timeout
+
 from finetune import results
 from finetune.results import (
     RECIPE_DEFAULTS,
-    RunLocks,
     append_result,
     prediction_file,
     read_results,
     run_key,
-    run_locks,
+    run_lock,
 )
 from finetune.settings import GlueSettings
-from launched_runs import wait_for
 from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
@@ -33,18 +32,21 @@ def test_each_results_file_has_predictions_of_its_own():
 def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
     file = str(tmp_path / "results.jsonl")
     code = (
-        "import sys, time, json; from finetune.results import RunLocks; c = RunLocks(sys.argv[1]);"
-        "print(c.acquire(json.loads(sys.argv[2])), flush=True); time.sleep(60)"
+        "import sys, time, json; from finetune.results import run_lock;"
+        "lock = run_lock(sys.argv[1], json.loads(sys.argv[2])).acquire(blocking=False);"
+        "print(flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, file, json.dumps(RUN)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "True\n"
-    locks = RunLocks(file)
-    assert not locks.acquire(RUN)
-    assert locks.acquire({**RUN, "seed": 1})
+    assert other.stdout.readline() == "\n"
+    with pytest.raises(Timeout):
+        run_lock(file, RUN).acquire(blocking=False)
+    with run_lock(file, {**RUN, "seed": 1}).acquire(blocking=False):
+        pass
     other.kill()
     other.communicate()
-    wait_for(lambda: locks.acquire(RUN), 10)
+    with run_lock(file, RUN).acquire(timeout=10):
+        pass
 
 
 def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
@@ -67,8 +69,8 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     file = tmp_path / "results.jsonl"
     append_result(str(file), RUN)
     code = (
-        "import json, resource, sys; from finetune.results import append_result, run_locks;"
-        "run_locks(sys.argv[1]); size = int(sys.argv[3]);"
+        "import json, resource, sys; from finetune.results import append_result;"
+        "size = int(sys.argv[3]);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
         "append_result(sys.argv[1], json.loads(sys.argv[2]) | {'seed': 1})"
     )
@@ -83,22 +85,6 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     append_result(str(file), {**RUN, "seed": 1})
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
-
-
-def test_a_grid_without_locks_makes_its_runs_and_says_so_once(tmp_path, monkeypatch, capsys):
-    """Lustre as it is often mounted; two grids at once would make runs twice."""
-
-    def no_locks(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(results.fcntl, "lockf", no_locks)
-    file = str(tmp_path / "results.jsonl")
-    locks = run_locks(file)
-    assert locks.acquire(RUN)
-    append_result(file, {**RUN, "status": "done"})
-    locks.release(RUN)
-    assert len(read_results(file)) == 1
-    assert capsys.readouterr().out.count("warning: no lock on") == 1
 
 
 def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):

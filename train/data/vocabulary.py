@@ -1,8 +1,5 @@
 """Step 2 of the data path: training and loading of tokenizers.
 
-    python -m train.data.vocabulary --corpus.vocabulary_size 8192 --corpus.train TEXT \
-      --corpus.tokenizer FOLDER
-
 The same text gives the same vocabulary, byte for byte, in every process and on every machine.
 """
 
@@ -11,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +28,6 @@ from transformers import (
 )
 
 from train.atomic_dir import check_writable, write_dir_atomically
-from train.command_line import run_command
 from train.data.documents import find_files, hash_source, read_documents, short_hash
 from train.settings import CorpusSettings, InputError, require
 
@@ -43,13 +38,6 @@ BYTES = "bytes"
 """Name of the tokenizer whose tokens are the 256 bytes of UTF-8."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-
-@dataclass(frozen=True)
-class VocabularySettings:
-    """Train a WordPiece vocabulary on text."""
-
-    corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
 
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
@@ -256,13 +244,3 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     for path in ("name_or_path", "vocab", "vocab_file", "tokenizer_file"):
         options.pop(path, None)
     return json.dumps([type(tokenizer).__name__, vocab, options], sort_keys=True, default=str)
-
-
-def main(settings: VocabularySettings) -> None:
-    """Train a vocabulary and print its size and folder."""
-    folder = train_if_missing(settings.corpus)
-    print(f"{len(load_tokenizer(folder))} pieces in {folder}")
-
-
-if __name__ == "__main__":
-    run_command(main, VocabularySettings)

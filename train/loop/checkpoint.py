@@ -195,7 +195,7 @@ class CheckpointSaver:
             InputError: The last checkpoint could not be written.
         """
         accelerator, error = run_log.accelerator, ""
-        state = run_log.state(step) | {"data": self.store_names}
+        state = run_log.state() | {"data": self.store_names}
         tensors = gather_state(self.model, self.optimizer, keep=accelerator.is_main_process)
         if accelerator.is_main_process:
             try:
@@ -401,20 +401,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep` and the best, and what killed saves left."""
+    """Delete all checkpoints but the newest `keep`, and what killed saves left."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*[0-9]"))
-    losses = [(loss, path) for path in checkpoints if (loss := _validation_loss(path)) is not None]
-    best = min(losses)[1] if losses else None
-    old = [path for path in checkpoints[:-keep] if path != best]
-    for path in [*old, *(folder / "checkpoints").glob(f".*{UNFINISHED}*")]:
+    for path in [*checkpoints[:-keep], *(folder / "checkpoints").glob(f".*{UNFINISHED}*")]:
         shutil.rmtree(path)
-
-
-def _validation_loss(path: Path) -> float | None:
-    try:
-        return json.loads((path / STATE).read_text()).get("validation_loss")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _sha256(path: Path) -> str:

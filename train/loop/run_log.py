@@ -105,7 +105,6 @@ class RunLog:
     ) -> None:
         self.accelerator, self.config, self.peak_flops = accelerator, config, peak_flops
         self.tokens, self.step = state["tokens"], state["reported"]
-        self.last_validation: tuple[int, float] | None = None  # step, loss
         self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
         is_main = accelerator.is_main_process
@@ -133,19 +132,14 @@ class RunLog:
         host_sums = self.host_sums.to(self.device_sums.device)
         return self.accelerator.reduce(torch.cat((self.device_sums, host_sums))).tolist()
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint has to hold for the log to continue exactly; a collective call.
-
-        `validation_loss` is None unless it was measured after this very step.
-        """
-        measured_at, loss = self.last_validation or (None, math.nan)
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs for the log to continue exactly; a collective call."""
         return {
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "reported": self.step,
             "pending": self._reduce_sums(),
             "unreported": [self.clock.training_seconds, self.clock.waited],
-            "validation_loss": loss if measured_at == step and math.isfinite(loss) else None,
         }
 
     def add(self, loss: Tensor, correct: Tensor, batch: Batch) -> None:
@@ -196,7 +190,6 @@ class RunLog:
 
     def report_validation(self, step: int, scores: dict[str, float]) -> None:
         """Write the scores of an evaluation, with the tokens of all steps before it."""
-        self.last_validation = step, scores["validation_loss"]
         tokens = self.tokens + int(self._reduce_sums()[3])
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})

@@ -91,15 +91,6 @@ def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
     assert names == ["step-00000002", "step-00000003"]
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path):
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
-        held = checkpoint.gather_state(*trained(1))
-        checkpoint.save(tmp_path, step, held, {"validation_loss": loss})
-        checkpoint.prune(tmp_path, 1)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000002", "step-00000004"]
-
-
 HOLDER = """
 import os, pathlib, sys, time
 from accelerate import Accelerator

@@ -1,7 +1,6 @@
 """The log of a run: exact sums over restarts, throughput, warnings."""
 
 import json
-import math
 import time
 
 import pytest
@@ -36,7 +35,7 @@ def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_pa
     accelerator = Accelerator(cpu=True)
     with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
-        state = {"step": 0} | log.state(0)
+        state = {"step": 0} | log.state()
     with RunLog(accelerator, tmp_path, state, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         log.report_training(2, 0.5, torch.tensor(3.0))
@@ -47,22 +46,12 @@ def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_pa
     assert validation == {"step": 2, "tokens": 116, "validation_loss": 1.0}
 
 
-def test_a_checkpoint_has_the_loss_measured_at_its_own_step_or_none(tmp_path):
-    with RunLog(Accelerator(cpu=True), tmp_path, START, 20, CONFIG, 1e12) as log:
-        assert log.state(0)["validation_loss"] is None
-        log.report_validation(5, {"validation_loss": 1.5})
-        assert log.state(5)["validation_loss"] == 1.5
-        assert log.state(6)["validation_loss"] is None
-        log.report_validation(8, {"validation_loss": math.nan})
-        assert log.state(8)["validation_loss"] is None
-
-
 def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
     accelerator = Accelerator(cpu=True)
     with RunLog(accelerator, tmp_path, START, 20, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
         time.sleep(0.2)  # slow steps, and no report before the end
-        state = {"step": 9} | log.state(9)
+        state = {"step": 9} | log.state()
     with RunLog(accelerator, tmp_path, state, 20, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         with log.clock.paused():
