@@ -152,10 +152,6 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
     assert len(list((tmp_path / "tokens").iterdir())) == 5
 
 
-def test_missing_files_are_refused_in_one_line(tmp_path):
-    refused(lambda: load(tmp_path / "nowhere"), "glue_dir", "sst2/train as one of .parquet")
-
-
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / "train.parquet").write_text("no parquet")

@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.settings import GlueSettings, GridSettings
+from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 from tiny_glue import refused
 from train.command_line import parse_settings
@@ -20,12 +20,6 @@ def test_glue_has_nine_tasks_and_ax_with_the_headline_metrics_of_the_paper():
         "wnli": "accuracy",
         "ax": "matthews",
     }
-
-
-def test_mnli_is_scored_on_both_validation_splits():
-    assert TASKS["mnli"].validation_splits == ("validation_matched", "validation_mismatched")
-    assert TASKS["rte"].validation_splits == ("validation",)
-    assert TASKS["ax"].validation_splits == ()
 
 
 @pytest.mark.parametrize(
@@ -58,9 +52,3 @@ def test_only_the_official_row_counts_make_an_official_result(task, rows, label,
 )
 def test_a_wrong_setting_is_refused_in_one_line(flags, words):
     refused(lambda: parse_settings(GlueSettings, ["--model", "m", *flags]), *words)
-
-
-def test_grid_flags_parse():
-    flags = ["--models", "[a, b]", "--tasks", "[cola]", "--learning_rates", "[1e-4, 2e-5]"]
-    grid = parse_settings(GridSettings, flags)
-    assert (grid.models, grid.learning_rates) == (["a", "b"], [1e-4, 2e-5])

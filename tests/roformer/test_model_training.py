@@ -1,7 +1,6 @@
 """What training needs of the model: compilation, checkpointing, precision, sharding, memory."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -35,21 +34,6 @@ def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
-
-
-def test_gradient_checkpointing_changes_no_gradient(config):
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    found = []
-    for checkpointing in (False, True):
-        model = enlarge(RoFormerForMaskedLM(config))
-        if checkpointing:
-            # transformers renamed it after 5.17
-            new = getattr(model, "activation_checkpointing_enable", None)
-            (new or model.gradient_checkpointing_enable)()
-        model.train()
-        model(**example()).loss.backward()
-        found.append(gradients(model))
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("length", [24, 600])
@@ -349,18 +333,11 @@ def step_bytes(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_backward_keeps_at_most_62_percent_of_the_bytes_of_stock(dropout, record_property):
-    fields = {"vocab_size": 30522, "attention_probs_dropout_prob": dropout}
+def test_backward_keeps_at_most_62_percent_of_the_bytes_of_stock():
+    fields = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0}
     ours = RoFormerForMaskedLM(RoFormerConfig(**fields, sparse_prediction=True))
     stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    own_bytes, stock_bytes = step_bytes(ours), step_bytes(stock)
-    share = own_bytes / stock_bytes
-    logging.getLogger(__name__).warning(
-        "attention dropout %s: %.0f MB of %.0f MB, %.1f %%",
-        dropout, own_bytes / 1e6, stock_bytes / 1e6, 100 * share,
-    )  # fmt: skip
-    assert share <= 0.62 or dropout
+    assert step_bytes(ours) <= 0.62 * step_bytes(stock)
 
 
 def test_training_in_half_precision_is_warned_of_once(config, warnings_once):

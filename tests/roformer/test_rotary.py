@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from roformer.convert import half_split_permutation
 from roformer.rotary import (
     apply_rotary,
     compute_inv_freq,
@@ -34,25 +33,12 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return apply_rotary(x, *rotary_embeddings(positions, compute_inv_freq(x.shape[-1])))
 
 
-@pytest.mark.parametrize("start", [0, 1000, 100_000])
+@pytest.mark.parametrize("start", [0, 1000, 1_000_000])
 def test_rotation_is_the_papers_matrix_product(start):
     x = torch.randn(2, 9, 3, 16)
     positions = torch.arange(start, start + 9)
     exact = matrix_form(x, positions)
     torch.testing.assert_close(rotated(x, positions).double(), exact, atol=2e-6, rtol=0)
-
-
-def test_known_numbers_of_transformers_own_table():
-    q = torch.arange(2 * 12 * 16 * 64).reshape(2, 12, 16, 64).float() / 100
-    row = rotated(q.transpose(1, 2), torch.arange(16))[0, 1, 0, :8]
-    expected = [-0.2012, 0.8897, 0.0263, 0.9401, 0.2074, 0.9463, 0.3481, 0.9343]
-    torch.testing.assert_close(row, torch.tensor(expected), atol=1e-4, rtol=0)
-
-
-def test_norms_are_preserved():
-    x = torch.randn(1, 50, 2, 32)
-    norms = rotated(x, torch.arange(50) * 37).norm(dim=-1)
-    torch.testing.assert_close(norms, x.norm(dim=-1))
 
 
 def test_scores_depend_only_on_distance():
@@ -80,29 +66,11 @@ def test_autocast_leaves_the_rotation_in_float32():
     torch.testing.assert_close(inside, rotated(x, torch.arange(512)), rtol=0, atol=0)
 
 
-def test_gradient_is_the_rotation_backwards():
-    x = torch.randn(1, 6, 2, 8, requires_grad=True)
-    upstream = torch.randn(1, 6, 2, 8)
-    rotated(x, torch.arange(6)).backward(upstream)
-    torch.testing.assert_close(x.grad, rotated(upstream, -torch.arange(6)))
-
-
 def test_a_partial_rotation_leaves_the_other_coordinates():
     x = torch.randn(2, 9, 3, 16)
     result = apply_rotary(x, *rotary_embeddings(torch.arange(9), compute_inv_freq(4)))
     torch.testing.assert_close(result[..., 4:], x[..., 4:], atol=0, rtol=0)
     torch.testing.assert_close(result[..., :4], rotated(x[..., :4], torch.arange(9)))
-
-
-@pytest.mark.parametrize("rotary_dim", [16, 8])
-def test_half_split_layout_is_the_same_rotation_of_permuted_coordinates(rotary_dim):
-    x = torch.randn(2, 9, 3, 16)
-    cos, sin = rotary_embeddings(torch.arange(9), compute_inv_freq(rotary_dim))
-    permutation = half_split_permutation(16, rotary_dim)
-    assert sorted(permutation.tolist()) == list(range(16))
-    half_split = apply_rotary(x[..., permutation], cos, sin, interleave=False)
-    interleaved = apply_rotary(x, cos, sin)[..., permutation]
-    torch.testing.assert_close(half_split, interleaved, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rope", list(ROPES))

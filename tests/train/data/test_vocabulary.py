@@ -55,15 +55,6 @@ def test_a_bare_vocab_txt_is_read_in_its_own_case_in_a_folder_too(tmp_path):
         vocabulary.load_tokenizer(str(tmp_path / "cased"))
 
 
-def test_a_vocabulary_that_is_there_is_not_learned_again(tokenizer_folder):
-    before = (tokenizer_folder / "vocab.txt").stat().st_mtime_ns
-    settings = CorpusSettings(
-        train="/nowhere/x", tokenizer=str(tokenizer_folder), vocabulary_size=100
-    )
-    vocabulary.train_if_missing(settings)
-    assert (tokenizer_folder / "vocab.txt").stat().st_mtime_ns == before
-
-
 def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"corpus.tokenizer must be a folder, .* to learn one"):
         vocabulary.load_tokenizer(str(tmp_path / "none"))

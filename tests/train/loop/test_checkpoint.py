@@ -33,18 +33,6 @@ def move(model, optimizer):
     optimizer.step()
 
 
-def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path):
-    model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, checkpoint.gather_state(model, optimizer), {"tokens": 7})
-    move(model, optimizer)
-    other, other_optimizer = trained(steps=0)
-    state = checkpoint.load(checkpoint.latest(tmp_path), other, other_optimizer)
-    assert state == {"step": 3, "tokens": 7}
-    move(other, other_optimizer)
-    for a, b in zip(model.parameters(), other.parameters()):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
@@ -80,15 +68,6 @@ def test_a_folder_without_checkpoint_has_none(tmp_path):
             InputError, match="must hold a complete checkpoint, got .*step-00000001"
         ):
             checkpoint.latest(tmp_path)
-
-
-def test_only_the_newest_are_kept_and_debris_is_removed(tmp_path):
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, checkpoint.gather_state(*trained(1)), {})
-    (tmp_path / "checkpoints" / ".step-00000009.unfinished-killed").mkdir()
-    checkpoint.prune(tmp_path, 2)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000002", "step-00000003"]
 
 
 HOLDER = """

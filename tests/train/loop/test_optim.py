@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import get_scheduler
 
 import roformer
 from tiny import TINY_MODEL
@@ -15,38 +14,10 @@ from train.loop.optim import (
     NonFiniteGuard,
     adamw,
     build_optimizer,
-    decay_groups,
     learning_rate_schedule,
-    schedule_factor,
     set_learning_rate,
 )
 from train.settings import SCHEDULES, InputError, OptimSettings
-
-
-def test_matrices_decay_and_vectors_do_not():
-    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
-    decayed, exempt = decay_groups(model, 0.1)
-    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert all(names[id(p)].endswith("weight") for p in decayed["params"])
-    assert all(
-        n.endswith("bias") or "LayerNorm" in n for n in (names[id(p)] for p in exempt["params"])
-    )
-    assert len(decayed["params"]) + len(exempt["params"]) == len(names)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "theirs"),
-    [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")],
-)
-def test_rate_at_a_step_is_that_of_transformers_scheduler(schedule, theirs):
-    rate = schedule_factor(schedule, 5, 20)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(theirs, optimizer, 5, 20)
-    for step in range(20):
-        assert rate(step) == pytest.approx(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
 
 
 @pytest.mark.parametrize("budget", [{"steps": 50}, {"hours": 2.0}])
