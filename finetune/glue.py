@@ -39,7 +39,7 @@ from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
 from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
-from train.data import stateless_rng
+from train.data.stateless_rng import torch_seed
 from train.environment import is_out_of_memory
 from train.loop.launch import start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
@@ -138,14 +138,14 @@ def fine_tune(
     check_memory(model, train, tokens, accelerator)
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
-    disable = None if rank == 0 else True  # None draws on terminals only
+    disable = True if rank else None  # None: where the output is a terminal
     bar = tqdm(desc=title, total=total_steps, position=slot, leave=False, disable=disable)
     step, losses = 0, []
     for epoch in range(settings.epochs):
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
-            torch.manual_seed(int(stateless_rng.random_bits(settings.seed, step, rank)) >> 1)
+            torch.manual_seed(torch_seed(settings.seed, step, rank))
             # 0 in the first step, as in transformers' Trainer
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
             loss = compute_gradients(model, train, rows, tokens, accelerator)

@@ -66,16 +66,19 @@ def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArr
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
-    has_names = bool(ids.keys() & set(texts))
-    known = [ids.get(text or "", math.inf) if has_names else to_number(text) for text in texts]
-    numbers = np.array([math.nan if text is None else x for text, x in zip(texts, known)])
-    lowest, highest = task.value_range or (-math.inf, math.inf)
-    rule = f"must be numbers from {lowest} to {highest}"
-    valid = np.isfinite(numbers)
-    if task.labels is not None:
+    if ids.keys() & set(texts):
+        numbers = np.array([ids.get(text or "", math.inf) for text in texts])
+    else:
+        numbers = np.array([to_number(text) for text in texts])
+    numbers[[text is None for text in texts]] = math.nan
+    if task.labels is None:
+        lowest, highest = task.value_range or (-math.inf, math.inf)
+        rule = f"must be numbers from {lowest} to {highest}"
+        valid = np.isfinite(numbers)
+    else:
         lowest, highest = 0, task.num_labels - 1
         rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
-        valid &= numbers == np.floor(numbers)
+        valid = numbers == np.floor(numbers)
     valid &= (numbers >= lowest) & (numbers <= highest)
     if is_test:
         is_bounded = math.isfinite(lowest)

@@ -206,9 +206,6 @@ def masked_inputs(
         is_causal: Whether tokens attend to earlier ones only.
         past_key_values: Cache of a decoder.
         has_position_bias: Whether a bias will be added, so that the mask must be additive.
-
-    Raises:
-        ValueError: The implementation takes no such mask, or none that keeps documents apart.
     """
     if batch.document_ids is not None and is_flash_attention(implementation):
         logger.warning_once(
@@ -230,7 +227,11 @@ def _self_attention_mask(
     is_causal: bool,
     past_key_values: Cache | None,
 ) -> Any:
-    """Create the mask of a self-attention; arguments as above."""
+    """Create the mask of a self-attention; arguments as above.
+
+    Raises:
+        ValueError: The implementation takes no such mask, or none that keeps documents apart.
+    """
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
     if is_4d_mask(attention_mask):
         return _convert_4d_mask(implementation, hidden_states, attention_mask)

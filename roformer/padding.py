@@ -101,7 +101,10 @@ def describe_batch(
     document_ids = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(device)
-        document_ids = document_ids_from_cu_seqlens(cu_seqlens, (B, L))
+        tokens = torch.arange(B * L, device=device)
+        ids = torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True)
+        # numbered again, because empty documents leave gaps
+        document_ids = F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
     if position_ids is not None:
         position_ids = position_ids.to(device).long().view(-1, L)
         is_hidden = has_cache and torch.compiler.is_compiling()
@@ -118,22 +121,6 @@ def describe_batch(
     return BatchMetadata(
         position_ids, attention_mask, padding_mask, document_ids, cu_seqlens, max_seqlen
     )
-
-
-def document_ids_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Number the documents by their cumulative lengths.
-
-    Args:
-        cu_seqlens: [documents + 1]: 0, end of the first document, ..., B * L, over all rows.
-        shape: (B, L).
-
-    Returns:
-        [B, L] int64, growing by one from document to document, over all rows.
-    """
-    tokens = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
-    ids = torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True)
-    # numbered again, because empty documents leave gaps
-    return F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(shape)
 
 
 def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 import roformer
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.data import stateless_rng, vocabulary
+from train.data import vocabulary
 from train.data.batching import (
     SequenceIndex,
     StagedDataset,
@@ -37,6 +37,7 @@ from train.data.batching import (
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
+from train.data.stateless_rng import torch_seed
 from train.loop.checkpoint import (
     CheckpointSaver,
     full_tensor,
@@ -191,10 +192,8 @@ def train(
         loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat(is_new_stage=step in dataset.starts)
-            seed = stateless_rng.random_bits(run.seed, step, accelerator.process_index)
-            torch.manual_seed(
-                int(seed) >> 1
-            )  # for dropout; 63 bits, so that earlier runs can be repeated
+            # dropout is a function of seed, step and process
+            torch.manual_seed(torch_seed(run.seed, step, accelerator.process_index))
             step_rate = learning_rate(step, hours)
             set_learning_rate(optimizer, step_rate)
             predicted, step_info = all_reduce_step_info(micro_batches, log, preemption, accelerator)

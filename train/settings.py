@@ -130,7 +130,7 @@ class CorpusSettings(HeldOutSettings):
     whole_word: bool = False
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # not the base class's, which allows no share
         share, rule = self.held_out_share, "must be text, or a share above 0% and below 100%"
         # a number without % would be read as the name of a hub data set
         is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None

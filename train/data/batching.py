@@ -354,10 +354,18 @@ class StepDataset(Dataset):
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """Return all micro-batches that this process computes in a step."""
-        masking = (self.vocab, self.mask_rate, self.seed)
-        layout = (self.packed, self.pad_predictions_to, self.whole_word)
         return [
-            make_batch(self.sequences, sequence_ids, epochs, *masking, *layout)
+            make_batch(
+                self.sequences,
+                sequence_ids,
+                epochs,
+                self.vocab,
+                self.mask_rate,
+                self.seed,
+                packed=self.packed,
+                pad_predictions_to=self.pad_predictions_to,
+                whole_word=self.whole_word,
+            )
             for sequence_ids, epochs in self.micro_batch_indices(step)
         ]
 
@@ -370,7 +378,7 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
 
 def stage_seed(seed: int, stage: int) -> int:
     """Derive the seed of a stage, so that stages on the same text differ in order and masks."""
-    return seed if stage == 0 else int(stateless_rng.random_bits(seed, stage)) >> 1
+    return seed if stage == 0 else stateless_rng.torch_seed(seed, stage)
 
 
 class StagedDataset(Dataset):

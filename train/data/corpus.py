@@ -167,28 +167,23 @@ def _make_shards(
         "tokenizer": tokenizer_hash,
     }
     name = short_hash(*facts.values())
-    folders = (Path(corpus.cache) / f"{name}-{number:05d}" for number in itertools.count())
-    shards: list[Path] = []
-    done = 0
-    for folder in folders:
-        if not _is_intact(folder):
-            break
+    prefix, shards, done = Path(corpus.cache) / name, list[Path](), 0
+    while _is_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
         shards.append(folder)
         manifest = _read_manifest(folder)
         if manifest["last"]:
             return shards
         done += manifest["documents"]
-    # `folder` is the first that is missing
     batches = _split_batches(itertools.islice(read_source(source, part, corpus), done, None))
     batch = next(batches, None)
     while batch is not None:
+        folder = Path(f"{prefix}-{len(shards):05d}")
         with write_dir_atomically(folder) as unfinished:
             shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
             counts = _write_shard(shard, unfinished, tokenizer, bar)
             batch = next(batches, None)
             _seal(unfinished, facts | counts | {"last": batch is None})
         shards.append(folder)
-        folder = next(folders)
     return shards
 
 

@@ -23,6 +23,11 @@ def random_bits(*key: ArrayLike) -> Bits:
     return state
 
 
+def torch_seed(*key: int) -> int:
+    """Draw a seed for `torch.manual_seed`, of 63 bits, with a key as in `random_bits`."""
+    return int(random_bits(*key)) >> 1
+
+
 def uniform(*key: ArrayLike) -> NDArray[np.float64]:
     """Draw uniform numbers in [0, 1) with 53 bits, with keys as in `random_bits`."""
     return (random_bits(*key) >> np.uint64(11)).astype(np.float64) * 2.0**-53

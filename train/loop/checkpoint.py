@@ -51,6 +51,9 @@ LOCK_TIMEOUT = 60.0
 WEIGHTS, OPTIMIZER, STATE = FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
 
+TEXT_KEYS = "corpus.tokenizer, corpus.train and corpus.validation"
+"""Settings that decide the tokens of a run."""
+
 TrainingState = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Weights by name, and optimizer tensors by "<parameter number>.<name>"; none is sharded."""
 
@@ -145,29 +148,35 @@ def resume(
     if path is not None:
         state |= load(path, model, optimizer)
         accelerator.print(f"going on after step {state['step']}")
-    trained, remedy = state["step"], "train longer, or choose another run.name"
-    rule = f"must be a budget of at least the {trained} steps that the run has trained"
-    require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
-    same_data = state["data"] == store_names
-    keys = "corpus.tokenizer, corpus.train and corpus.validation"
-    rule = f"must give the tokens {state['data']} the run began with"
-    remedy = "choose another run.name, or set run.allow_drift true"
-    require(same_data or settings.run.allow_drift, keys, rule, store_names, remedy)
-    named, rule = settings.corpus.tokenizer, "must name the run's vocabulary where its text changes"
-    found, remedy = "null, which learns another", "give the folder printed at the start of the run"
-    require(same_data or named is not None, "corpus.tokenizer", rule, found, remedy)
-    steps, rule = {*gather_object([state["step"]])}, "must hold one checkpoint for all machines"
-    require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
+    _check_resumable(settings, state, store_names, total)
     if accelerator.is_main_process:
         changed = changed_settings(folder, settings, accelerator.mixed_precision)
-        if not same_data:
-            changed[f"the tokens of {keys}"] = state["data"], store_names
+        if state["data"] != store_names:
+            changed[f"the tokens of {TEXT_KEYS}"] = state["data"], store_names
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_metadata(folder, settings, accelerator, state["step"], parameters, changed)
         hours = math.inf if settings.optim.hours is None else settings.optim.hours
         if state["step"] != total and state["seconds"] < 3600 * hours:
             shutil.rmtree(folder / "model", ignore_errors=True)
     return state
+
+
+def _check_resumable(
+    settings: PretrainSettings, state: dict[str, Any], store_names: list[str], total: int | None
+) -> None:
+    """Check that a run can go on from a state with these tokens; a collective call."""
+    trained, remedy = state["step"], "train longer, or choose another run.name"
+    rule = f"must be a budget of at least the {trained} steps that the run has trained"
+    require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
+    if state["data"] != store_names:
+        rule = f"must give the tokens {state['data']} the run began with"
+        remedy = "choose another run.name, or set run.allow_drift true"
+        require(settings.run.allow_drift, TEXT_KEYS, rule, store_names, remedy)
+        rule, found = "must name the run's vocabulary where its text changes", "null"
+        remedy = "null learns another; give the folder printed at the start of the run"
+        require(settings.corpus.tokenizer is not None, "corpus.tokenizer", rule, found, remedy)
+    steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
+    require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
 
 
 @dataclass

@@ -97,8 +97,8 @@ def evaluate(
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
         epochs = np.zeros_like(rows)
-        options = (vocab, rate, MASK_SEED, language_model.packed)
-        tensors = make_batch(sequences, rows, epochs, *options)
+        packed = language_model.packed
+        tensors = make_batch(sequences, rows, epochs, vocab, rate, MASK_SEED, packed=packed)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         if number < len(batches):
             predicted = torch.full_like(sums[0], len(tensors["labels"]))
