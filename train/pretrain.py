@@ -37,6 +37,7 @@ from train.data.batching import (
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
+from train.data.segments import SENTENCE_OBJECTIVES
 from train.data.stateless_rng import torch_seed
 from train.loop.checkpoint import (
     CheckpointSaver,
@@ -122,7 +123,9 @@ def main(settings: PretrainSettings) -> Path:
         tokenizer, stores, held_out = prepare_data(corpus, stages, accelerator)
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
-        language_model = build_language_model(settings.model, config, run.seed)
+        language_model = build_language_model(
+            settings.model, config, run.seed, sentence_weight(corpus)
+        )
         language_model.prefer_packed_rows(accelerator)
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         with lock_run_dir(folder, accelerator):
@@ -135,8 +138,8 @@ def main(settings: PretrainSettings) -> Path:
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
             if exit_code is None:
-                fresh = settings.model.init is None
-                save_model(language_model, tokenizer, folder / "model", accelerator, fresh)
+                one_type = settings.model.init is None and corpus.segments == "one"
+                save_model(language_model, tokenizer, folder / "model", accelerator, one_type)
     accelerator.end_training()
     if exit_code:
         raise SystemExit(exit_code)
@@ -160,7 +163,7 @@ def train(
     optim, run, total = settings.optim, settings.run, dataset.total
     hours_budget = math.inf if optim.hours is None else optim.hours
     learning_rate = learning_rate_schedule(optim, total)
-    optimizer = build_optimizer(language_model.model, optim)
+    optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     names = [store.folder.name for store in stores]
@@ -268,6 +271,12 @@ def prepare_data(
     return tokenizer, stores, SequenceIndex(held_out, corpus.length)
 
 
+def sentence_weight(corpus: CorpusSettings) -> float:
+    """Return the weight of a sequence's sentence label: that of the tokens it usually predicts."""
+    has_labels = corpus.segments in SENTENCE_OBJECTIVES
+    return corpus.mask_rate * corpus.length if has_labels else 0.0
+
+
 def build_dataset(
     stages: list[PretrainSettings],
     stores: list[TokenStore],
@@ -279,7 +288,8 @@ def build_dataset(
     parts = []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
-        sequences = SequenceIndex(store, corpus.length, corpus.weights)
+        special_tokens = 2 if corpus.segments == "one" else 3
+        sequences = SequenceIndex(store, corpus.length, corpus.weights, special_tokens)
         mask_rate = None if language_model.causal else corpus.mask_rate
         limit = max_predictions(optim.micro_batch * corpus.length, mask_rate)
         dataset = StepDataset(
@@ -295,6 +305,7 @@ def build_dataset(
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
             whole_word=corpus.whole_word,
+            segments=corpus.segments,
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))
     return StagedDataset(parts)

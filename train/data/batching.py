@@ -11,6 +11,7 @@ Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a pac
 import bisect
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset
 from train.data import stateless_rng
 from train.data.corpus import TokenStore
 from train.data.masking import Vocab, mask_tokens
+from train.data.segments import SENTENCE_OBJECTIVES, draw_other_sequences, split_segments
 from train.settings import PretrainSettings, require, stage_settings
 
 Indices = NDArray[np.int64]
@@ -54,6 +56,7 @@ class SequenceIndex:
         store: The tokens.
         length: Longest sequence in tokens, [CLS] and [SEP] included.
         weights: How often an epoch reads each source of the store; None reads everything once.
+        special_tokens: [CLS] and one [SEP] for each segment.
 
     Attributes:
         source_sizes: Sequences of each source with a weight of its own, [sources]; without weights
@@ -61,10 +64,17 @@ class SequenceIndex:
         source_draws: Sequences that an epoch takes of each, [sources].
     """
 
-    def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        length: int,
+        weights: list[float] | None = None,
+        special_tokens: int = 2,
+    ) -> None:
         self.store = store
         self.length = length
-        self._content = length - 2  # without [CLS] and [SEP]
+        self.special_tokens = special_tokens
+        self._content = length - special_tokens
         documents = len(store.document_ends)
         counts = [np.zeros(1, np.int64)]
         for first in range(0, documents, 2**16 * BLOCK):  # in parts, to bound the memory
@@ -90,8 +100,8 @@ class SequenceIndex:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens per sequence of an epoch, [CLS] and [SEP] included."""
-        return 2 + float(self._mean_content)
+        """Mean tokens per sequence of an epoch, special tokens included."""
+        return self.special_tokens + float(self._mean_content)
 
     def locate(self, sequence_ids: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
@@ -199,6 +209,7 @@ def make_batch(
     packed: bool = False,
     pad_predictions_to: int | None = None,
     whole_word: bool = False,
+    segments: str = "one",
 ) -> dict[str, Any]:
     """Make the inputs and labels of some sequences.
 
@@ -214,6 +225,7 @@ def make_batch(
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
         whole_word: As in `mask_tokens`.
+        segments: As in `corpus.segments`.
 
     Returns:
         input_ids: [B, L] or packed [1, T], int64, corrupted.
@@ -222,8 +234,22 @@ def make_batch(
         label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
             those of the masked tokens, or without masks those before the labels.
         labels: [n] int64, ids of the original tokens.
+        token_type_ids: [B, L] or packed [1, T], 1 in the second segment; only with two segments.
+        sentence_labels: [B] int64, 0 if B follows A, 1 if not, -100 for a row without B; only with
+            an objective for them.
     """
-    ids, lengths = _read_rows(sequences, sequence_ids, vocab)
+    texts, more = _read_texts(sequences, sequence_ids), dict[str, NDArray]()
+    rows: Sequence[tuple[NDArray, ...]] = [(text,) for text in texts]
+    if segments != "one":
+        other_ids = draw_other_sequences(sequence_ids, epochs, len(sequences), seed)
+        others = _read_texts(sequences, other_ids) if segments == "next" else []
+        key = sequence_ids, epochs
+        rows, sentence_labels = split_segments(texts, others, *key, vocab, segments, seed)
+        if segments in SENTENCE_OBJECTIVES:
+            more["sentence_labels"] = sentence_labels
+    ids, token_types, lengths = _join_segments(rows, vocab)
+    if segments != "one":
+        more["token_type_ids"] = token_types
     column = np.arange(ids.shape[1])
     padding_mask = column < lengths[:, None]
     if mask_rate is None:
@@ -237,29 +263,39 @@ def make_batch(
     if packed:
         layout = packed_layout(lengths)
         inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
+        if "token_type_ids" in more:
+            more["token_type_ids"] = more["token_type_ids"][padding_mask][None]
     label_positions = np.flatnonzero(chosen)
     if pad_predictions_to is not None:
         count = max(1, math.ceil(len(label_positions) / pad_predictions_to)) * pad_predictions_to
         padding = (0, count - len(label_positions))
         label_positions = np.pad(label_positions, padding)
         labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
-    return layout | {
-        "input_ids": torch.from_numpy(inputs),
-        "label_positions": torch.from_numpy(label_positions),
-        "labels": torch.from_numpy(labels),
-    }
+    tensors = more | {"input_ids": inputs, "label_positions": label_positions, "labels": labels}
+    return layout | {name: torch.from_numpy(values) for name, values in tensors.items()}
 
 
-def _read_rows(
-    sequences: SequenceIndex, sequence_ids: Indices, vocab: Vocab
-) -> tuple[Indices, Indices]:
-    """Padded rows [B, L] with [CLS] and [SEP], and their lengths [B]."""
-    start, size = sequences.locate(sequence_ids)
-    ids = np.full((len(sequence_ids), int(size.max()) + 2), vocab.pad_id, np.int64)
-    for row, (first, count) in enumerate(zip(start.tolist(), size.tolist())):
-        ids[row, 0], ids[row, count + 1] = vocab.cls_id, vocab.sep_id
-        ids[row, 1 : count + 1] = sequences.store.read(first, count)
-    return ids, size + 2
+def _read_texts(sequences: SequenceIndex, sequence_ids: Indices) -> list[NDArray]:
+    """Tokens of sequences, without special tokens."""
+    start, size = (values.tolist() for values in sequences.locate(sequence_ids))
+    return [sequences.store.read(first, count) for first, count in zip(start, size)]
+
+
+def _join_segments(
+    rows: Sequence[tuple[NDArray, ...]], vocab: Vocab
+) -> tuple[Indices, Indices, Indices]:
+    """Add special tokens and padding: ids [B, L], token types [B, L], lengths [B]."""
+    lengths = np.array([1 + sum(len(segment) + 1 for segment in row) for row in rows])
+    ids = np.full((len(rows), int(lengths.max())), vocab.pad_id, np.int64)
+    token_types = np.zeros_like(ids)
+    ids[:, 0] = vocab.cls_id
+    for row, segments in enumerate(rows):
+        end = 1
+        for number, segment in enumerate(segments):
+            start, end = end, end + len(segment) + 1
+            ids[row, start : end - 1], ids[row, end - 1] = segment, vocab.sep_id
+            token_types[row, start:end] = number
+    return ids, token_types, lengths
 
 
 def packed_layout(lengths: Indices) -> dict[str, Any]:
@@ -320,6 +356,7 @@ class StepDataset(Dataset):
         packed: As in `make_batch`.
         pad_predictions_to: As in `make_batch`.
         whole_word: As in `mask_tokens`.
+        segments: As in `corpus.segments`.
 
     Raises:
         InputError: Whole words are wanted, and the tokens do not show them.
@@ -336,6 +373,7 @@ class StepDataset(Dataset):
     packed: bool = False
     pad_predictions_to: int | None = None
     whole_word: bool = False
+    segments: str = "one"
 
     def __post_init__(self) -> None:
         valid = not self.whole_word or self.vocab.is_continuation is not None
@@ -365,6 +403,7 @@ class StepDataset(Dataset):
                 packed=self.packed,
                 pad_predictions_to=self.pad_predictions_to,
                 whole_word=self.whole_word,
+                segments=self.segments,
             )
             for sequence_ids, epochs in self.micro_batch_indices(step)
         ]

@@ -9,6 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
+from train.loop.objective import LanguageModel
 from train.settings import InputError, OptimSettings, require
 
 MAX_SKIPPED_STEPS = 3
@@ -55,11 +56,11 @@ def hidden_matrices(model: PreTrainedModel) -> list[Tensor]:
     return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 
-def build_optimizer(model: PreTrainedModel, optim: OptimSettings) -> torch.optim.Optimizer:
+def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torch.optim.Optimizer:
     """Build the optimizer that `optim.name` names."""
-    hidden = hidden_matrices(model) if optim.name == "muon" else []
+    hidden = hidden_matrices(language_model.model) if optim.name == "muon" else []
     rate, decay = optim.learning_rate, optim.weight_decay
-    rest = adamw(model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
+    rest = adamw(language_model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
     return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest
 
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 import roformer
 from tiny import TINY_MODEL
+from train.loop.objective import LanguageModel
 from train.loop.optim import (
     MuonWithAdamW,
     NonFiniteGuard,
@@ -41,7 +42,7 @@ MUON = OptimSettings(name="muon", learning_rate=1e-2, weight_decay=0.0, muon_sca
 def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
     torch.manual_seed(0)
     model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
-    optimizer = build_optimizer(model, MUON)
+    optimizer = build_optimizer(LanguageModel(model), MUON)
     names = {id(p): name for name, p in model.named_parameters()}
     hidden, *rest = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert len(hidden) == 6 * TINY_MODEL["num_hidden_layers"]
@@ -64,7 +65,7 @@ def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
 def test_weight_decay_of_a_muon_matrix_is_that_of_adamw():
     model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
     decaying = dataclasses.replace(MUON, weight_decay=0.1)
-    optimizer = build_optimizer(model, decaying)
+    optimizer = build_optimizer(LanguageModel(model), decaying)
     matrix, table = (optimizer.param_groups[i]["params"][0] for i in (0, 1))
     before = [matrix.detach().clone(), table.detach().clone()]
     for parameter in (matrix, table):
