@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from train.data import stateless_rng
 from train.data.corpus import TokenStore
-from train.data.masking import Vocab, mask_tokens
+from train.data.masking import IGNORE_INDEX, Vocab, mask_tokens
 from train.data.segments import SENTENCE_OBJECTIVES, draw_other_sequences, split_segments
 from train.settings import PretrainSettings, require, stage_settings
 
@@ -40,9 +40,6 @@ this share of a step have hardly any padding."""
 
 BLOCK = 16
 """Documents per entry of the table of sequences that is kept in memory."""
-
-IGNORE_INDEX = -100
-"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
 
 
 class SequenceIndex:

@@ -15,6 +15,9 @@ from train.data import stateless_rng
 from train.data.vocabulary import find_continuations
 from train.settings import require
 
+IGNORE_INDEX = -100
+"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
+
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
 """First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
 

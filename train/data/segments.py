@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data import stateless_rng
-from train.data.masking import Vocab
+from train.data.masking import IGNORE_INDEX, Vocab
 
 Tokens = NDArray[np.integer]
 Indices = NDArray[np.int64]
@@ -21,8 +21,6 @@ SENTENCE_OBJECTIVES = ("next", "order")
 
 CUT_STREAM, CHANGE_STREAM, OTHER_STREAM = 3, 4, 5
 """First keys of the random draws, after those of `train.data.masking`."""
-
-NO_LABEL = -100
 
 
 def draw_other_sequences(sequence_ids: Indices, epochs: Indices, count: int, seed: int) -> Indices:
@@ -53,7 +51,7 @@ def split_segments(
 
     Returns:
         A and B of each sequence, B empty if it has one token; and [B] int64, 0 if B follows A, 1 if
-        not, `NO_LABEL` if B is empty.
+        not, `IGNORE_INDEX` if B is empty.
     """
     key = seed, epochs, sequence_ids
     draws = stateless_rng.uniform(CUT_STREAM, *key)
@@ -64,7 +62,7 @@ def split_segments(
         cut = find_cut(tokens, float(draws[row]), vocab.sentence_end_ids)
         a, b = tokens[:cut], tokens[cut:]
         if len(b) == 0:
-            labels[row] = NO_LABEL
+            labels[row] = IGNORE_INDEX
         elif is_changed[row]:
             a, b = (b, a) if segments == "order" else (a, others[row][-len(b) :])
         pairs.append((a, b))

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
-from train.data.batching import IGNORE_INDEX
+from train.data.masking import IGNORE_INDEX
 from train.loop.launch import compute_dtype
 from train.loop.model_init import build_config, build_model
 from train.settings import InputError, ModelSettings

@@ -11,7 +11,8 @@ from launched_runs import run_in_process as run
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import SequenceIndex, make_batch
-from train.data.segments import NO_LABEL, find_cut
+from train.data.masking import IGNORE_INDEX
+from train.data.segments import find_cut
 from train.loop.objective import LanguageModel
 from train.settings import InputError
 
@@ -57,7 +58,7 @@ def test_half_of_the_second_segments_do_not_follow_and_the_label_says_which(sequ
     batch = batch_of(sequences, segments)
     labels = batch["sentence_labels"].tolist()
     for (a, b), (first, second), label in zip(plain, segments_of(batch), labels):
-        assert (label == NO_LABEL) == (b == [])
+        assert (label == IGNORE_INDEX) == (b == [])
         if label != 1:
             assert (first, second) == (a, b)
         elif segments == "order":
@@ -99,7 +100,7 @@ def test_the_first_token_learns_its_labels(kind, kernel, sequences):
     batch = batch_of(sequences, "order", rows=24, packed=language_model.packed)
     optimizer = torch.optim.AdamW(language_model.parameters(), lr=5e-3)
     labels = batch.pop("sentence_labels")
-    count = int((labels != NO_LABEL).sum())
+    count = int((labels != IGNORE_INDEX).sum())
     for _ in range(60):
         loss, _ = language_model(**batch, sentence_labels=labels)
         words, _ = language_model(**batch)
