@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .kernels.dispatch import use_complex_products
+from .kernels.dispatch import use_kernel
 
 
 def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | None = None) -> Tensor:
@@ -112,7 +112,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         rotated = apply_rotary(x[..., :rotary_dim], cos, sin, interleave)
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
-    if interleave and use_complex_products(x, cos, sin):
+    if interleave and use_kernel(x, cos, sin, devices=("cpu", "cuda")):
         # (x0 + i x1) e^(i m theta), equation 13: a fifth of the time on a CPU, and a third of the
         # kernels on a GPU; compilers fuse the other form
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .dispatch import AUTO, UNPADDED, kernels_enabled, select_cpu_attention, use_cpu_kernel
+from .dispatch import AUTO, UNPADDED, kernels_enabled, select_cpu_attention, use_kernel
 from .dropout import dropout as fast_dropout
 
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
@@ -44,17 +44,10 @@ def auto_attention_forward(
     run of neighbouring documents of equal length, which waits for the device. Calls on a CPU are
     computed by the kernel that `select_cpu_attention` names, all others by sdpa.
 
-    Args:
-        module: Attention layer; `is_causal` is read.
-        query: [B, H, L, D], or [1, H, T, D] with document lengths.
-        key: [B, H, S, D], or [1, H, T, D].
-        value: [B, H, S, D], or [1, H, T, D].
-        attention_mask: In the form of sdpa; only used without `cu_seq_lens_q`.
-        scaling: Factor on the scores.
-        dropout: Probability of dropping an attention weight.
-        cu_seq_lens_q: [documents + 1] int32, cumulative lengths of the documents.
-        max_length_q: Length of the longest document.
-        **kwargs: Options of other kernels, unused.
+    Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
+    mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
+    the documents, there is no mask, tensors are [1, H, T, D], and `max_length_q` is the length of
+    the longest document.
 
     Returns:
         [B, L, H, D] or [1, T, H, D], and None for the probabilities.
@@ -93,7 +86,7 @@ def _attention(
     is_causal: bool = False,
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
-    if not is_causal and use_cpu_kernel(query, key, value, mask):
+    if not is_causal and use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
         if selected == "full":

@@ -1,8 +1,4 @@
-"""When the kernels of this folder may replace torch's operations, and the switch that forbids it.
-
-`ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off:
-outputs, losses and gradients stay the same up to rounding, and dropout draws other random numbers.
-"""
+"""When the kernels of this folder may replace torch's operations, and the switch against it."""
 
 import os
 
@@ -29,9 +25,9 @@ _enabled = os.environ.get("ROFORMER_KERNELS", "1") != "0"
 def set_kernels_enabled(enabled: bool) -> None:
     """Turn all kernels of this process on or off.
 
-    Args:
-        enabled: False computes everything by torch's own operations; `attn_implementation`
-            "auto" and "unpadded" then mean "sdpa".
+    Off, everything is computed by torch's own operations, and `attn_implementation` "auto" and
+    "unpadded" mean "sdpa". Outputs, losses and gradients stay the same up to rounding; dropout
+    draws other random numbers.
     """
     global _enabled
     _enabled = enabled
@@ -63,25 +59,16 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     return "full" if scores_bytes < MAPPED_BYTES else "chunked"
 
 
-def use_cpu_kernel(*tensors: Tensor | None) -> bool:
-    """Return whether kernels are on and all tensors are ordinary ones on a CPU."""
-    return _enabled and all(x is None or is_plain(x) for x in tensors)
-
-
-def use_complex_products(*tensors: Tensor) -> bool:
-    """Return whether kernels are on and all tensors are ordinary ones on a CPU or a GPU."""
-    return _enabled and all(is_plain(x, ("cpu", "cuda")) for x in tensors)
+def use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:
+    """Return whether kernels are on and all tensors are plain ones on such devices."""
+    return _enabled and all(x is None or is_plain(x, devices) for x in tensors)
 
 
 def is_plain(x: Tensor, devices: tuple[str, ...] = ("cpu",)) -> bool:
-    """Return whether x is an ordinary dense tensor on a CPU that nothing traces or transforms.
+    """Return whether x is an ordinary dense tensor that nothing traces or transforms.
 
-    Excluded are subclasses (sharded, jagged, fake), sparse tensors and dual tensors of forward-mode
-    differentiation.
-
-    Args:
-        x: Any tensor.
-        devices: Device types that count, where values are not read.
+    Excluded are other devices, subclasses (sharded, jagged, fake), sparse tensors and dual tensors
+    of forward-mode differentiation.
     """
     if type(x) not in (Tensor, nn.Parameter) or is_traced():
         return False

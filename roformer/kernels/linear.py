@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from .dispatch import use_cpu_kernel
+from .dispatch import use_kernel
 
 _onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """torch's operator for x W^T + b by oneDNN; None in builds without it."""
@@ -52,13 +52,10 @@ def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # torch reports wrong shapes, and is faster for a single row
     if x.shape[-1] != weight.shape[1] or x.numel() <= weight.shape[1]:
         return False
-    if torch.is_autocast_enabled("cpu") or not use_cpu_kernel(x, weight, bias):
+    if torch.is_autocast_enabled("cpu") or not use_kernel(x, weight, bias):
         return False
-    return _is_onednn_faster() and (bias is None or bias.is_contiguous())
-
-
-def _is_onednn_faster() -> bool:
-    return _prefers_onednn() and bool(torch.backends.mkldnn.enabled)
+    is_contiguous = bias is None or bias.is_contiguous()
+    return is_contiguous and bool(torch.backends.mkldnn.enabled) and _prefers_onednn()
 
 
 @cache
