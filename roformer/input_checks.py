@@ -22,11 +22,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def check_fixed_fields(config: RoFormerConfig, fixed_fields: dict[str, Any]) -> None:
-    """Check that fields which the layers were built from have not been edited.
-
-    Raises:
-        ValueError: One line that names the field.
-    """
+    """Raise a ValueError if a field which the layers were built from has been edited."""
     for name, value in fixed_fields.items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -55,63 +51,67 @@ def check_inputs(
     Raises:
         ValueError: One line that names the argument.
     """
-    num_embeddings = getattr(word_embeddings, "num_embeddings", config.vocab_size)
-    _check_tokens(config, num_embeddings, input_ids, inputs_embeds, token_type_ids, position_ids)
-    inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
-    _check_masks(config, inputs, cache, attention_mask, cu_seqlens)
-    _check_encoder(config, inputs, encoder_hidden_states, encoder_attention_mask)
-
-
-def _check_tokens(
-    config: RoFormerConfig,
-    num_embeddings: int,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
-) -> None:
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
+    if encoder_hidden_states is None and encoder_attention_mask is not None:
+        raise ValueError(
+            "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
+            "pass arguments after the third by name, since transformers has another order"
+        )
+    if encoder_hidden_states is not None and not config.add_cross_attention:
+        raise ValueError(
+            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
+            "is_decoder=True and add_cross_attention=True in the configuration"
+        )
     if is_traced():
         return
-    rows: tuple[int, ...] = ()
-    if inputs_embeds is not None:
-        check_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
-        rows = tuple(inputs_embeds.shape[:2])
-    if input_ids is not None:
-        check_shape("input_ids", input_ids, (None, None))
-        check_ids("input_ids", input_ids, num_embeddings)
-        rows = tuple(input_ids.shape)
-    if 0 in rows:
-        name = "inputs_embeds" if input_ids is None else "input_ids"
-        raise ValueError(f"{name} must hold at least one token, got shape {list(rows)}")
+    num_embeddings = getattr(word_embeddings, "num_embeddings", config.vocab_size)
+    B, L = _check_tokens(config, num_embeddings, input_ids, inputs_embeds)  # noqa: N806
     if token_type_ids is not None:
-        check_shape("token_type_ids", token_type_ids, rows, (1, rows[1]))
+        check_shape("token_type_ids", token_type_ids, (B, L), (1, L))
         check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
     if position_ids is not None:
-        check_shape("position_ids", position_ids, (rows[1],), (1, rows[1]), rows)
+        check_shape("position_ids", position_ids, (L,), (1, L), (B, L))
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
+    _check_masks(config, (B, L), cache, attention_mask, cu_seqlens)
+    if encoder_hidden_states is not None:
+        check_shape("encoder_hidden_states", encoder_hidden_states, (B, None, config.hidden_size))
+        sizes = (B, L, encoder_hidden_states.shape[1])
+        _check_mask("encoder_attention_mask", encoder_attention_mask, config, sizes)
+
+
+def _check_tokens(
+    config: RoFormerConfig, num_embeddings: int, input_ids: Any, inputs_embeds: Any
+) -> tuple[int, int]:
+    if inputs_embeds is None:
+        check_shape("input_ids", input_ids, (None, None))
+        check_ids("input_ids", input_ids, num_embeddings)
+        name, (B, L) = "input_ids", input_ids.shape  # noqa: N806
+    else:
+        check_shape("inputs_embeds", inputs_embeds, (None, None, config.embedding_dim))
+        name, (B, L, _) = "inputs_embeds", inputs_embeds.shape  # noqa: N806
+    if 0 in (B, L):
+        raise ValueError(f"{name} must hold at least one token, got shape {[B, L]}")
+    return B, L
 
 
 def _check_masks(
     config: RoFormerConfig,
-    inputs: Tensor,
+    rows: tuple[int, int],
     cache: Cache | None,
     attention_mask: Any,
     cu_seqlens: Tensor | None,
 ) -> None:
-    if is_traced():
-        return
-    B, L = inputs.shape[:2]  # noqa: N806
     past_length = 0 if cache is None else int(cache.get_seq_length())
     if not isinstance(attention_mask, BlockMask):
         # a static cache has more keys than tokens, and `generate` makes masks for all of them
         is_static = cache is not None and cache.is_compileable
-        _check_mask("attention_mask", attention_mask, config, (B, L, L + past_length), is_static)
+        sizes = (*rows, rows[1] + past_length)
+        _check_mask("attention_mask", attention_mask, config, sizes, is_static)
     if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, (B, L), past_length, attention_mask)
+        _check_cu_seqlens(cu_seqlens, rows, past_length, attention_mask)
 
 
 def _check_mask(
@@ -169,7 +169,7 @@ def _check_cu_seqlens(
             f"cu_seq_lens_q must rise from 0 to B * L = {tokens}, got {shown}; give the end of "
             "every document"
         )
-    unended = sorted(set(range(0, tokens, max(1, shape[1]))) - set(ends))
+    unended = sorted(set(range(0, tokens, shape[1])) - set(ends))
     if unended:
         raise ValueError(
             f"cu_seq_lens_q must end a document where a row ends, got none at {unended[0]}; a "
@@ -177,39 +177,8 @@ def _check_cu_seqlens(
         )
 
 
-def _check_encoder(
-    config: RoFormerConfig,
-    inputs: Tensor,
-    encoder_hidden_states: Tensor | None,
-    encoder_attention_mask: Tensor | None,
-) -> None:
-    if encoder_hidden_states is None:
-        if encoder_attention_mask is not None:
-            raise ValueError(
-                "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
-                "pass arguments after the third by name, since transformers has another order"
-            )
-        return
-    if not config.add_cross_attention:
-        raise ValueError(
-            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
-            "is_decoder=True and add_cross_attention=True in the configuration"
-        )
-    if is_traced():
-        return
-    B, L = inputs.shape[:2]  # noqa: N806
-    check_shape("encoder_hidden_states", encoder_hidden_states, (B, None, config.hidden_size))
-    sizes = (B, L, encoder_hidden_states.shape[1])
-    _check_mask("encoder_attention_mask", encoder_attention_mask, config, sizes)
-
-
 def check_shape(name: str, tensor: Tensor, *allowed: Sizes) -> None:
-    """Check that a tensor has one of the shapes.
-
-    Args:
-        name: Name of the argument.
-        tensor: Its value.
-        *allowed: Shapes; None stands for any size.
+    """Check that an argument is a tensor of one of the shapes, where None stands for any size.
 
     Raises:
         ValueError: It is no tensor, or has another shape; names the argument and what was found.
