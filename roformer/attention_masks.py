@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -67,29 +66,19 @@ class AttentionInputs:
 
 
 def select_implementation(
-    config: PreTrainedConfig,
-    roformer_config: RoFormerConfig,
-    output_attentions: bool,
-    masks: tuple[Any, ...],
+    config: RoFormerConfig, requested: str, output_attentions: bool, masks: tuple[Any, ...]
 ) -> str:
-    """Return the configured attention implementation, or another one that can compute this call.
-
-    Args:
-        config: Configuration with the chosen `attn_implementation`.
-        roformer_config: Configuration that the model was built from.
-        output_attentions: Whether attention probabilities are returned.
-        masks: Masks of the call.
+    """Return the requested `attn_implementation`, or one that can compute a call with these masks.
 
     Raises:
         ValueError: `output_attentions` with linear attention.
     """
-    requested = config._attn_implementation or "eager"
     chosen = requested
     if requested in (AUTO, UNPADDED):
         is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
         # one function serves both; `may_unpad` decides whether padding is left out
         chosen = "sdpa" if is_plain_sdpa else UNPADDED
-    if output_attentions and roformer_config.linear_attention is not None:
+    if output_attentions and config.linear_attention is not None:
         raise ValueError(
             "output_attentions must be False with linear_attention, got True: there are no "
             "probabilities; leave it out"
@@ -101,10 +90,10 @@ def select_implementation(
                 "output_attentions=True are computed by eager attention"
             )
         return "eager"
-    if roformer_config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
+    if config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
         logger.warning_once(
             f"attn_implementation={chosen!r} takes no position bias, which position_encoding "
-            f"{roformer_config.position_encoding} has; calls are computed by sdpa"
+            f"{config.position_encoding} has; calls are computed by sdpa"
         )
         return "sdpa"
     if chosen == "flex_attention" and any(is_4d_mask(mask) for mask in masks):
@@ -118,7 +107,7 @@ def select_implementation(
 
 
 def may_unpad(
-    config: PreTrainedConfig,
+    requested: str,
     batch: BatchMetadata,
     hidden_states: Tensor,
     encoder: nn.Module,
@@ -133,16 +122,16 @@ def may_unpad(
     """
     if output_hidden_states or is_traced() or has_hidden_values(hidden_states):
         return False
-    if config._attn_implementation != AUTO:
+    if requested != AUTO:
         return True
     if not is_plain(hidden_states) or batch.padding_mask is None:
         return False
     return not has_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
 
 
-def warn_of_zeros(config: PreTrainedConfig) -> None:
+def warn_of_zeros(requested: str) -> None:
     """Warn once that outputs at padding are zeros, if the implementation was not chosen by name."""
-    if config._attn_implementation == AUTO:
+    if requested == AUTO:
         logger.warning_once(
             "last_hidden_state is 0 at padding, where nothing is computed: pool it with the "
             "attention_mask. attn_implementation='sdpa' computes padding, 'unpadded' silences this"
@@ -162,13 +151,8 @@ def is_4d_mask(mask: Any) -> bool:
 def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> AttentionInputs | None:
     """Inputs of implementations that take document lengths in place of a mask.
 
-    Args:
-        implementation: Attention implementation.
-        batch: Padding and documents.
-        unpad: Whether padding may be removed for all layers.
-
-    Returns:
-        None if the implementation or the call needs a mask.
+    `unpad` says whether padding may be left out of all layers. None if the implementation or the
+    call needs a mask.
     """
     if not (implementation == UNPADDED or is_flash_attention(implementation)):
         return None
@@ -183,29 +167,29 @@ def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> Att
     layout = unpadded_layout(batch.padding_mask, batch.document_ids)
     if layout is None:
         return None
-    kwargs = varlen_kwargs(layout.cu_seqlens, layout.max_seqlen)
-    return AttentionInputs(implementation, None, layout, kwargs)
+    return AttentionInputs(implementation, None, layout, varlen_kwargs(layout.cu_seqlens))
 
 
 def masked_inputs(
-    config: PreTrainedConfig,
+    config: RoFormerConfig,
+    requested: str,
     implementation: str,
     hidden_states: Tensor,
     batch: BatchMetadata,
-    is_causal: bool,
     past_key_values: Cache | None,
-    has_position_bias: bool,
 ) -> AttentionInputs:
     """Inputs of implementations that take a mask.
 
     Args:
-        config: Configuration of the model.
-        implementation: Attention implementation.
+        config: Configuration that the model was built from.
+        requested: The model's `attn_implementation`.
+        implementation: The one selected for this call.
         hidden_states: [B, L, E]; shape, dtype and device are read.
         batch: Padding and documents.
-        is_causal: Whether tokens attend to earlier ones only.
         past_key_values: Cache of a decoder.
-        has_position_bias: Whether a bias will be added, so that the mask must be additive.
+
+    Raises:
+        ValueError: The implementation takes no such mask, or none that keeps documents apart.
     """
     if batch.document_ids is not None and is_flash_attention(implementation):
         logger.warning_once(
@@ -214,53 +198,37 @@ def masked_inputs(
             "by sdpa"
         )
         implementation = "sdpa"
-    form = "eager" if has_position_bias else implementation  # the eager mask is additive
-    mask = _self_attention_mask(config, form, hidden_states, batch, is_causal, past_key_values)
-    return AttentionInputs(implementation, mask)
-
-
-def _self_attention_mask(
-    config: PreTrainedConfig,
-    implementation: str,
-    hidden_states: Tensor,
-    batch: BatchMetadata,
-    is_causal: bool,
-    past_key_values: Cache | None,
-) -> Any:
-    """Create the mask of a self-attention; arguments as above.
-
-    Raises:
-        ValueError: The implementation takes no such mask, or none that keeps documents apart.
-    """
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
+    form = "eager" if config.has_position_bias else implementation  # the eager mask is additive
     if is_4d_mask(attention_mask):
-        return _convert_4d_mask(implementation, hidden_states, attention_mask)
-    if isinstance(attention_mask, BlockMask) and implementation != "flex_attention":
+        mask = _convert_4d_mask(form, hidden_states, attention_mask)
+        return AttentionInputs(implementation, mask)
+    if isinstance(attention_mask, BlockMask) and form != "flex_attention":
         raise ValueError(
-            f"attention_mask must be a tensor with attn_implementation={implementation!r}, got a "
-            "BlockMask, which is flex_attention's"
+            f"attention_mask must be a tensor with attn_implementation={form!r}, got a BlockMask, "
+            "which is flex_attention's"
         )
     kwargs: dict[str, Any] = {"attention_mask": attention_mask}
     if document_ids is not None:
         kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
-    # transformers asks the device whether a mask has padding at all; "auto" waits for a CPU only
-    may_wait = config._attn_implementation != AUTO or hidden_states.device.type == "cpu"
-    config = with_implementation(config, implementation)
-    if is_causal:
+    config = with_implementation(config, form)
+    if config.is_decoder:
         mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
     else:
+        # "auto" waits for a CPU only: transformers asks the device whether a mask has padding
+        may_wait = requested != AUTO or hidden_states.device.type == "cpu"
         kwargs["allow_is_bidirectional_skip"] = may_wait or attention_mask is None
         mask = create_bidirectional_mask(config, hidden_states, **kwargs)
     if document_ids is not None and (mask is None or getattr(mask, "ndim", 4) == 2):
         raise ValueError(
-            f"attn_implementation must take a mask for packed rows, got {implementation!r}, which "
-            "has none that keeps documents apart; use sdpa"
+            f"attn_implementation must take a mask for packed rows, got {form!r}, which has none "
+            "that keeps documents apart; use sdpa"
         )
-    return mask
+    return AttentionInputs(implementation, mask)
 
 
 def cross_attention_mask(
-    config: PreTrainedConfig,
+    config: RoFormerConfig,
     implementation: str,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None,
@@ -279,7 +247,7 @@ def cross_attention_mask(
     )
 
 
-def with_implementation(config: PreTrainedConfig, implementation: str) -> PreTrainedConfig:
+def with_implementation(config: RoFormerConfig, implementation: str) -> RoFormerConfig:
     """Return the configuration with another implementation, from which masks take their form."""
     if implementation == config._attn_implementation:
         return config

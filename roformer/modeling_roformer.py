@@ -288,25 +288,10 @@ class RoFormerAttention(nn.Module):
             self.self = RoFormerLinearSelfAttention(config, layer_idx)
         self.output = RoFormerOutput(config, config.hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, L, E] to [B, L, E]; arguments as in `RoFormerSelfAttention.forward`."""
         # the probabilities of `output_attentions` are recorded by `_can_record_outputs`
-        context, _ = self.self(
-            hidden_states,
-            attention_mask,
-            position_embeddings,
-            encoder_hidden_states,
-            past_key_values,
-            **kwargs,
-        )
+        context, _ = self.self(hidden_states, *args, **kwargs)
         return self.output(context, hidden_states)
 
 
@@ -344,7 +329,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[B, L, E] to [B, L, E]; arguments as in `RoFormerEncoder.forward`."""
+        """Apply one layer; arguments as in `RoFormerEncoder.forward`."""
         attention_output = self.attention(
             hidden_states, attention_mask, position_embeddings, None, past_key_values, **kwargs
         )
@@ -379,19 +364,9 @@ class RoFormerEncoder(nn.Module):
         encoder_attention_mask: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Apply all layers.
+        """[B, L, E] to [B, L, E]; other arguments as in `RoFormerSelfAttention.forward`.
 
-        Args:
-            hidden_states: [B, L, E].
-            attention_mask: Mask in the form of the attention implementation.
-            position_embeddings: cos and sin for RoPE, else None; the same for all layers.
-            encoder_hidden_states: [B, S, E], for cross-attention.
-            encoder_attention_mask: Its mask, in the form of the implementation.
-            **kwargs: `past_key_values`, `implementation` with the arguments of its function, and
-                `relative_positions`.
-
-        Returns:
-            [B, L, E].
+        `encoder_attention_mask` is the mask of the cross-attention, in the same form.
         """
         # positional, because a checkpointed layer passes no gradient to keyword arguments
         shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
@@ -463,6 +438,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     loss_name: str | None = None
     """transformers' name of the loss; None derives it from the class name."""
     base_model_prefix = "roformer"
+    _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -517,7 +493,6 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         if isinstance(module, RandomFeatureMap | TransformerXLBias):
             module.reset_parameters()
 
-    @torch.no_grad()
     def set_rope_interleave(self, interleave: bool) -> None:
         """Convert the weights to the other pairing of coordinates; outputs stay the same.
 
@@ -580,24 +555,16 @@ class RoFormerModel(RoFormerPreTrainedModel):
             )
         self.encoder = RoFormerEncoder(config)
         self.score_bias = build_position_bias(config)  # checkpoints have this name
-        # EncoderDecoderModel replaces `config` by one of transformers' class, without rope settings
+        # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
+        # it tells the attention implementation and what to return, this one all else
         self.roformer_config = config
         # the layers depend on these fields, so that editing them later would have no effect
         self.fixed_fields = {
             name: getattr(config, name)
             for name in ("position_encoding", "linear_attention", "is_decoder")
         }
-        self.is_causal = config.is_decoder
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the word embeddings."""
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the word embeddings."""
-        self.embeddings.word_embeddings = value
 
     @merge_with_config_defaults
     @capture_outputs
@@ -661,9 +628,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
         cache = prepare_cache(past_key_values, use_cache, config, has_encoder)
         cross_inputs = (encoder_hidden_states, encoder_attention_mask)
         tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
-        embeddings = self.get_input_embeddings()
         check_fixed_fields(config, self.fixed_fields)
-        check_inputs(config, embeddings, *tokens, cu_seq_lens_q, *cross_inputs, cache)
+        word_embeddings = self.embeddings.word_embeddings
+        check_inputs(config, word_embeddings, *tokens, cu_seq_lens_q, *cross_inputs, cache)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         batch = describe_batch(
@@ -688,7 +655,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             hidden_states, batch, relative_positions, cross_inputs, cache, unpad, kwargs
         )
         encoder_mask = cross_attention_mask(
-            self.config, attn_inputs.implementation, hidden_states, *cross_inputs
+            config, attn_inputs.implementation, hidden_states, *cross_inputs
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attn_inputs.to_layout(
@@ -745,40 +712,29 @@ class RoFormerModel(RoFormerPreTrainedModel):
     ) -> AttentionInputs:
         """Choose the implementation, and bring padding, causality and documents into its form.
 
-        Args:
-            hidden_states: [B, L, E] after the embeddings.
-            batch: Padding and documents.
-            relative_positions: Distances of the tokens, for a position bias.
-            cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of `forward`.
-            cache: Cache of a decoder.
-            unpad: As in `forward`.
-            kwargs: Those of `forward`; with `output_hidden_states` the layers' outputs need the
-                rows of the batch.
+        `cross_inputs` are `encoder_hidden_states` and `encoder_attention_mask` of `forward`, and
+        `kwargs` its other ones: with `output_hidden_states` all layers have the rows of the batch.
         """
-        # `self.config` names the attention implementation; it may be of transformers' class
-        config, roformer_config = self.config, self.roformer_config
+        config, requested = self.roformer_config, self.config._attn_implementation or "eager"
         output_attentions, output_hidden_states = (
-            bool(kwargs.get(name, getattr(config, name)))
+            bool(kwargs.get(name, getattr(self.config, name)))
             for name in ("output_attentions", "output_hidden_states")
         )
         masks = (batch.attention_mask, cross_inputs[1])
-        implementation = select_implementation(config, roformer_config, output_attentions, masks)
-        if roformer_config.linear_attention is not None:
+        implementation = select_implementation(config, requested, output_attentions, masks)
+        if config.linear_attention is not None:
             return linear_attention_inputs(batch, implementation, output_hidden_states)
-        has_bias = roformer_config.has_position_bias
         # implementations without masks support neither a cache nor an encoder nor a bias
-        if cache is None and cross_inputs[0] is None and not has_bias:
+        if cache is None and cross_inputs[0] is None and not config.has_position_bias:
             removes_padding = unpad is not False and may_unpad(
-                config, batch, hidden_states, self.encoder, output_hidden_states
+                requested, batch, hidden_states, self.encoder, output_hidden_states
             )
             inputs = varlen_inputs(implementation, batch, removes_padding)
             if inputs is not None:
                 if inputs.layout is not None and unpad is None:
-                    warn_of_zeros(config)
+                    warn_of_zeros(requested)
                 return inputs
-        inputs = masked_inputs(
-            config, implementation, hidden_states, batch, self.is_causal, cache, has_bias
-        )
+        inputs = masked_inputs(config, requested, implementation, hidden_states, batch, cache)
         if self.score_bias is None:
             return inputs
         bias = self.score_bias(relative_positions).to(hidden_states)

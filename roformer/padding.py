@@ -78,16 +78,15 @@ def describe_batch(
     past_length: int | Tensor,
     has_cache: bool,
 ) -> BatchMetadata:
-    """Read positions, padding and documents from the arguments of a forward pass.
+    """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
     Args:
         inputs: [B, L] ids or [B, L, E] embeddings; only shape and device are read.
         attention_mask: [B, S]; masks of other forms do not say what is padding.
         position_ids: [L] or [1 or B, L], or None.
-        cu_seqlens: [documents + 1] cumulative lengths of the documents in the flattened rows. If
-            None, the documents of a single row are read from `position_ids` unless tokens are
-            cached.
-        max_seqlen: Length of the longest document, if known.
+        cu_seqlens: `cu_seq_lens_q`. If None, the documents of a single row are read from
+            `position_ids` unless tokens are cached.
+        max_seqlen: `max_length_q`.
         past_length: Number of cached tokens, from which default positions count.
         has_cache: Whether a cache was given, which may be empty. A compiled model then does not
             look for packed documents, because it would have to treat every row as packed.
@@ -124,14 +123,11 @@ def describe_batch(
 
 
 def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -> Tensor | None:
-    """Number the documents of one row whose positions count from 0 again and again.
+    """Number the documents of one row, [1, L], whose positions count from 0 again and again.
 
     This is the form that transformers' `DataCollatorWithFlattening` makes. Any other row is one
-    document, and so is a row of zeros only, which switches positions off.
-
-    Args:
-        position_ids: [1, L].
-        padding_mask: [1, L], False for padding, whose positions are ignored.
+    document, and so is a row of zeros only, which switches positions off. The positions of padding
+    are ignored.
 
     Returns:
         [1, L] int64, counting from 0; None if there is one document (which cannot be known while
@@ -150,10 +146,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
 
 
 def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> None:
-    """Warn once of positions that count up and fall back, in another form than the one above.
-
-    Values are read on a CPU only.
-    """
+    """Warn once of positions that count up and fall back, in another form than the one above."""
     if not is_plain(position_ids):
         return
     steps, both = position_ids.diff(dim=-1), padding_mask[:, 1:] & padding_mask[:, :-1]
@@ -166,11 +159,7 @@ def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> N
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Return the position of each token in its document, [B, L], counting from 0.
-
-    Args:
-        document_ids: [B, L], different for all documents of the batch.
-    """
+    """Return the position of each token in its document, [B, L], counting from 0."""
     flat = document_ids.flatten()
     tokens = torch.arange(flat.shape[0], device=flat.device)
     is_start = F.pad(flat.diff() != 0, (1, 0), value=True)
@@ -185,13 +174,11 @@ class UnpaddedLayout:
     Attributes:
         indices: [T] int64, index of each token in the flattened [B * L].
         cu_seqlens: [documents + 1] int32, cumulative lengths.
-        max_seqlen: Length of the longest document.
         shape: (B, L).
     """
 
     indices: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
     shape: tuple[int, int]
 
     def to_layout(self, x: Tensor) -> Tensor:
@@ -205,16 +192,10 @@ class UnpaddedLayout:
 
 
 def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> UnpaddedLayout | None:
-    """Find the tokens that are not padding, and the documents among them.
+    """Find the tokens that are not padding, and the documents among them; None if there are none.
 
-    Waits for the device, because the number of tokens decides shapes.
-
-    Args:
-        padding_mask: [B, L], False for padding.
-        document_ids: [B, L], or None if every row is one document.
-
-    Returns:
-        None if all tokens are padding.
+    Waits for the device, because the number of tokens decides shapes. The arguments are those of
+    `BatchMetadata`.
     """
     B, L = padding_mask.shape  # noqa: N806
     indices = padding_mask.flatten().nonzero().flatten()
@@ -224,7 +205,7 @@ def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> Unpadd
         document_ids = torch.arange(B, device=indices.device)[:, None].expand(B, L)
     is_start = F.pad(document_ids.flatten()[indices].diff() != 0, (1, 1), value=True)
     cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
-    return UnpaddedLayout(indices, cu_seqlens, int(cu_seqlens.diff().max()), (B, L))
+    return UnpaddedLayout(indices, cu_seqlens, (B, L))
 
 
 @dataclass(frozen=True)
@@ -258,14 +239,9 @@ def split_documents(document_ids: Tensor) -> SplitLayout:
     return SplitLayout(document_ids, positions, shape)
 
 
-def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
-    """Return document lengths as the keyword arguments of transformers' flash attention.
-
-    Args:
-        cu_seqlens: [documents + 1] cumulative lengths.
-        max_seqlen: Length of the longest document; None reads it, which waits for the device.
-    """
-    if max_seqlen is None:
+def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int | None = None) -> dict[str, Any]:
+    """Return cumulative lengths as the keyword arguments of transformers' flash attention."""
+    if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
     return {

@@ -17,7 +17,7 @@ MUTATIONS = {
     ),
     "no causal mask": (
         "attention_masks.py",
-        "    if is_causal:\n        mask = create_causal_mask",
+        "    if config.is_decoder:\n        mask = create_causal_mask",
         "    if False:\n        mask = create_causal_mask",
     ),
     "half-split pairs": (
