@@ -258,17 +258,12 @@ class RoFormerConfig(PreTrainedConfig):
     def check(self) -> None:
         """Check all rules; called when a model is built, and at construction if the head size fits.
 
-        Raises:
-            ValueError: A field breaks its rule.
+        It raises what the constructor raises.
         """
         check_rules(self, field_rules, architecture_rules, rope_rules)
 
     def check_rope(self) -> None:
-        """Check `rope_parameters`, a dictionary that can be edited without notice.
-
-        Raises:
-            ValueError: A setting breaks its rule.
-        """
+        """Check `rope_parameters` alone, a dictionary that can be edited without notice."""
         check_rules(self, rope_rules)
 
 

@@ -67,11 +67,7 @@ Rule = tuple[bool, str, str]
 def check_rules(
     config: PreTrainedConfig, *rule_sets: Callable[[PreTrainedConfig], Iterator[Rule]]
 ) -> None:
-    """Check sets of rules in the given order.
-
-    Args:
-        config: A `RoFormerConfig`.
-        rule_sets: Functions of this module that yield rules.
+    """Check a `RoFormerConfig` by the functions below, in the given order.
 
     Raises:
         ValueError: A field breaks its rule. The message gives key, rule and value.

@@ -17,14 +17,9 @@ from .kernels import Linear
 
 
 def half_split_permutation(head_dim: int, rotary_dim: int) -> Tensor:
-    """Return the permutation p with half_split[j] = interleaved[p[j]] of one head.
+    """Return the permutation p with half_split[j] = interleaved[p[j]] of one head, [D] int64.
 
-    Args:
-        head_dim: Size of a head, D.
-        rotary_dim: Number of rotated coordinates, R <= D; the others keep their place.
-
-    Returns:
-        [D], int64.
+    Only the first `rotary_dim` coordinates are rotated; the others keep their place.
     """
     pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
     return torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
@@ -34,18 +29,10 @@ def half_split_permutation(head_dim: int, rotary_dim: int) -> Tensor:
 def convert_rope_layout(
     config: PreTrainedConfig, attention_blocks: Iterable[nn.Module], interleave: bool
 ) -> None:
-    """Permute the weights of attention blocks in place for the given layout of pairs.
+    """Permute the weights of a model's `RoFormerAttention` modules in place.
 
-    The rows of queries and keys are permuted; with `rotary_value` also the rows of values and the
-    columns of the output projection. The conversion is exact and can be reversed.
-
-    Args:
-        config: Configuration of the model.
-        attention_blocks: Its `RoFormerAttention` modules.
-        interleave: True for adjacent pairs, False for coordinates i and i + R/2.
-
-    Raises:
-        ValueError: The model cannot be converted; nothing has been changed.
+    For `RoFormerPreTrainedModel.set_rope_interleave`, which has the same argument and errors; after
+    an error nothing has been changed.
     """
     blocks: list[Any] = list(attention_blocks)
     _check_convertible(config, blocks)

@@ -15,12 +15,6 @@ def prepare_cache(
 ) -> Cache | None:
     """Check the given cache, or create one for the next call if there is none.
 
-    Args:
-        past_key_values: Cache of earlier calls, or None.
-        use_cache: Whether a cache is returned.
-        config: Configuration that the model was built from.
-        has_encoder: Whether the decoder also attends to an encoder.
-
     Raises:
         ValueError: The model is no decoder, or its encoding cannot use such a cache.
     """

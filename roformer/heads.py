@@ -296,10 +296,7 @@ def _pool_token(hidden_states: Tensor, attention_mask: Any, which: str) -> Tenso
 
 
 class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
-    """RoFormer that scores several choices, each by one token of its text.
-
-    `config.summary_type` is "first" or "last": the token that is pooled, not counting padding.
-    """
+    """RoFormer that scores several choices, each by the token that `config.summary_type` names."""
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)

@@ -81,11 +81,7 @@ class LinearAttentionCache(Cache):
         self.states = {layer: KVState(*(x[beam_idx] for x in state)) for layer, state in states}
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: tokens cannot be removed from a sum.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: tokens cannot be removed from a sum."""
         raise ValueError(
             "past_key_values must be a cache of keys and values to be cropped, got a "
             "LinearAttentionCache; generate without an assistant model"
@@ -102,24 +98,14 @@ class FeatureMap(nn.Module):
     def query_features(self, query: Tensor) -> Tensor:
         """Compute phi(q) up to a positive factor for each query, which cancels in the fraction.
 
-        Args:
-            query: [B, L, H, D].
-
-        Returns:
-            [B, L, H, M], at least float32.
+        [B, L, H, D] to [B, L, H, M], at least float32.
         """
         return self._features(query)
 
     def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute phi(k) * exp(-log_scale).
+        """Compute phi(k) * exp(-log_scale), [B, L, H, M], and log_scale, [B, H].
 
-        Args:
-            key: [B, L, H, D].
-            padding_mask: [B, L] bool, False for padding, whose features are 0.
-
-        Returns:
-            features: [B, L, H, M], at least float32.
-            log_scale: [B, H].
+        The features of padding, where the [B, L] mask is False, are 0.
         """
         features = self._features(key)
         if padding_mask is not None:
@@ -199,11 +185,6 @@ class RandomFeatureMap(FeatureMap):
 def orthogonal_vectors(number: int, dim: int, seed: int) -> Tensor:
     """Draw normally distributed vectors of which every `dim` are orthogonal (Performer).
 
-    Args:
-        number: Number of vectors.
-        dim: Size of each.
-        seed: Seed of a CPU generator.
-
     Returns:
         [number, dim], float32, the same whatever torch's default dtype and device.
     """
@@ -272,8 +253,7 @@ def _causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores within chunks, sums over all chunks before: O(L C) instead of O(L^2).
 
-    Returns:
-        output [B, L, H, D], and `kv` and `k_sum` over all tokens so far.
+    Returns the output, [B, L, H, D], and `kv` and `k_sum` over all tokens so far.
     """
     length = q.shape[1]
     chunk_length = min(CHUNK_LENGTH, length)
@@ -376,8 +356,7 @@ def linear_attention_inputs(
     """Inputs of the layers: the padding mask, and packed documents in rows of their own.
 
     Raises:
-        ValueError: Only a four-dimensional mask is known, or hidden states of packed rows are
-            requested.
+        ValueError: The mask has another form, or hidden states of packed rows are requested.
     """
     if batch.padding_mask is None:
         raise ValueError(
@@ -398,8 +377,7 @@ def linear_attention_inputs(
 def count_training_call(encoder: nn.Module) -> None:
     """Let random feature maps redraw their features on schedule.
 
-    Called once for each forward pass, not by the layers, which run twice with gradient
-    checkpointing.
+    Not done by the layers, which run twice with gradient checkpointing.
     """
     for module in encoder.modules():
         if isinstance(module, RandomFeatureMap):

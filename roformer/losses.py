@@ -21,15 +21,10 @@ IGNORE_INDEX = -100
 def check_labels(
     labels: Any, *shapes: Sizes, num_classes: int | None = None, name: str = "labels"
 ) -> Tensor | None:
-    """Check class ids and return them as int64.
+    """Check class ids of one of the shapes and return them as int64; None stays None.
 
-    Values are checked on a CPU only, like those of the inputs.
-
-    Args:
-        labels: Argument of the head, or None.
-        *shapes: Allowed shapes.
-        num_classes: Ids must be below this, or -100 for none; None leaves the values unchecked.
-        name: Name of the argument.
+    Ids must be below `num_classes` if it is given, or -100 for none; like those of the inputs they
+    are checked on a CPU only.
 
     Raises:
         ValueError: Labels of another type, shape or value; one line that names the argument.
@@ -57,11 +52,7 @@ def check_sequence_labels(
 ) -> Tensor | None:
     """Check the labels of sequences by `config.problem_type`, or as transformers derives it.
 
-    Args:
-        labels: [B] class ids, [B] values of a regression, or [B, labels]; or None.
-        config: Configuration of the model.
-        num_labels: Number of logits of a sequence.
-        batch_size: B.
+    They are [B] class ids, [B] values of a regression, or [B, num_labels].
 
     Raises:
         ValueError: As `check_labels`.
@@ -115,13 +106,9 @@ def compute_loss(
 def loss_ignores_padding(
     model: PreTrainedModel, labels: Tensor | None, attention_mask: Any, shift: int = 0
 ) -> bool:
-    """Return False if the loss needs outputs at padding.
+    """Return False if the loss of [B, L] labels needs outputs at padding.
 
-    Args:
-        model: The model with its head.
-        labels: [B, L], -100 for tokens without one.
-        attention_mask: [B, L], or any other mask.
-        shift: Tokens between an output and its label; 1 for causal models.
+    `shift` is the number of tokens between an output and its label, 1 for causal models.
     """
     implementation = model.config._attn_implementation
     if labels is None or getattr(attention_mask, "shape", 0) != getattr(labels, "shape", 1):

@@ -42,7 +42,7 @@ def sinusoidal_embeddings(positions: Tensor, dim: int) -> Tensor:
     """Compute sin(p / 10000^(2i / E)) and cos of the same angle, side by side (Vaswani et al.).
 
     Args:
-        positions: Integers of any shape; may be negative, as Transformer-XL's distances are.
+        positions: Integers of any shape and sign.
         dim: E, even.
 
     Returns:
@@ -97,11 +97,8 @@ def compute_relative_positions(
 def t5_buckets(distances: Tensor, is_causal: bool) -> Tensor:
     """Map distances to rows of T5's table: one row each if near, logarithmic if far.
 
-    An encoder uses half of the rows for keys before the query and half for keys after it.
-
-    Args:
-        distances: Query position minus key position, integers of any shape.
-        is_causal: All rows are for keys before the query.
+    A decoder uses all rows for keys before the query, an encoder half of them and the other half
+    for keys after it. Distances are query position minus key position, integers of any shape.
     """
     num_buckets = T5_NUM_BUCKETS if is_causal else T5_NUM_BUCKETS // 2
     is_after = torch.zeros_like(distances) if is_causal else (distances < 0).long()
@@ -180,13 +177,9 @@ class TransformerXLBias(nn.Module):
             nn.init.normal_(bias, std=self.initializer_range)
 
     def forward(self, query: Tensor, positions: RelativePositions) -> tuple[Tensor, Tensor]:
-        """Compute the query q + u of the content term, and the position term.
+        """Compute the query of the content term, and the position term.
 
         The position term is computed once for each of the K distances and then gathered.
-
-        Args:
-            query: [B, L, H, D].
-            positions: Distances of the tokens.
 
         Returns:
             query: q + u, [B, L, H, D].
@@ -202,11 +195,7 @@ class TransformerXLBias(nn.Module):
 
 
 def build_position_bias(config: RoFormerConfig) -> nn.Module | None:
-    """Return the module of the bias that all layers share, or None if the encoding has none.
-
-    Raises:
-        KeyError: The encoding is one of `POSITION_BIASES`, but has no class here.
-    """
+    """Return the module of the bias that all layers share, or None if the encoding has none."""
     encoding = config.position_encoding
     if encoding not in POSITION_BIASES or encoding == "transformer_xl":  # each layer has its own
         return None
