@@ -64,21 +64,20 @@ def _permute_heads(parameter: Tensor, permutation: Tensor, dim: int) -> None:
 
 
 def _check_convertible(config: PreTrainedConfig, blocks: list[Any]) -> None:
-    if getattr(config, "linear_attention", None) == "favor":
-        raise ValueError(
-            "set_rope_interleave must not be called with linear_attention favor, got a call: "
-            "random features have no order; remove the call"
-        )
-    encoding = getattr(config, "position_encoding", "rope")
-    if encoding != "rope":
-        raise ValueError(
-            "set_rope_interleave must be called on a model with position_encoding rope, got "
-            f"{encoding}; remove the call"
-        )
     if not isinstance(config, RoFormerConfig):
         raise ValueError(
             "set_rope_interleave must be called on a model with a RoFormerConfig of this package, "
             f"got a configuration of {type(config).__module__}; convert before composing models"
+        )
+    if config.linear_attention == "favor":
+        raise ValueError(
+            "set_rope_interleave must not be called with linear_attention favor, got a call: "
+            "random features have no order; remove the call"
+        )
+    if config.position_encoding != "rope":
+        raise ValueError(
+            "set_rope_interleave must be called on a model with position_encoding rope, got "
+            f"{config.position_encoding}; remove the call"
         )
     for block in blocks:
         for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
