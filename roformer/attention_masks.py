@@ -170,23 +170,18 @@ def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> Att
     return AttentionInputs(implementation, None, layout, varlen_kwargs(layout.cu_seqlens))
 
 
-def masked_inputs(
+def self_attention_mask(
     config: RoFormerConfig,
     requested: str,
     implementation: str,
     hidden_states: Tensor,
     batch: BatchMetadata,
     past_key_values: Cache | None,
-) -> AttentionInputs:
-    """Inputs of implementations that take a mask.
+) -> tuple[str, Any]:
+    """Create the mask of a self-attention, in the form of the implementation that will take it.
 
-    Args:
-        config: Configuration that the model was built from.
-        requested: The model's `attn_implementation`.
-        implementation: The one selected for this call.
-        hidden_states: [B, L, E]; shape, dtype and device are read.
-        batch: Padding and documents.
-        past_key_values: Cache of a decoder.
+    That is the one selected for this call, or sdpa if it keeps no documents apart. Of
+    `hidden_states` only shape, dtype and device are read.
 
     Raises:
         ValueError: The implementation takes no such mask, or none that keeps documents apart.
@@ -201,8 +196,7 @@ def masked_inputs(
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
     form = "eager" if config.has_position_bias else implementation  # the eager mask is additive
     if is_4d_mask(attention_mask):
-        mask = _convert_4d_mask(form, hidden_states, attention_mask)
-        return AttentionInputs(implementation, mask)
+        return implementation, _convert_4d_mask(form, hidden_states, attention_mask)
     if isinstance(attention_mask, BlockMask) and form != "flex_attention":
         raise ValueError(
             f"attention_mask must be a tensor with attn_implementation={form!r}, got a BlockMask, "
@@ -224,7 +218,7 @@ def masked_inputs(
             f"attn_implementation must take a mask for packed rows, got {form!r}, which has none "
             "that keeps documents apart; use sdpa"
         )
-    return AttentionInputs(implementation, mask)
+    return implementation, mask
 
 
 def cross_attention_mask(

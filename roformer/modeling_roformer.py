@@ -28,9 +28,9 @@ from .attention_masks import (
     AttentionInputs,
     add_bias_to_mask,
     cross_attention_mask,
-    masked_inputs,
     may_unpad,
     select_implementation,
+    self_attention_mask,
     varlen_inputs,
     warn_of_zeros,
 )
@@ -329,7 +329,10 @@ class RoFormerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Apply one layer; arguments as in `RoFormerEncoder.forward`."""
+        """[B, L, E] to [B, L, E]; other arguments as in `RoFormerSelfAttention.forward`.
+
+        `encoder_attention_mask` is the mask of the cross-attention, in the same form.
+        """
         attention_output = self.attention(
             hidden_states, attention_mask, position_embeddings, None, past_key_values, **kwargs
         )
@@ -355,23 +358,10 @@ class RoFormerEncoder(nn.Module):
         )
         self.register_load_state_dict_pre_hook(_drop_sinusoid_table)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[B, L, E] to [B, L, E]; other arguments as in `RoFormerSelfAttention.forward`.
-
-        `encoder_attention_mask` is the mask of the cross-attention, in the same form.
-        """
-        # positional, because a checkpointed layer passes no gradient to keyword arguments
-        shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[B, L, E] to [B, L, E]; other arguments as in `RoFormerLayer.forward`."""
         for layer in self.layer:
-            hidden_states = layer(hidden_states, *shared, **kwargs)
+            hidden_states = layer(hidden_states, *args, **kwargs)
         return hidden_states
 
 
@@ -665,6 +655,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if self.training and config.linear_attention is not None:
             count_training_call(self.encoder)  # random features are drawn again now and then
         hidden_states = self.encoder(
+            # positional, because a checkpointed layer passes no gradient to keyword arguments
             hidden_states,
             attn_inputs.attention_mask,
             position_embeddings,
@@ -734,9 +725,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 if inputs.layout is not None and unpad is None:
                     warn_of_zeros(requested)
                 return inputs
-        inputs = masked_inputs(config, requested, implementation, hidden_states, batch, cache)
-        if self.score_bias is None:
-            return inputs
-        bias = self.score_bias(relative_positions).to(hidden_states)
-        mask = add_bias_to_mask(inputs.attention_mask, bias)
-        return AttentionInputs(inputs.implementation, mask)
+        implementation, mask = self_attention_mask(
+            config, requested, implementation, hidden_states, batch, cache
+        )
+        if self.score_bias is not None:
+            mask = add_bias_to_mask(mask, self.score_bias(relative_positions).to(hidden_states))
+        return AttentionInputs(implementation, mask)
