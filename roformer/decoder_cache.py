@@ -56,13 +56,10 @@ def _check_cache(cache: Any, config: RoFormerConfig) -> None:
 
 
 def cache_of_packed_rows(cache: Cache, was_given: bool, cu_seqlens: Tensor | None) -> Cache | None:
-    """Return no cache for rows of several documents: no token could follow all of them.
+    """Return no cache for packed rows, which no token could follow; a given one is a ValueError.
 
     While compiling any row may be packed by its positions, which are not known: then the cache
     stays.
-
-    Raises:
-        ValueError: A cache was given.
     """
     if was_given:
         raise ValueError(

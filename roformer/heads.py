@@ -324,9 +324,6 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
-
-        Raises:
-            ValueError: `input_ids` has another number of dimensions.
         """
         if input_ids is not None:
             check_shape("input_ids", input_ids, (None, None, None))

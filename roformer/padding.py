@@ -80,16 +80,10 @@ def describe_batch(
 ) -> BatchMetadata:
     """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
-    Args:
-        inputs: [B, L] ids or [B, L, E] embeddings; only shape and device are read.
-        attention_mask: [B, S]; masks of other forms do not say what is padding.
-        position_ids: [L] or [1 or B, L], or None.
-        cu_seqlens: `cu_seq_lens_q`. If None, the documents of a single row are read from
-            `position_ids` unless tokens are cached.
-        max_seqlen: `max_length_q`.
-        past_length: Number of cached tokens, from which default positions count.
-        has_cache: Whether a cache was given, which may be empty. A compiled model then does not
-            look for packed documents, because it would have to treat every row as packed.
+    Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
+    documents of a single row are read from `position_ids`, unless tokens are cached. With a cache,
+    even an empty one, a compiled model does not look for packed documents, because it would have
+    to treat every row as packed. Default positions count from `past_length`.
     """
     (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
     padding_mask: Tensor | None = None

@@ -70,14 +70,10 @@ def compute_relative_positions(
 ) -> RelativePositions | None:
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
-    Args:
-        config: Configuration of the model.
-        position_ids: [1 or B, L].
-        past_length: Number of cached tokens. Their positions are not cached, so if there are any,
-            positions are counted from the start of the cache instead.
-        is_counted: Whether positions count the tokens of a row or document, so that no distance is
-            larger than the number of tokens. Otherwise Transformer-XL reads `max_distance` from the
-            device.
+    The positions of cached tokens are not cached: if there are any, positions are counted from the
+    start of the cache instead of read from `position_ids`, [1 or B, L]. If `is_counted`, positions
+    count the tokens of a row or document, so that no distance is larger than the number of tokens;
+    otherwise Transformer-XL reads `max_distance` from the device.
 
     Returns:
         None for encodings without a position bias.

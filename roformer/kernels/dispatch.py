@@ -39,7 +39,7 @@ def kernels_enabled() -> bool:
 
 
 def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) -> str:
-    """Return the kernel for a call on a CPU, whether gradients are computed or not.
+    """Return the kernel for a call on a CPU by the dtype of queries, keys and values.
 
     torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
     there it computes and keeps all scores.
@@ -49,10 +49,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     | bfloat16, or dropout in float32 | `full`: all scores at once | `chunked`: a part at once |
     | otherwise | `sdpa` | `sdpa` |
 
-    Args:
-        dtype: Dtype of queries, keys and values.
-        dropout: Probability of dropping an attention weight.
-        scores_bytes: Size of the scores of all heads.
+    It is the same whether gradients are computed or not.
     """
     if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
         return "sdpa"

@@ -20,11 +20,6 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
     On a CPU p is rounded to 1/65,536, and the mask kept for the backward pass takes one byte per
     element. On other devices, and under compilers and torch.func, this is torch's dropout.
-
-    Args:
-        x: Any shape, any floating dtype.
-        p: Probability, from 0 to 1.
-        training: False returns x itself.
     """
     dropped = round(p * LEVELS)
     if not training or not p:
