@@ -324,7 +324,6 @@ class RoFormerLinearSelfAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: None = None,
         past_key_values: LinearAttentionCache | None = None,
-        implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """[B, L, E] to [B, L, E] and None."""

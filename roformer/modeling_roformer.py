@@ -424,7 +424,6 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     """
 
     config: RoFormerConfig
-    config_class = RoFormerConfig
     loss_name: str | None = None
     """transformers' name of the loss; None derives it from the class name."""
     base_model_prefix = "roformer"
