@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-import roformer
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import vocabulary
@@ -98,8 +96,6 @@ def main(settings: PretrainSettings) -> Path:
         SystemExit: A signal stopped the run, after a checkpoint was saved.
     """
     started = time.monotonic()
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
     corpus, run = settings.corpus, settings.run
     folder = Path(run.folder) / run.name
     accelerator = start_accelerator(run.tracker, str(folder))

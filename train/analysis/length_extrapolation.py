@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-import roformer
 from train.analysis.runs import find_folders
 from train.atomic_dir import split_seed
 from train.command_line import run_command
@@ -70,8 +68,6 @@ class LengthSettings:
 
 def main(settings: LengthSettings) -> list[Row]:
     """Measure every model at every length, write figure and numbers, print a table."""
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     rows = []
     for name, folder in find_folders(settings.models, "models").items():

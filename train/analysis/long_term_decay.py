@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-import roformer
 from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq
 from train.analysis.runs import find_folders
@@ -184,8 +182,6 @@ def queries_and_keys(
 
 def main(settings: DecaySettings) -> dict[str, Any]:
     """Compute bounds and scores, write figure and numbers, print a summary."""
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
     scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)

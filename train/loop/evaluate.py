@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-import roformer
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex, make_batch
@@ -141,8 +139,6 @@ def load_language_model(
 
 def main(settings: EvaluateSettings) -> dict[str, float]:
     """Evaluate a saved model and print its scores as one line of JSON."""
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
     accelerator = start_accelerator()
     tokenizer = vocabulary.load_tokenizer(settings.model, key="model")
     language_model = load_language_model(

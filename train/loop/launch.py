@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -15,6 +16,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+import roformer
 from train.settings import InputError
 
 
@@ -36,7 +38,8 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:
     """Build the Accelerator of this process and check it against the launcher's request.
 
-    Gradient accumulation and data loading are the loop's, so none is configured here.
+    Gradient accumulation and data loading are the loop's, so none is configured here. Also makes
+    the Auto classes build this project's RoFormer, and hides transformers' progress bars.
 
     Args:
         tracker: Accelerate tracker by name, or None.
@@ -46,6 +49,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         InputError: The launcher started fewer processes, or another kind of distribution, than its
             flags or configuration say, as `accelerate launch --cpu --num_processes 2` does.
     """
+    roformer.use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
     environment = os.environ
     # Accelerate's launcher of a single process sets these only when several were asked for
     address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
