@@ -24,6 +24,7 @@ from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import (
+    BatchFormat,
     SequenceIndex,
     StagedDataset,
     StepDataset,
@@ -177,7 +178,7 @@ def train(
         evaluate,
         model,
         held_out,
-        dataset.stages[0].vocab,
+        dataset.stages[0].batch_format.vocab,
         accelerator,
         batch_size=eval_rows,
         indices=indices,
@@ -288,20 +289,23 @@ def build_dataset(
         sequences = SequenceIndex(store, corpus.length, corpus.weights, special_tokens)
         mask_rate = None if language_model.causal else corpus.mask_rate
         limit = max_predictions(optim.micro_batch * corpus.length, mask_rate)
-        dataset = StepDataset(
-            sequences,
+        batch_format = BatchFormat(
             Vocab.from_tokenizer(tokenizer),
-            optim.batch_size,
-            optim.micro_batch,
             mask_rate,
             stage_seed(stage.run.seed, number),
-            accelerator.num_processes,
-            accelerator.process_index,
-            packed=language_model.packed,
+            corpus.whole_word,
+            corpus.segments,
+            language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
-            whole_word=corpus.whole_word,
-            segments=corpus.segments,
+        )
+        dataset = StepDataset(
+            sequences,
+            batch_format,
+            optim.batch_size,
+            optim.micro_batch,
+            accelerator.num_processes,
+            accelerator.process_index,
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))
     return StagedDataset(parts)

@@ -15,7 +15,7 @@ from finetune.publish.pretrained import main as publish
 from tiny import TINY_MODEL, log_rows
 from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.batching import SequenceIndex, make_batch
+from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.evaluate import EvaluateSettings
@@ -45,9 +45,8 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
     sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 16)
     rows = np.arange(6)
     for packed in (False, True):
-        found = make_batch(
-            sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), None, 0, packed
-        )
+        batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), None, 0, packed=packed)
+        found = make_batch(sequences, rows, rows * 0, batch_format)
         ids, label_positions = found["input_ids"].flatten(), found["label_positions"]
         assert torch.equal(ids[label_positions + 1], found["labels"])
         text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))

@@ -50,7 +50,7 @@ from launched_runs import (
 from tiny import TINY_MODEL, log_rows, sentences
 from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.batching import SequenceIndex, StepDataset
+from train.data.batching import BatchFormat, SequenceIndex, StepDataset
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop import checkpoint
@@ -145,10 +145,11 @@ def poisoned(tmp_path: Path, tokenizer: transformers.PreTrainedTokenizerBase) ->
 def full_sequences(settings: PretrainSettings, tokenizer: object) -> dict[int, set[int]]:
     """Step from 1 -> ranks of two that meet a sequence of 32 tokens."""
     store = tokenize_corpus(settings.corpus, "train", tokenizer)
-    sequences, vocab = SequenceIndex(store, settings.corpus.length), Vocab.from_tokenizer(tokenizer)
+    sequences = SequenceIndex(store, settings.corpus.length)
+    batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), 0.15, settings.run.seed)
     found: dict[int, set[int]] = {}
     for rank, step in itertools.product(range(2), range(16)):
-        steps = StepDataset(sequences, vocab, 16, 8, 0.15, settings.run.seed, 2, rank)
+        steps = StepDataset(sequences, batch_format, 16, 8, 2, rank)
         if max(batch["input_ids"].shape[1] for batch in steps[step]) == 32:
             found.setdefault(step + 1, set()).add(rank)
     return found

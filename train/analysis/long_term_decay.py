@@ -25,7 +25,7 @@ from roformer.rotary import compute_inv_freq
 from train.analysis.runs import find_folders
 from train.command_line import run_command
 from train.data import vocabulary
-from train.data.batching import SequenceIndex, make_batch
+from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
@@ -139,7 +139,8 @@ def decay_of_model(
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     sequences = SequenceIndex(store, settings.length)
     rows = np.arange(min(NUM_SEQUENCES, len(sequences)))
-    batch = make_batch(sequences, rows, rows * 0, Vocab.from_tokenizer(tokenizer), 0.15, 0)
+    batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), mask_rate=0.15, seed=0)
+    batch = make_batch(sequences, rows, np.zeros_like(rows), batch_format)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     inv_freq = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     decays = {}

@@ -196,33 +196,45 @@ def _window_order(
     return sequence_ids[order], epochs[order]
 
 
-def make_batch(
-    sequences: SequenceIndex,
-    sequence_ids: Indices,
-    epochs: Indices,
-    vocab: Vocab,
-    mask_rate: float | None,
-    seed: int,
-    packed: bool = False,
-    pad_predictions_to: int | None = None,
-    whole_word: bool = False,
-    segments: str = "one",
-) -> dict[str, Any]:
-    """Make the inputs and labels of some sequences.
+@dataclass
+class BatchFormat:
+    """What is predicted in a batch, and how its sequences are laid out.
 
-    Args:
-        sequences: The text.
-        sequence_ids: [B] ids of sequences.
-        epochs: [B] how often each was seen before; in every epoch it is masked differently.
+    Attributes:
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             the tokens before it, and corrupts nothing.
-        seed: Seed of the run.
-        packed: Whether to return one packed row instead of rows padded to the longest.
+        seed: Seed of masks and segments.
+        whole_word: Whether whole words are masked instead of single tokens.
+        segments: As in `corpus.segments`.
+        packed: Whether a batch is one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
-        whole_word: As in `mask_tokens`.
-        segments: As in `corpus.segments`.
+
+    Raises:
+        InputError: Whole words are wanted, and the tokens do not show them.
+    """
+
+    vocab: Vocab
+    mask_rate: float | None
+    seed: int
+    whole_word: bool = False
+    segments: str = "one"
+    packed: bool = False
+    pad_predictions_to: int | None = None
+
+    def __post_init__(self) -> None:
+        valid = not self.whole_word or self.vocab.is_continuation is not None
+        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
+        require(valid, "corpus.whole_word", rule, "true", remedy)
+
+
+def make_batch(
+    sequences: SequenceIndex, sequence_ids: Indices, epochs: Indices, batch_format: BatchFormat
+) -> dict[str, Any]:
+    """Make the inputs and labels of sequences [B].
+
+    `epochs` [B] tells how often each was seen before: in every epoch it is masked differently.
 
     Returns:
         input_ids: [B, L] or packed [1, T], int64, corrupted.
@@ -235,6 +247,7 @@ def make_batch(
         sentence_labels: [B] int64, 0 if B follows A, 1 if not, -100 for a row without B; only with
             an objective for them.
     """
+    vocab, segments, seed = batch_format.vocab, batch_format.segments, batch_format.seed
     texts, more = _read_texts(sequences, sequence_ids), dict[str, NDArray]()
     rows: Sequence[tuple[NDArray, ...]] = [(text,) for text in texts]
     if segments != "one":
@@ -249,22 +262,24 @@ def make_batch(
         more["token_type_ids"] = token_types
     column = np.arange(ids.shape[1])
     padding_mask = column < lengths[:, None]
-    if mask_rate is None:
+    rate, multiple = batch_format.mask_rate, batch_format.pad_predictions_to
+    if rate is None:
         # each predicts the next token, but not [SEP]
         inputs, chosen = ids, column < lengths[:, None] - 2
         labels = np.roll(ids, -1, axis=1)[chosen]
     else:
-        inputs, chosen = mask_tokens(ids, sequence_ids, epochs, vocab, mask_rate, seed, whole_word)
+        whole_word = batch_format.whole_word
+        inputs, chosen = mask_tokens(ids, sequence_ids, epochs, vocab, rate, seed, whole_word)
         labels = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(padding_mask.astype(np.int64))}
-    if packed:
+    if batch_format.packed:
         layout = packed_layout(lengths)
         inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
         if "token_type_ids" in more:
             more["token_type_ids"] = more["token_type_ids"][padding_mask][None]
     label_positions = np.flatnonzero(chosen)
-    if pad_predictions_to is not None:
-        count = max(1, math.ceil(len(label_positions) / pad_predictions_to)) * pad_predictions_to
+    if multiple is not None:
+        count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
         padding = (0, count - len(label_positions))
         label_positions = np.pad(label_positions, padding)
         labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
@@ -343,45 +358,27 @@ class StepDataset(Dataset):
 
     Attributes:
         sequences: The training text.
-        vocab: The tokenizer's ids.
+        batch_format: Its seed also decides the order.
         batch_size: Sequences per step, over all processes.
         micro_batch: Sequences per forward pass of a process.
-        mask_rate: As in `make_batch`.
-        seed: Seed of the run.
         processes: Number of processes.
         rank: Number of this process, from 0.
-        packed: As in `make_batch`.
-        pad_predictions_to: As in `make_batch`.
-        whole_word: As in `mask_tokens`.
-        segments: As in `corpus.segments`.
-
-    Raises:
-        InputError: Whole words are wanted, and the tokens do not show them.
     """
 
     sequences: SequenceIndex
-    vocab: Vocab
+    batch_format: BatchFormat
     batch_size: int
     micro_batch: int
-    mask_rate: float | None
-    seed: int
     processes: int = 1
     rank: int = 0
-    packed: bool = False
-    pad_predictions_to: int | None = None
-    whole_word: bool = False
-    segments: str = "one"
-
-    def __post_init__(self) -> None:
-        valid = not self.whole_word or self.vocab.is_continuation is not None
-        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
-        require(valid, "corpus.whole_word", rule, "true", remedy)
 
     def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
-        sequence_ids, epochs = training_order(self.sequences, samples, self.seed, group)
+        sequence_ids, epochs = training_order(
+            self.sequences, samples, self.batch_format.seed, group
+        )
         by_length = np.argsort(self.sequences.locate(sequence_ids)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
         rows = by_length.reshape(-1, self.micro_batch)[self.rank :: self.processes]
@@ -390,18 +387,7 @@ class StepDataset(Dataset):
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         """Return all micro-batches that this process computes in a step."""
         return [
-            make_batch(
-                self.sequences,
-                sequence_ids,
-                epochs,
-                self.vocab,
-                self.mask_rate,
-                self.seed,
-                packed=self.packed,
-                pad_predictions_to=self.pad_predictions_to,
-                whole_word=self.whole_word,
-                segments=self.segments,
-            )
+            make_batch(self.sequences, sequence_ids, epochs, self.batch_format)
             for sequence_ids, epochs in self.micro_batch_indices(step)
         ]
 

@@ -97,7 +97,7 @@ def mask_tokens(
     row_key, column = (seed, epochs[:, None], sequence_ids[:, None]), np.arange(ids.shape[1])
     deciding_column = column  # whose draw counts: the token's own, or that of its word's start
     if whole_word:
-        assert vocab.is_continuation is not None  # as `StepDataset` has checked
+        assert vocab.is_continuation is not None  # as `BatchFormat` has checked
         # all tokens of a word share the draw of its first column; a special token starts a word
         deciding_column = np.maximum.accumulate(
             np.where(vocab.is_continuation[ids], 0, column), axis=1

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.command_line import run_command
 from train.data import vocabulary
-from train.data.batching import SequenceIndex, make_batch
+from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
@@ -87,6 +87,7 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model)
     rate = None if language_model.causal else MASK_RATE
+    batch_format = BatchFormat(vocab, rate, MASK_SEED, packed=language_model.packed)
     was_training = model.training
     model.eval()
     for start in range(0, len(batches), accelerator.num_processes):
@@ -94,9 +95,7 @@ def evaluate(
         number = start + accelerator.process_index
         # with sharded weights all processes must call the model; extra batches are not counted
         rows = batches[min(number, len(batches) - 1)]
-        epochs = np.zeros_like(rows)
-        packed = language_model.packed
-        tensors = make_batch(sequences, rows, epochs, vocab, rate, MASK_SEED, packed=packed)
+        tensors = make_batch(sequences, rows, np.zeros_like(rows), batch_format)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         if number < len(batches):
             predicted = torch.full_like(sums[0], len(tensors["labels"]))

@@ -32,16 +32,10 @@ SAVED_BYTES = 12
 def largest_batch(
     rows: int, length: int, vocab_size: int, mask_rate: float | None, packed: bool
 ) -> dict[str, Any]:
-    """Build a micro-batch of random tokens with the largest shapes that a run usually meets.
+    """Build `rows` sequences of random tokens, with the largest shapes that a run usually meets.
 
-    Whole words can be masked at a few more tokens.
-
-    Args:
-        rows: Number of sequences.
-        length: Tokens of each.
-        vocab_size: Number of token ids.
-        mask_rate: Share of masked tokens; None predicts every token.
-        packed: Layout, as in `batching.make_batch`.
+    `mask_rate` and `packed` are those of `BatchFormat`; whole words can be masked at a few more
+    tokens.
     """
     ids = torch.randint(vocab_size, (rows, length))
     predicted = max_predictions(rows * length, mask_rate)
@@ -60,12 +54,13 @@ def fit_micro_batches(
 ) -> None:
     """Reduce the micro-batch of every stage to one that fits into memory, on all processes."""
     for stage in dataset.stages:
-        length = stage.sequences.length
+        length, batch_format = stage.sequences.length, stage.batch_format
+        rate = batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
-            model, language_model, length, stage.micro_batch, stage.mask_rate, accelerator
+            model, language_model, length, stage.micro_batch, rate, accelerator
         )
-        if stage.pad_predictions_to is not None:
-            stage.pad_predictions_to = max_predictions(stage.micro_batch * length, stage.mask_rate)
+        if batch_format.pad_predictions_to is not None:
+            batch_format.pad_predictions_to = max_predictions(stage.micro_batch * length, rate)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # failed attempts are not the run's peak
 
@@ -78,7 +73,7 @@ def fit_micro_batch(
     mask_rate: float | None,
     accelerator: Accelerator,
 ) -> int:
-    """Find the largest micro-batch that fits into memory on every process.
+    """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
 
     Only divisors of `micro_batch` are tried, each at most half of the one before, because all
     processes must compute the same number of micro-batches per step; the rest is accumulated. This
@@ -91,7 +86,7 @@ def fit_micro_batch(
         language_model: The module inside it.
         length: Longest sequence.
         micro_batch: Requested number of sequences.
-        mask_rate: As in `largest_batch`.
+        mask_rate: As in `BatchFormat`.
         accelerator: Reduces over processes.
 
     Raises:
@@ -153,13 +148,7 @@ def dry_run(
 ) -> None:
     """Print what a run would take, as JSON, and write nothing.
 
-    Time and memory are measured on one micro-batch of each stage. Printed are parameters,
-    micro-batches, tokens per step, steps, hours, memory and disk in GB.
-
-    Args:
-        settings: Settings of the run.
-        stages: Settings of its stages.
-        accelerator: The accelerator.
+    Time and memory are measured on one micro-batch of each of its `stages`.
 
     Raises:
         InputError: There is no tokenizer and none would be trained.

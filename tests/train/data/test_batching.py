@@ -14,6 +14,7 @@ from tiny_tokens import VOCAB, make_token_store
 from train.data import batching, stateless_rng
 from train.data.batching import (
     IGNORE_INDEX,
+    BatchFormat,
     SequenceIndex,
     StepDataset,
     make_batch,
@@ -31,7 +32,8 @@ def sequences(tmp_path) -> SequenceIndex:
 
 
 def steps_of(sequences, batch=32, micro=32, processes=1, rank=0, **layout) -> StepDataset:
-    return StepDataset(sequences, VOCAB, batch, micro, 0.15, 0, processes, rank, **layout)
+    batch_format = BatchFormat(VOCAB, 0.15, 0, **layout)
+    return StepDataset(sequences, batch_format, batch, micro, processes, rank)
 
 
 def originals(batch) -> torch.Tensor:
@@ -64,13 +66,13 @@ def test_pieces_tile_the_corpus_and_stay_inside_documents(sequences):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
-    number = len(sequences)
+    number, batch_format = len(sequences), BatchFormat(VOCAB, 0.15, 0, packed=packed)
     for epoch in (0, 1):
         place = np.arange(epoch * number, (epoch + 1) * number)
         index, epoch = training_order(sequences, place, 0)
         assert (epoch == epoch).all()
         batches = [
-            make_batch(sequences, index[i : i + 50], epoch[i : i + 50], VOCAB, 0.15, 0, packed)
+            make_batch(sequences, index[i : i + 50], epoch[i : i + 50], batch_format)
             for i in range(0, number, 50)
         ]
         seen = torch.cat([originals(batch).flatten() for batch in batches])
@@ -224,7 +226,7 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
         expected, epochs = training_order(sequences, place, 0, 512)
         found = []
         for rank in range(processes):
-            steps = StepDataset(sequences, VOCAB, 2048, 2, 0.15, 0, processes, rank)
+            steps = steps_of(sequences, 2048, 2, processes, rank)
             micro_batches = steps.micro_batch_indices(step)
             assert sum(len(index) for index, _ in micro_batches) == 2048 // processes
             found += [pair for micro_batch in micro_batches for pair in zip(*micro_batch)]
@@ -232,7 +234,7 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
 
 
 def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
-    steps = StepDataset(Billion(), VOCAB, 2048, 2, 0.15, 0, 1024, 1023)
+    steps = steps_of(Billion(), 2048, 2, 1024, 1023)
     tracemalloc.start()
     steps.micro_batch_indices(123_456)
     peak = tracemalloc.get_traced_memory()[1]
@@ -271,9 +273,9 @@ def test_rows_are_framed_and_masked_where_it_says(sequences):
 
 
 def test_a_sequence_is_masked_differently_in_every_epoch(sequences):
-    rows = np.arange(50)
+    rows, batch_format = np.arange(50), BatchFormat(VOCAB, 0.15, 0)
     first, second = (
-        make_batch(sequences, rows, np.full(50, epoch), VOCAB, 0.15, 0)["label_positions"].tolist()
+        make_batch(sequences, rows, np.full(50, epoch), batch_format)["label_positions"].tolist()
         for epoch in (0, 1)
     )
     assert len(set(first) & set(second)) < 0.3 * len(first)

@@ -10,9 +10,8 @@ from scipy import stats
 from transformers import DataCollatorForLanguageModeling
 
 from tiny_glue import tiny_tokenizer
-from tiny_tokens import make_token_store
 from train.data import vocabulary
-from train.data.batching import SequenceIndex, StepDataset
+from train.data.batching import BatchFormat
 from train.data.masking import Vocab, mask_tokens
 from train.settings import InputError
 
@@ -85,9 +84,8 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     vocab = Vocab.from_tokenizer(tokenizer)
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
-    sequences = SequenceIndex(make_token_store([3], tmp_path), 64)
     with pytest.raises(InputError, match="corpus.whole_word must be false unless"):
-        StepDataset(sequences, Vocab.from_tokenizer(other), 1, 1, 0.15, 0, whole_word=True)
+        BatchFormat(Vocab.from_tokenizer(other), 0.15, 0, whole_word=True)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])

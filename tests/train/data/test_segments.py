@@ -10,7 +10,7 @@ import roformer
 from launched_runs import run_in_process as run
 from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
-from train.data.batching import SequenceIndex, make_batch
+from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.masking import IGNORE_INDEX
 from train.data.segments import find_cut
 from train.loop.objective import LanguageModel
@@ -25,7 +25,8 @@ def sequences(tmp_path) -> SequenceIndex:
 
 def batch_of(sequences, segments, rows=200, epoch=0, **options) -> dict:
     ids = np.arange(rows)
-    return make_batch(sequences, ids, ids * 0 + epoch, VOCAB, 0.15, 0, segments=segments, **options)
+    batch_format = BatchFormat(VOCAB, 0.15, 0, segments=segments, **options)
+    return make_batch(sequences, ids, ids * 0 + epoch, batch_format)
 
 
 def segments_of(batch) -> list[tuple[list[int], list[int]]]:

@@ -14,7 +14,7 @@ from tiny import TINY_MODEL, log_rows
 from tiny_tokens import VOCAB, make_token_store
 from train import pretrain
 from train.command_line import parse_settings
-from train.data.batching import SequenceIndex, make_batch
+from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.loop.flops import measure_peak_flops, step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
@@ -178,7 +178,7 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
     assert tried["label_positions"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)
-        batch = make_batch(sequences, rows, rows * 0, VOCAB, rate, 0)
+        batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0))
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
 
 
