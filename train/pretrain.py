@@ -6,7 +6,6 @@ Without arguments it trains the demo's RoFormer on the documentation installed o
 `main` prepares model, data and run folder; `train` is the training loop.
 """
 
-import math
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -38,13 +37,7 @@ from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.segments import SENTENCE_OBJECTIVES
 from train.data.stateless_rng import torch_seed
-from train.loop.checkpoint import (
-    CheckpointSaver,
-    full_tensor,
-    lock_run_dir,
-    resume,
-    save_model,
-)
+from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
 from train.loop.flops import peak_flops
 from train.loop.launch import is_compiled, start_accelerator
@@ -158,18 +151,19 @@ def train(
         None when the run is finished, otherwise the exit code of the stop reason.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
-    hours_budget = math.inf if optim.hours is None else optim.hours
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     names = [store.folder.name for store in stores]
-    state = resume(settings, folder, language_model, optimizer.optimizer, accelerator, names, total)
-    hours, peak = state["seconds"] / 3600, peak_flops(run.peak_tflops, accelerator)
+    checkpoints = Checkpoints(
+        settings, folder, language_model, optimizer.optimizer, accelerator, names
+    )
+    state = checkpoints.resume(total)
+    seconds, peak = state["seconds"], peak_flops(run.peak_tflops, accelerator)
     fit_micro_batches(dataset, model, language_model, accelerator)
-    if hours >= hours_budget:
+    if seconds >= optim.seconds:
         return None
-    saver = CheckpointSaver(folder, language_model, optimizer.optimizer, names, run.keep)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
@@ -194,7 +188,7 @@ def train(
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
             torch.manual_seed(torch_seed(run.seed, step, accelerator.process_index))
-            step_rate = learning_rate(step, hours)
+            step_rate = learning_rate(step, seconds / 3600)
             set_learning_rate(optimizer, step_rate)
             predicted, step_info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
@@ -209,8 +203,7 @@ def train(
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
             seconds, *stop_requests = step_info.wait()
-            hours = seconds / 3600
-            finished, stopped = done == total or hours >= hours_budget, any(stop_requests)
+            finished, stopped = done == total or seconds >= optim.seconds, any(stop_requests)
             if done % run.log_every == 0 or finished:
                 log.report_training(done, step_rate, norm)
             if done % run.validate_every == 0 or finished:
@@ -221,7 +214,7 @@ def train(
             # check_last_step also ends a run whose gradients stay non-finite
             if (done % run.save_every == 0 or last) and (guard.check_last_step() or last):
                 with preemption.extend_timeout():
-                    saver.save(done, log, last)
+                    checkpoints.save(done, log, last)
             if last:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
     return None

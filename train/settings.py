@@ -192,6 +192,11 @@ class OptimSettings:
     """Hours of training over all launches of the run; the learning-rate schedule is over elapsed
     time."""
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of training over all launches; infinite for a budget of steps or tokens."""
+        return math.inf if self.hours is None else 3600 * self.hours
+
     def __post_init__(self) -> None:
         rates = ("learning_rate", "muon_scale", "epsilon", "clip_norm")
         counts = ("batch_size", "micro_batch", "steps", "tokens", "hours")

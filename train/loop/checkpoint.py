@@ -19,7 +19,6 @@ all of them continue or stop together.
 import fcntl
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -111,116 +110,106 @@ def any_process(condition: bool, accelerator: Accelerator) -> bool:
     return bool(accelerator.reduce(value).item())
 
 
-def resume(
-    settings: PretrainSettings,
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    store_names: list[str],
-    total: int | None,
-) -> dict[str, Any]:
-    """Load the newest intact checkpoint, if any, and write the run's metadata.
+@dataclass
+class Checkpoints:
+    """Resumes a run from its newest checkpoint, and saves further ones.
 
-    The metadata is written last, so that a launch that cannot continue changes nothing. The model
-    of a run that was finished earlier and now continues to `total` steps is removed.
-
-    Args:
+    Attributes:
         settings: Settings of this launch.
         folder: The run's folder.
         model: The model.
         optimizer: Its optimizer.
         accelerator: The accelerator.
         store_names: Names of the token stores, which are hashes of text and tokenizer.
-        total: Steps of the run, or None.
-
-    Returns:
-        `step`, `data` and `RunLog.state` to continue from.
-
-    Raises:
-        InputError: Text or vocabulary differ from those at the beginning of the run, the checkpoint
-            belongs to another model or is from a step beyond `total`, or machines see different
-            checkpoints.
-    """
-    with accelerator.main_process_first():  # it renames damaged checkpoints
-        path = latest(folder)
-    state = INITIAL_STATE | {"step": 0, "data": store_names}
-    if path is not None:
-        state |= load(path, model, optimizer)
-        accelerator.print(f"going on after step {state['step']}")
-    _check_resumable(settings, state, store_names, total)
-    if accelerator.is_main_process:
-        changed = changed_settings(folder, settings, accelerator.mixed_precision)
-        if state["data"] != store_names:
-            changed[f"the tokens of {TEXT_KEYS}"] = state["data"], store_names
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        write_metadata(folder, settings, accelerator, state["step"], parameters, changed)
-        hours = math.inf if settings.optim.hours is None else settings.optim.hours
-        if state["step"] != total and state["seconds"] < 3600 * hours:
-            shutil.rmtree(folder / "model", ignore_errors=True)
-    return state
-
-
-def _check_resumable(
-    settings: PretrainSettings, state: dict[str, Any], store_names: list[str], total: int | None
-) -> None:
-    """Check that a run can go on from a state with these tokens; a collective call."""
-    trained, remedy = state["step"], "train longer, or choose another run.name"
-    rule = f"must be a budget of at least the {trained} steps that the run has trained"
-    require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
-    if state["data"] != store_names:
-        rule = f"must give the tokens {state['data']} the run began with"
-        remedy = "choose another run.name, or set run.allow_drift true"
-        require(settings.run.allow_drift, TEXT_KEYS, rule, store_names, remedy)
-        rule, found = "must name the run's vocabulary where its text changes", "null"
-        remedy = "null learns another; give the folder printed at the start of the run"
-        require(settings.corpus.tokenizer is not None, "corpus.tokenizer", rule, found, remedy)
-    steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
-    require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
-
-
-@dataclass
-class CheckpointSaver:
-    """Saves checkpoints of a run and deletes old ones, on the main process.
-
-    Attributes:
-        folder: The run's folder.
-        model: The model.
-        optimizer: Its optimizer.
-        store_names: Names of the token stores.
-        keep: Number of checkpoints to keep.
     """
 
+    settings: PretrainSettings
     folder: Path
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
     store_names: list[str]
-    keep: int
 
-    def save(self, step: int, run_log: RunLog, last: bool) -> None:
-        """Save a checkpoint; a collective call. A failure is a warning unless it is the last one.
+    def resume(self, total: int | None) -> dict[str, Any]:
+        """Load the newest intact checkpoint, if any, and write the run's metadata.
+
+        The metadata is written last, so that a launch that cannot continue changes nothing. The
+        model of a run that was finished earlier and now continues to `total` steps is removed.
+
+        Returns:
+            `step`, `data` and `RunLog.state` to continue from.
 
         Raises:
-            InputError: The last checkpoint could not be written.
+            InputError: Text or vocabulary differ from those at the beginning of the run, the
+                checkpoint belongs to another model or is from a step beyond `total`, or machines
+                see different checkpoints.
         """
-        accelerator, error = run_log.accelerator, ""
+        with self.accelerator.main_process_first():  # it renames damaged checkpoints
+            path = latest(self.folder)
+        state = INITIAL_STATE | {"step": 0, "data": self.store_names}
+        if path is not None:
+            state |= load(path, self.model, self.optimizer)
+            self.accelerator.print(f"going on after step {state['step']}")
+        self._check_resumable(state, total)
+        if self.accelerator.is_main_process:
+            precision = self.accelerator.mixed_precision
+            changed = changed_settings(self.folder, self.settings, precision)
+            if state["data"] != self.store_names:
+                changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.store_names
+            parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            write_metadata(
+                self.folder, self.settings, self.accelerator, state["step"], parameters, changed
+            )
+            if state["step"] != total and state["seconds"] < self.settings.optim.seconds:
+                shutil.rmtree(self.folder / "model", ignore_errors=True)
+        return state
+
+    def _check_resumable(self, state: dict[str, Any], total: int | None) -> None:
+        """Check that the run can go on from a state; a collective call."""
+        trained, remedy = state["step"], "train longer, or choose another run.name"
+        rule = f"must be a budget of at least the {trained} steps that the run has trained"
+        require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
+        if state["data"] != self.store_names:
+            rule = f"must give the tokens {state['data']} the run began with"
+            remedy = "choose another run.name, or set run.allow_drift true"
+            require(self.settings.run.allow_drift, TEXT_KEYS, rule, self.store_names, remedy)
+            rule = "must name the run's vocabulary where its text changes"
+            remedy = "null learns another; give the folder printed at the start of the run"
+            named = self.settings.corpus.tokenizer is not None
+            require(named, "corpus.tokenizer", rule, "null", remedy)
+        steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
+        require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
+
+    def save(self, step: int, run_log: RunLog, last: bool) -> None:
+        """Save a checkpoint and delete old ones; a collective call.
+
+        Raises:
+            InputError: The last checkpoint could not be written; of others this is a warning.
+        """
+        error, is_main = "", self.accelerator.is_main_process
         state = run_log.state() | {"data": self.store_names}
-        tensors = gather_state(self.model, self.optimizer, keep=accelerator.is_main_process)
-        if accelerator.is_main_process:
+        tensors = gather_state(self.model, self.optimizer, keep=is_main)
+        if is_main:
             try:
                 save(self.folder, step, tensors, state)
             except OSError as failure:
                 error = str(failure)
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
             try:
-                prune(self.folder, self.keep)
+                prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        if any_process(bool(error), accelerator) and last:
-            raise InputError(
-                f"run.folder must have room for a checkpoint, got {error or 'none'}; make some, "
-                "the same command goes on"
-            )
+        if last:
+            _check_written(error, "a checkpoint", self.accelerator)
+
+
+def _check_written(error: str, what: str, accelerator: Accelerator) -> None:
+    """Raise an `InputError` on all processes if one has an error; a collective call."""
+    if any_process(bool(error), accelerator):
+        raise InputError(
+            f"run.folder must have room for {what}, got {error or 'none'}; make some, "
+            "the same command goes on"
+        )
 
 
 def save_model(
@@ -230,16 +219,12 @@ def save_model(
     accelerator: Accelerator,
     copy_token_type: bool,
 ) -> None:
-    """Write the finished model and its tokenizer; a collective call.
+    """Write the finished model and its tokenizer atomically; a collective call.
 
-    Args:
-        language_model: The model.
-        tokenizer: The run's tokenizer; its `model_max_length` becomes the model's.
-        folder: Folder to write, replaced atomically.
-        accelerator: The accelerator.
-        copy_token_type: Give every token type the embedding of type 0, the only one that
-            pretraining trains. With its random initial values, a second segment would be
-            unreadable (12 % instead of 44 % masked accuracy for the models of results/pair).
+    The tokenizer's `model_max_length` becomes the model's. `copy_token_type` gives every token type
+    the embedding of type 0, the only one that pretraining with one segment trains: with its random
+    initial values, a second segment would be unreadable (12 % instead of 44 % masked accuracy for
+    the models of results/pair).
 
     Raises:
         InputError: They could not be written; an earlier model stays.
@@ -259,11 +244,7 @@ def save_model(
             print(f"model and tokenizer: {folder}")
         except (OSError, SafetensorError) as failure:
             error = " ".join(str(failure).split())
-    if any_process(bool(error), accelerator):
-        raise InputError(
-            f"run.folder must have room for the model, got {error or 'none'}; make some, the same "
-            "command goes on"
-        )
+    _check_written(error, "the model", accelerator)
 
 
 def gather_state(
@@ -271,10 +252,7 @@ def gather_state(
 ) -> TrainingState:
     """Gather the tensors of a checkpoint; a collective call if the model is sharded.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        keep: Whether this process needs the result; others get empty dictionaries.
+    A process that does not `keep` the result gets empty dictionaries.
     """
     moments = {
         f"{number}.{name}": value
@@ -319,16 +297,13 @@ def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def save(folder: Path, step: int, training_state: TrainingState, state: dict[str, Any]) -> Path:
-    """Write `checkpoints/step-N` atomically.
+    """Write and return `checkpoints/step-N` after N optimizer steps, atomically.
 
     Args:
         folder: The run's folder.
-        step: Number of completed optimizer steps.
+        step: N.
         training_state: From `gather_state`.
         state: JSON values, returned by `load`.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         OSError: It could not be written, for example on a full disk; nothing is left of it.
