@@ -102,15 +102,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 @contextmanager
 def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
-    """Turn the errors of a full disk, quota or file-size limit into an `InputError`.
-
-    Args:
-        folder: Folder that is written.
-        key: Setting that names it.
-
-    Raises:
-        InputError: The disk is full.
-    """
+    """Turn errors of a full disk, quota or file-size limit into an `InputError` for a setting."""
     try:
         yield
     except OSError as error:

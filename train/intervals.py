@@ -49,13 +49,7 @@ class Comparison:
 
 
 def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int) -> Comparison:
-    """Compare two sets of scores seed by seed: first minus second.
-
-    Args:
-        first: Seed -> score.
-        second: Seed -> score of the other side; at least one seed is in both.
-        tried: Number of seeds either side was run with.
-    """
+    """Compare scores by seed, at least one of which both sides have: first minus second."""
     seeds = sorted(first.keys() & second.keys())
     values = np.array([first[seed] - second[seed] for seed in seeds])
     differences = dict(zip(seeds, values.tolist()))

@@ -29,7 +29,6 @@ from train.data.batching import (
     StepDataset,
     check_batch_size,
     max_predictions,
-    split_stages,
     stage_seed,
 )
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
@@ -57,7 +56,7 @@ from train.loop.optim import (
 from train.loop.preemption import PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog
 from train.loop.run_metadata import check_settings_unchanged, flat_settings
-from train.settings import CorpusSettings, PretrainSettings
+from train.settings import CorpusSettings, PretrainSettings, split_stages
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -113,9 +112,10 @@ def main(settings: PretrainSettings) -> Path:
         tokenizer, stores, held_out = prepare_data(corpus, stages, accelerator)
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
-        language_model = build_language_model(
-            settings.model, config, run.seed, sentence_weight(corpus)
-        )
+        # a sentence label weighs as much as the tokens that its sequence usually predicts
+        has_labels = corpus.segments in SENTENCE_OBJECTIVES
+        sentence_weight = corpus.mask_rate * corpus.length if has_labels else 0.0
+        language_model = build_language_model(settings.model, config, run.seed, sentence_weight)
         language_model.prefer_packed_rows(accelerator)
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         with lock_run_dir(folder, accelerator):
@@ -259,12 +259,6 @@ def prepare_data(
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(*describe_stores(stores, held_out), sep="\n")
     return tokenizer, stores, SequenceIndex(held_out, corpus.length)
-
-
-def sentence_weight(corpus: CorpusSettings) -> float:
-    """Return the weight of a sequence's sentence label: that of the tokens it usually predicts."""
-    has_labels = corpus.segments in SENTENCE_OBJECTIVES
-    return corpus.mask_rate * corpus.length if has_labels else 0.0
 
 
 def build_dataset(

@@ -296,29 +296,26 @@ class PretrainSettings:
         is_decoder, found = self.model.config.get("is_decoder", False), self.corpus.segments
         rule, remedy = "must be one for a decoder", "leave it out"
         require(found == "one" or not is_decoder, "corpus.segments", rule, found, remedy)
-        for index in range(len(self.stages)):  # which checks each stage
-            stage_settings(self, index)
+        split_stages(self)  # which checks each stage
 
 
-def stage_settings(settings: PretrainSettings, index: int) -> PretrainSettings:
-    """Settings of one stage, as those of a run without stages.
+def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
+    """Return the settings of each stage, as those of a run without stages.
 
     Raises:
-        InputError: A setting of the stage breaks the rule of the one that it replaces.
+        InputError: A setting of a stage breaks the rule of the one that it replaces.
     """
-    stage = settings.stages[index]
-    corpus = {"length": stage.length, "train": stage.train}
-    optim = {"batch_size": stage.batch_size, "micro_batch": stage.micro_batch, "steps": stage.steps}
 
-    def replace(section: Any, values: dict[str, Any]) -> Any:
+    def replace(section: Any, stage: StageSettings, *names: str) -> Any:
+        values = {name: getattr(stage, name) for name in names}
         return dataclasses.replace(section, **{k: v for k, v in values.items() if v is not None})
 
-    try:
-        return dataclasses.replace(
-            settings,
-            stages=[],
-            corpus=replace(settings.corpus, corpus),
-            optim=replace(settings.optim, optim),
-        )
-    except InputError as error:
-        raise InputError(f"stages[{index}]: {error}") from error
+    stages = []
+    for index, stage in enumerate(settings.stages):
+        try:
+            corpus = replace(settings.corpus, stage, "length", "train")
+            optim = replace(settings.optim, stage, "batch_size", "micro_batch", "steps")
+        except InputError as error:
+            raise InputError(f"stages[{index}]: {error}") from error
+        stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))
+    return stages or [settings]

@@ -24,7 +24,7 @@ from train.data import stateless_rng
 from train.data.corpus import TokenStore
 from train.data.masking import IGNORE_INDEX, Vocab, mask_tokens
 from train.data.segments import SENTENCE_OBJECTIVES, draw_other_sequences, split_segments
-from train.settings import PretrainSettings, require, stage_settings
+from train.settings import require
 
 Indices = NDArray[np.int64]
 
@@ -115,12 +115,8 @@ class SequenceIndex:
         """Select the sequences of an epoch.
 
         With weights, each source is read cyclically in one shuffled order, `source_draws` sequences
-        per epoch, so that one half of a source is followed by the other half.
-
-        Args:
-            entry: [n] numbers in [0, epoch_size).
-            epoch: Number of the epoch, from 0.
-            seed: Seed of the run.
+        per epoch, so that one half of a source is followed by the other half. `entry` [n] are
+        numbers in [0, epoch_size).
 
         Returns:
             Sequences [n], and the epoch of each in its source [n]: how often it was taken before.
@@ -158,17 +154,11 @@ class SequenceIndex:
 def training_order(
     sequences: SequenceIndex, samples: Indices, seed: int, group: int = GROUP
 ) -> tuple[Indices, Indices]:
-    """Return the sequences of training samples, which are counted from the start of the run.
+    """Return the sequences of training samples [n], counted from 0 at the start of the run.
 
     Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
     sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
     neighbours, and the groups are shuffled.
-
-    Args:
-        sequences: The training text.
-        samples: [n] numbers of samples, from 0.
-        seed: Seed of the run.
-        group: Sequences per group.
 
     Returns:
         Sequences [n], and the epoch of each [n], as from `SequenceIndex.sample_epoch`.
@@ -390,12 +380,6 @@ class StepDataset(Dataset):
             make_batch(self.sequences, sequence_ids, epochs, self.batch_format)
             for sequence_ids, epochs in self.micro_batch_indices(step)
         ]
-
-
-def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
-    """Return the settings of each stage, as those of a run without stages."""
-    stages = [stage_settings(settings, index) for index in range(len(settings.stages))]
-    return stages or [settings]
 
 
 def stage_seed(seed: int, stage: int) -> int:

@@ -126,12 +126,7 @@ class TokenStore:
 def tokenize_corpus(
     corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
-    """Return the token store of a part; shards that are not in the cache are made.
-
-    Args:
-        corpus: The corpus section.
-        part: "train" or "validation".
-        tokenizer: A fast tokenizer; no special tokens are added.
+    """Return the token store of a part, without special tokens; missing shards are made.
 
     Raises:
         InputError: The source is missing, unreadable or empty.

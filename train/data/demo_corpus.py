@@ -32,14 +32,10 @@ HELD_OUT_EVERY = 20
 
 
 def corpus_file(part: str, cache: str | Path) -> Path:
-    """Return the jsonl file of a part, written if it is missing or the packages have changed.
+    """Return the jsonl file of a part in a cache; it is written if it is missing.
 
-    Args:
-        part: "train" or "validation"; they share no source file.
-        cache: Folder for the two files.
-
-    Returns:
-        A file with one document per line, in an order that depends on the installed files only.
+    Its name is a hash of the installed files, which alone decide the order of the documents. The
+    parts, "train" and "validation", share no source file.
     """
     rules = f"{MEGABYTES} {MIN_CHARACTERS} {HELD_OUT_EVERY}"
     files = (f"{path.name} {path.stat().st_size}" for path in source_files())

@@ -41,9 +41,7 @@ def source_names(corpus: HeldOutSettings, part: str) -> list[str]:
 def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
     """Return the data files of each name of a part, sorted; a hub data set is one source.
 
-    Args:
-        corpus: The corpus section.
-        part: "train" or "validation".
+    Parts are "train" and "validation".
 
     Raises:
         InputError: A name gives no usable file.

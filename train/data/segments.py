@@ -43,7 +43,7 @@ def split_segments(
     Args:
         texts: Tokens of B sequences, without special tokens.
         others: Tokens of the sequences from `draw_other_sequences`; read for "next" only.
-        sequence_ids: [B] ids of the sequences.
+        sequence_ids: [B]. With `epochs` [B] and `seed` it decides the cut, whatever the batch.
         epochs: [B] how often each was read before.
         vocab: The tokenizer's ids.
         segments: Value of `corpus.segments`, not "one".

@@ -41,15 +41,11 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
-    """Train a lower-cased WordPiece vocabulary, in canonical order.
+    """Train a lower-cased WordPiece vocabulary of at most `size` tokens, special ones included.
 
     The trainer of `tokenizers` breaks ties between equally frequent pairs by their ids, and assigns
     ids in the order of a hash map. Giving it the alphabet and its continuations in sorted order
     leaves it no choice, so that the same text gives the same tokens.
-
-    Args:
-        texts: Returns the documents; called twice.
-        size: Most tokens, special tokens included.
 
     Returns:
         Special tokens, then beginnings of words, then continuations (##), each sorted.
@@ -165,11 +161,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
-    """Load a fast tokenizer from a folder, a vocab.txt or the hub, without truncation or padding.
-
-    Args:
-        name: Folder, file or hub id, or `bytes`.
-        key: Setting that error messages name.
+    """Load a fast tokenizer: `bytes`, a folder, a vocab.txt or a hub id.
 
     Raises:
         InputError: There is no tokenizer, or it is a slow one.

@@ -7,9 +7,9 @@ import pytest
 
 from tiny import log_rows
 from train.command_line import parse_settings
-from train.data.batching import StagedDataset, split_stages, stage_seed
+from train.data.batching import StagedDataset, stage_seed
 from train.pretrain import main
-from train.settings import InputError, PretrainSettings
+from train.settings import InputError, PretrainSettings, split_stages
 
 STAGES = [
     {"steps": 2},
