@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -34,12 +34,7 @@ def run_command(
 ) -> None:
     """Parse the settings and run a command; an `InputError` is one line and exit code 2.
 
-    Args:
-        main: The command, called with its settings.
-        settings: Dataclass of the settings.
-        argv: Flags; None means the command line's.
-        default_config: YAML read, and printed, when no `--config` is given.
-        examples: Text at the beginning of `--help`.
+    Arguments as in `parse_settings`; the `default_config` is printed where it is read.
     """
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
@@ -66,12 +61,8 @@ def progress_interval() -> float:
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
-class _ParserError(ValueError):
-    """What jsonargparse says of a flag or a YAML file."""
-
-
 class _StrictParser(jsonargparse.ArgumentParser):
-    """Parser that raises its errors and accepts no abbreviated flags.
+    """Parser that refuses null and other values that jsonargparse accepts for every type.
 
     Args:
         examples: Text at the beginning of `--help`.
@@ -81,8 +72,7 @@ class _StrictParser(jsonargparse.ArgumentParser):
     def __init__(
         self, *args: Any, examples: str = "", types: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        usage = "%(prog)s [--config FILE ...] [--KEY VALUE ...]"
-        super().__init__(*args, **({"usage": usage} | kwargs | {"allow_abbrev": False}))
+        super().__init__(*args, **kwargs)
         self.examples, self.types = examples, types or {}
 
     def format_help(self, *args: Any) -> str:
@@ -92,10 +82,6 @@ class _StrictParser(jsonargparse.ArgumentParser):
                 is_whole = action.dest == "config"
                 action.help = "YAML file of settings; may be repeated." if is_whole else SUPPRESS
         return self.examples + super().format_help(*args)
-
-    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        """Raise the message instead of printing the usage and exiting."""
-        raise _ParserError(" ".join(message.split())) from ex
 
     def parse_args(self, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
         """Parse; jsonargparse accepts null for every type, and anything for a section in YAML."""
@@ -147,10 +133,13 @@ def parse_settings(
             parser_class=_StrictParser,
             as_positional=False,
             default_config_files=defaults,
+            usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
+            allow_abbrev=False,
+            exit_on_error=False,
             examples=examples,
             types=types,
         )
-    except _ParserError as error:
+    except ArgumentError as error:
         raise InputError(_describe_parser_error(str(error), types)) from error
 
 
@@ -179,14 +168,11 @@ def _describe_type(kind: Any) -> str:
 
 
 def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
-    """Turn jsonargparse's message into one of ours.
-
-    Args:
-        message: "KEY": why, perhaps with the message of an inner parser, and with the value.
-        types: From `_field_types`.
-    """
-    message = message.removeprefix("Parser key ")
-    message = re.sub(r"- Expected a path but .*? - | Subclass types expect one of.*", "", message)
+    """Turn jsonargparse's message into one of ours; `types` are those of `_field_types`."""
+    message = " ".join(message.split()).removeprefix("Parser key ")
+    noise = r"- Expected a path but .*? - | Subclass types expect one of.*"
+    message = re.sub(rf"{noise}|Problem with given class_path '.*?': ", "", message)
+    # "optim.steps": Expected a <class 'int'>. Got value: x
     key = ".".join(dict.fromkeys(re.findall(r'"([a-z_.]+)": ', message)))
     value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
     if key in types and value:
@@ -194,6 +180,7 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
         is_item = get_origin(types[key]) is list and not found.startswith("[")
         remedy = f"write [{found}]" if is_item else "see --help"
         return f"{key} must be of type {_describe_type(types[key])}, got {found}; {remedy}"
+    # unrecognized arguments: --optim.lr=1; or Group 'optim' does not accept option 'lr'
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
     prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
     # in YAML the section of a misspelt key stands before it, or is missing
