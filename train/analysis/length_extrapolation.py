@@ -29,7 +29,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import start_accelerator
-from train.loop.model_init import load_config
+from train.loop.model_init import check_length, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, InputError, require
 from train.tables import markdown_table
@@ -100,14 +100,13 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
         for way, changes in rescalings(config, length / settings.trained).items():
             row = {"way": way, "length": length}
             try:
-                language_model = load_language_model(
-                    folder, tokenizer, length, settings.attention, changes
-                )
+                check_length(config, length, key="length")
             except InputError as error:
-                if not str(error).startswith("length "):
-                    raise
                 yield row | {"refused": str(error)}
                 continue
+            language_model = load_language_model(
+                folder, tokenizer, length, settings.attention, changes
+            )
             language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
             sequences, batch = SequenceIndex(store, length), max(1, TOKENS_PER_BATCH // length)
             indices = select_sequences(sequences, max(settings.lengths), settings.documents)
@@ -118,14 +117,9 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
 
 
 def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, Any]]:
-    """Return the configuration fields that each rescaling changes.
+    """Return the configuration fields that each rescaling by s = `scale` changes, by its name.
 
-    Args:
-        config: Configuration of the model; only rotary embeddings are rescaled.
-        scale: s = L / L_trained; at most 1 means no rescaling.
-
-    Returns:
-        Name of the rescaling -> changed fields; the first changes nothing.
+    The first changes nothing. Only rotary embeddings are rescaled, and only for s above 1.
     """
     found: dict[str, dict[str, Any]] = {"as it is": {}}
     rope = getattr(config, "rope_parameters", None)
@@ -144,17 +138,10 @@ def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, An
 
 
 def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> NDArray[np.int64]:
-    """Select full sequences inside the first `longest` tokens of long documents.
+    """Select full sequences [n] inside the first `longest` tokens of the first long documents.
 
-    Every length is so measured on the same text, except for a remainder at its end.
-
-    Args:
-        sequences: Sequences of the length to measure.
-        longest: Longest length that will be measured, special tokens included.
-        documents: Most documents to read.
-
-    Returns:
-        Indices of sequences, [n].
+    Every length is so measured on the same text, except for a remainder at its end. Special tokens
+    count in `longest`.
 
     Raises:
         InputError: No document is long enough.

@@ -70,13 +70,7 @@ class DecaySettings:
 
 
 def decay_bound(distances: Floats, width: int, theta: float) -> Floats:
-    """Mean of |S_j| over j = 1 .. d/2 at each distance (Fig. 2), [n].
-
-    Args:
-        distances: m - n, [n].
-        width: Head width d.
-        theta: Base of the frequencies.
-    """
+    """Mean of |S_j| over j = 1 .. d/2 at each distance m - n (Fig. 2), [n], for head width d."""
     rotations = np.exp(1j * distances[:, None] * compute_inv_freq(width, theta).numpy())
     return np.abs(np.cumsum(rotations, axis=1)).mean(axis=1)
 
@@ -157,13 +151,7 @@ def queries_and_keys(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of random pairs of tokens in one sequence, before the rotation.
 
-    Args:
-        model: RoFormer encoder.
-        inputs: input_ids and attention_mask, [B, L].
-        rotary_dim: Coordinates of a head that are rotated.
-
-    Returns:
-        [N, rotary_dim] each, all layers and heads.
+    They are of all layers and heads of an encoder, [N, rotary_dim] each.
     """
     layers = [layer.attention.self for layer in model.encoder.layer]
     hidden_states = model(**inputs, output_hidden_states=True).hidden_states

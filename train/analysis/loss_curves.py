@@ -67,15 +67,9 @@ def main(settings: CurvesSettings) -> None:
 
 
 def losses_at(key: str, runs: Sequence[Run], x: Floats) -> Floats:
-    """Held-out losses of runs at x, linear between two evaluations; NaN before the first.
+    """Held-out losses [runs, n] at x [n] tokens or seconds, linear between two evaluations.
 
-    Args:
-        key: "tokens" or "seconds".
-        runs: Logs, [runs].
-        x: [n].
-
-    Returns:
-        [runs, n].
+    NaN before the first.
     """
     logs = [run.held_out for run in runs]
     return np.stack([np.interp(x, y[key], y["validation_loss"], left=np.nan) for y in logs])
@@ -103,14 +97,9 @@ def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> tu
 
 
 def summarize(models: Models, ends: Mapping[str, float]) -> list[Row]:
-    """Summarize each model: speed, losses, and difference from the first.
+    """Summarize each model in a row of the .json file: speed, losses, difference from the first.
 
-    Args:
-        models: Runs.
-        ends: Tokens and seconds that all runs have reached.
-
-    Returns:
-        A row for each model; the keys are those of the .json file.
+    Losses are compared at the `ends`, tokens and seconds that all runs have reached.
     """
     first = next(iter(models.values()))
     rows: list[Row] = []

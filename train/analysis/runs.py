@@ -47,9 +47,7 @@ Models = Mapping[str, Mapping[int, Run]]
 def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
     """Return the folders of runs or models by their name: `a` for runs/a and for runs/a/model.
 
-    Args:
-        patterns: Folders or globs; each folder counts once.
-        key: Setting that holds them.
+    Patterns are folders or globs, in the setting `key`; each folder counts once.
 
     Raises:
         InputError: Two have the same name.
@@ -64,9 +62,6 @@ def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
 
 def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
     """Read the logs of runs.
-
-    Args:
-        patterns: Run folders or globs.
 
     Returns:
         Model -> seed -> run, and the unit of the losses: `BITS` if all runs read bytes.

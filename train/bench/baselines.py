@@ -155,11 +155,6 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
     }
     if name == STOCK:
         return transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    if name in (DEFAULT, SPARSE, *LINEAR):
-        config = roformer.RoFormerConfig(
-            **fields, sparse_prediction=name == SPARSE, linear_attention=LINEAR.get(name)
-        )
-        return roformer.RoFormerForMaskedLM(config)
     if name in (BERT, OUR_BERT):
         return transformers.BertForMaskedLM._from_config(
             transformers.BertConfig(**fields), attn_implementation="sdpa"
@@ -175,10 +170,16 @@ def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
             **{f"{part}_dropout": workload.dropout for part in ("mlp", "embedding", "attention")},
         )
         return transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa")
-    encoding = "none" if name == OURS_WITHOUT_POSITIONS else "rope"
-    return roformer.RoFormerForMaskedLM._from_config(
-        roformer.RoFormerConfig(**fields, position_encoding=encoding), attn_implementation=UNPADDED
+    config = roformer.RoFormerConfig(
+        **fields,
+        position_encoding="none" if name == OURS_WITHOUT_POSITIONS else "rope",
+        sparse_prediction=name == SPARSE,
+        linear_attention=LINEAR.get(name),
     )
+    model = roformer.RoFormerForMaskedLM(config)
+    if name in IN_OUR_LOOP:
+        model.set_attn_implementation(UNPADDED)
+    return model
 
 
 def make_training_step(name: str, workload: Workload) -> Step:

@@ -78,27 +78,13 @@ class Benchmark:
         unit: str,
         average: Callable[[Sequence[float]], float] = statistics.median,
     ) -> None:
-        """Add a row and print it: the average and the range of some values.
-
-        Args:
-            case: What was computed.
-            model: What computed it.
-            values: One for each turn.
-            unit: Unit of the values.
-            average: Median, or another mean.
-        """
+        """Add a row and print it: the average and the range of values, one for each turn."""
         row = {"case": case, "model": model, "value": average(values), "unit": unit}
         self.rows.append(row | {"low": min(values), "high": max(values)})
         print(" | ".join(cells(self.rows[-1])), flush=True)
 
     def time(self, task: str, names: Sequence[str], workload: Workload) -> Seconds:
-        """Time models alternately in a new process.
-
-        Args:
-            task: A key of `STEPS`.
-            names: Models.
-            workload: Their size, batch and precision.
-        """
+        """Time models alternately in a new process, as `time_models`."""
         context = multiprocessing.get_context("forkserver")  # torch imported, nothing computed
         context.set_forkserver_preload(["train.bench.baselines"])
         with ProcessPoolExecutor(1, context, _start, (torch.get_num_threads(),)) as pool:
@@ -111,14 +97,7 @@ class Benchmark:
         names: Sequence[str],
         baselines: Sequence[str] = (STOCK,),
     ) -> Seconds:
-        """Add the speed-up of models over baselines, as ratios within a turn.
-
-        Args:
-            task: A key of `STEPS`.
-            workload: Size, batch and precision.
-            names: Models.
-            baselines: Models to compare with.
-        """
+        """Add the speed-up of models over baselines, as ratios within a turn."""
         seconds = self.time(task, [*baselines, *names], workload)
         for name in names:
             for baseline in baselines:
@@ -159,18 +138,12 @@ def _start(threads: int) -> None:
 def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:
     """Time a step of each model on the same batch alternately, after a turn for warming up.
 
-    Args:
-        task: A key of `STEPS`.
-        names: Models.
-        workload: Their size, batch, precision and device; on cuda a step is repeated ten times in
-            a turn.
-        turns: Turns to measure.
+    The steps are those of a task, a key of `STEPS`; on cuda a turn repeats each ten times.
     """
     steps = {name: STEPS[task](name, workload) for name in names}
     seconds: Seconds = {name: [] for name in names}
-    cuda = workload.device == "cuda"
-    repeats = 10 if cuda else 1
-    synchronize: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    repeats = 10 if workload.device == "cuda" else 1
+    synchronize = torch.get_device_module(workload.device).synchronize
     for turn in range(turns + 1):
         # the order is reversed every other turn, so that no step always follows the same one
         for name in list(steps)[:: -1 if turn % 2 else 1]:

@@ -118,14 +118,7 @@ def load_language_model(
     attention: str | None,
     changes: dict[str, Any] | None = None,
 ) -> LanguageModel:
-    """Load a saved model with its loss, in float32.
-
-    Args:
-        folder: Folder or hub id of the model.
-        tokenizer: Its tokenizer.
-        length: Longest sequence to evaluate.
-        attention: Attention implementation by transformers' name, or None.
-        changes: Configuration fields to replace.
+    """Load a saved model with its loss, in float32; `changes` replace fields of its configuration.
 
     Raises:
         InputError: There is no model, it has no head, or its position table is too short.

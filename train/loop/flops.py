@@ -1,6 +1,6 @@
 """Floating-point operations of a training step, and the peak rate of the device.
 
-Counted are tokens that are not padding, and the vocabulary layer at predicted positions only. A
+The vocabulary layer is counted at predicted positions only. A
 multiplication and an addition are two operations; forward and backward pass together cost three
 times the forward pass.
 """
@@ -22,12 +22,7 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     predicted token, with L layers, hidden size E, intermediate size F and V vocabulary entries.
     Linear attention with M features per head costs 12 L E M per token instead of the pairs; FAVOR+,
     which also computes its random projections, 20 L E M. Causal attention counts all pairs.
-
-    Args:
-        config: Configuration of the model.
-        tokens: Number of tokens without padding.
-        squares: Sum of the squared lengths of the sequences.
-        predicted: Number of predicted tokens.
+    Padding is not counted; `squares` is the sum of the squared lengths of the sequences.
     """
     E, F = config.hidden_size, config.intermediate_size  # noqa: N806
     layers, V = config.num_hidden_layers, config.vocab_size  # noqa: N806
@@ -53,16 +48,12 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     layer = Linear(size, size, bias=False, device=device, dtype=dtype)
     rows = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
+    synchronize = torch.get_device_module(device).synchronize
     for _ in range(6):
-        _synchronize(device)
+        synchronize()
         started = time.perf_counter()
         with torch.no_grad():
             layer(rows)
-        _synchronize(device)
+        synchronize()
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / min(seconds)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

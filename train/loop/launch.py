@@ -39,11 +39,8 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     """Build the Accelerator of this process and check it against the launcher's request.
 
     Gradient accumulation and data loading are the loop's, so none is configured here. Also makes
-    the Auto classes build this project's RoFormer, and hides transformers' progress bars.
-
-    Args:
-        tracker: Accelerate tracker by name, or None.
-        folder: Folder the tracker writes to.
+    the Auto classes build this project's RoFormer, and hides transformers' progress bars. The
+    Accelerate tracker of that name, if any, writes to the folder.
 
     Raises:
         InputError: The launcher started fewer processes, or another kind of distribution, than its
@@ -109,11 +106,8 @@ def is_compiled(accelerator: Accelerator) -> bool:
 def keep_float32(plugin: Any) -> None:
     """Keep float32 inputs and outputs of layers in float32 under FSDP2 with half precision.
 
-    Accelerate's policy casts the inputs of each layer and the outputs of the model, among them the
-    cos and sin of the rotary embedding and the sums of losses.
-
-    Args:
-        plugin: Accelerate's FullyShardedDataParallelPlugin; changed in place.
+    Accelerate's policy, which is changed in place, casts the inputs of each layer and the outputs
+    of the model, among them the cos and sin of the rotary embedding and the sums of losses.
     """
     policy = plugin.mixed_precision_policy
     if policy is not None:

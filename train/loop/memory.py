@@ -75,19 +75,13 @@ def fit_micro_batch(
 ) -> int:
     """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
 
+    `model` is what Accelerate has made of `language_model`.
+
     Only divisors of `micro_batch` are tried, each at most half of the one before, because all
     processes must compute the same number of micro-batches per step; the rest is accumulated. This
     happens before the first step, because a process that runs out of memory later would leave the
     others waiting. Losses stay the same, except with dropout, and with the random features of
     FAVOR+, which are redrawn after a number of forward passes.
-
-    Args:
-        model: As prepared by Accelerate.
-        language_model: The module inside it.
-        length: Longest sequence.
-        micro_batch: Requested number of sequences.
-        mask_rate: As in `BatchFormat`.
-        accelerator: Reduces over processes.
 
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.

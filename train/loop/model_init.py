@@ -28,16 +28,12 @@ def build_config(
 ) -> PreTrainedConfig:
     """Build the configuration of a model, checked against length and tokenizer.
 
-    Args:
-        settings: The model section.
-        length: Longest training sequence.
-        tokenizer: Sets the vocabulary size of a model with random weights; None checks everything
-            else.
-        key: Name of the length in error messages.
+    The tokenizer sets the vocabulary size of a model with random weights; without one everything
+    else is checked.
 
     Raises:
         InputError: The type, a field or a value is invalid, the vocabulary does not fit, or the
-            length exceeds a table of position embeddings.
+            length, which the message calls `key`, exceeds a table of position embeddings.
     """
     known = settings.type in CONFIG_MAPPING
     rule, remedy = "must be a transformers model type", "use roformer or bert"
@@ -50,12 +46,21 @@ def build_config(
         config = _config(settings, tokenizer)
     if tokenizer is not None:
         _require_vocabulary(settings, config, tokenizer)
+    check_length(config, length, key)
+    return config
+
+
+def check_length(config: PreTrainedConfig, length: int, key: str) -> None:
+    """Check that the table of position embeddings, if a model has one, is as long as a sequence.
+
+    Raises:
+        InputError: It is shorter.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
         remedy = "shorten it or train a RoFormer with rope, which has no limit"
         require(length <= limit, key, rule, length, remedy)
-    return config
 
 
 def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
@@ -143,13 +148,9 @@ def _require_vocabulary(
 def build_model(
     settings: ModelSettings, config: PreTrainedConfig, seed: int, require_all_weights: bool = False
 ) -> PreTrainedModel:
-    """Build the model in float32 and training mode.
+    """Build the model in float32 and training mode; weights missing in a checkpoint are random.
 
-    Args:
-        settings: The model section.
-        config: From `build_config`.
-        seed: Seed of random weights, also of those missing in a checkpoint.
-        require_all_weights: Refuse a checkpoint without, for example, a language-model head.
+    With `require_all_weights` a checkpoint without, for example, a language-model head is refused.
 
     Raises:
         InputError: transformers cannot build or load it.

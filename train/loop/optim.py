@@ -69,14 +69,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalises the momentum
     of a matrix. One list of groups and one state, so that schedule, checkpoints and sharding need
-    not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it.
-
-    Args:
-        hidden: Matrices that Muon trains.
-        adamw: Optimizer of all other parameters.
-        learning_rate: Learning rate of both.
-        weight_decay: Decoupled weight decay of the matrices.
-        scale: Root mean square of Muon's updates, relative to the learning rate.
+    not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it. Muon's
+    updates have a root mean square of `scale`, relative to the learning rate.
     """
 
     def __init__(
@@ -125,10 +119,8 @@ def learning_rate_schedule(
 ) -> Callable[[int, float], float]:
     """Return the learning rate as a function of the step, from 0, and the hours trained before it.
 
-    Args:
-        optim: The optim section.
-        total: Steps of the run; None when `optim.hours` limits it. The decay then follows the
-            clock, and only the warm-up the steps.
+    Without a total number of steps, when `optim.hours` limits the run, the decay follows the clock,
+    and only the warm-up the steps.
     """
     peak, warmup = optim.learning_rate, optim.warmup_steps
     if total is not None:
@@ -152,11 +144,7 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
 
 
 def check_warmup(optim: OptimSettings, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run.
-
-    Args:
-        optim: The optim section.
-        stage_steps: Steps of each stage, from `count_steps`.
+    """Check that the warm-up is shorter than the run, whose stages have these steps.
 
     Raises:
         InputError: It is not.
@@ -174,19 +162,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 class AsyncScalars:
-    """A small tensor that is copied to the host now, and read later, without waiting for a GPU.
+    """A small tensor [n] that is copied to the host now, and read later, without waiting for a GPU.
 
-    Args:
-        tensor: [n], on any device.
+    `to` allocates pinned memory for such a copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        self.host = tensor
-        if tensor.is_cuda:
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            self.event = torch.cuda.Event()
+        self.host = tensor.to("cpu", non_blocking=True)
+        self.event = torch.cuda.Event() if tensor.is_cuda else None
+        if self.event is not None:
             self.event.record()
 
     def wait(self) -> list[float]:
@@ -201,13 +185,8 @@ class NonFiniteGuard:
 
     Ends the run after `MAX_SKIPPED_STEPS` in a row. Every rank sees the same norm, because it is
     computed from reduced gradients. The decision stays on the device, as `found_inf` of fused
-    AdamW; the host reads it one step later, so it never waits for the device.
-
-    Args:
-        optimizer: As prepared by Accelerate. With a loss scaler (fp16), which skips steps itself
-            while it looks for its scale, only a failed search is reported.
-        warn: Prints a warning of a skipped step.
-        checkpoints: Folder of the run's checkpoints, for the error message.
+    AdamW; the host reads it one step later, so it never waits for the device. With a loss scaler
+    (fp16), which skips steps itself while it looks for its scale, only a failed search is reported.
     """
 
     def __init__(

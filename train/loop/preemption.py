@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -48,10 +49,6 @@ class BrokenPipeGuard:
 
     Otherwise the next line printed after the end of `| tee log` would end the process before it
     has saved a checkpoint.
-
-    Args:
-        stream: The stream to write to.
-        on_broken_pipe: Called when the reader has exited.
     """
 
     def __init__(self, stream: TextIO, on_broken_pipe: Callable[[], None]) -> None:
@@ -105,9 +102,10 @@ class PreemptionHandler:
         for number, handler in self.handlers.items():
             if handler == signal.SIG_IGN:  # set by `nohup`, or by a script's `&`
                 signal.signal(number, handler)
+        on_broken_pipe = partial(self.requested.add, LAUNCHER_DIED)
         self.streams = sys.stdout, sys.stderr  # None when closed by `>&-`
         sys.stdout, sys.stderr = (
-            stream and cast(TextIO, BrokenPipeGuard(stream, self._on_broken_pipe))
+            stream and cast(TextIO, BrokenPipeGuard(stream, on_broken_pipe))
             for stream in self.streams
         )
         return self
@@ -123,9 +121,6 @@ class PreemptionHandler:
         if number == signal.SIGINT and name in self.requested:
             signal.default_int_handler(number, frame)  # a second Ctrl-C ends without saving
         self.requested.add(name)
-
-    def _on_broken_pipe(self) -> None:
-        self.requested.add(LAUNCHER_DIED)
 
     def stop_requests(self) -> list[bool]:
         """Return for each of `STOP_REASONS` whether this process has a reason to stop.
@@ -189,13 +184,7 @@ class PreemptionHandler:
 
 
 def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerator) -> int:
-    """Print the first stop reason that any process has, and return its exit code.
-
-    Args:
-        stop_requests: Number of processes that have each of `STOP_REASONS`.
-        step: Step after which the checkpoint was saved.
-        accelerator: Prints on the main process.
-    """
+    """Print the first of `STOP_REASONS` that any process has, and return its exit code."""
     first = next(i for i, count in enumerate(stop_requests) if count)
     accelerator.print(f"{STOP_REASONS[first]}: saved after step {step}; the same command goes on")
     return EXIT_CODES[first]

@@ -32,12 +32,9 @@ INITIAL_STATE: dict[str, Any] = {
 
 
 class Clock:
-    """Time since the beginning of the run, and training time since the last report.
+    """Seconds since the beginning of the run, and of training since the last report.
 
-    Args:
-        previous_seconds: Duration of earlier launches of the run.
-        trained: Training seconds since the last report.
-        waited: Seconds of them spent waiting for batches.
+    `waited` is the part of the latter that was spent waiting for batches.
     """
 
     def __init__(self, previous_seconds: float, trained: float, waited: float) -> None:
@@ -143,14 +140,14 @@ class RunLog:
         }
 
     def add(self, loss: Tensor, correct: Tensor, batch: Batch) -> None:
-        """Add one micro-batch of this process.
+        """Add a micro-batch of this process, on the host, with its results on the device.
 
-        Args:
-            loss: Sum of the cross-entropies, scalar, on the device.
-            correct: Number of correct predictions, scalar, on the device.
-            batch: The micro-batch, on the host.
+        The sum of the cross-entropies and the number of correct predictions are scalars.
         """
-        lengths = sequence_lengths(batch).double()
+        if "attention_mask" in batch:
+            lengths = batch["attention_mask"].sum(dim=-1).double()
+        else:  # a packed row
+            lengths = batch["cu_seq_lens_q"].diff().double()
         self.host_sums += torch.stack((lengths.sum(), lengths.square().sum()))
         loss, predicted = loss.detach().double(), int((batch["labels"] >= 0).sum())
         values = torch.stack((loss, correct.double(), torch.full_like(loss, predicted)))
@@ -213,13 +210,6 @@ class RunLog:
         self.bar.close()
         if self.stream is not None:
             self.stream.close()
-
-
-def sequence_lengths(batch: Batch) -> Tensor:
-    """Return the number of tokens of each sequence of a padded or packed micro-batch, [n]."""
-    if "attention_mask" in batch:
-        return batch["attention_mask"].sum(dim=-1)
-    return batch["cu_seq_lens_q"].diff()
 
 
 def truncate_log(log: Path, step: int) -> None:

@@ -51,13 +51,9 @@ def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | b
 
 
 def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
-    """Compare settings with those the run in a folder began with.
+    """Compare settings and mixed precision with those the run in a folder began with.
 
-    Args:
-        folder: The run's folder.
-        settings: Settings of this launch.
-        precision: Mixed precision of this launch, which is not in settings.yaml because the
-            launcher decides it; environment.json holds it.
+    The launcher decides the precision, which environment.json holds and not settings.yaml.
 
     Returns:
         The changed keys on which trained weights depend; empty for a new run.
