@@ -72,10 +72,7 @@ def split_segments(
 def find_cut(tokens: Tokens, draw: float, sentence_end_ids: tuple[int, ...]) -> int:
     """Return the length of the first segment: up to the end of a sentence, if one ends inside.
 
-    Args:
-        tokens: [n].
-        draw: Uniform number in [0, 1) that chooses among the possible cuts.
-        sentence_end_ids: Ids of the marks that end a sentence.
+    A uniform number in [0, 1), `draw`, chooses among the possible cuts of tokens [n].
     """
     cuts = 1 + np.flatnonzero(np.isin(tokens[:-1], sentence_end_ids))
     if len(cuts) == 0:

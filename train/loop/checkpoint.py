@@ -114,13 +114,7 @@ def any_process(condition: bool, accelerator: Accelerator) -> bool:
 class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
-    Attributes:
-        settings: Settings of this launch.
-        folder: The run's folder.
-        model: The model.
-        optimizer: Its optimizer.
-        accelerator: The accelerator.
-        store_names: Names of the token stores, which are hashes of text and tokenizer.
+    `store_names` are the names of the token stores, which are hashes of text and tokenizer.
     """
 
     settings: PretrainSettings
@@ -297,13 +291,9 @@ def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def save(folder: Path, step: int, training_state: TrainingState, state: dict[str, Any]) -> Path:
-    """Write and return `checkpoints/step-N` after N optimizer steps, atomically.
+    """Write `checkpoints/step-N` of a run after N optimizer steps, atomically, and return it.
 
-    Args:
-        folder: The run's folder.
-        step: N.
-        training_state: From `gather_state`.
-        state: JSON values, returned by `load`.
+    `training_state` is from `gather_state`, and `state` holds JSON values, which `load` returns.
 
     Raises:
         OSError: It could not be written, for example on a full disk; nothing is left of it.

@@ -69,14 +69,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute loss and accuracy per predicted token, exact for any number of processes.
 
-    Args:
-        model: A `LanguageModel`, prepared by Accelerate.
-        sequences: Held-out text.
-        vocab: Token ids of the tokenizer.
-        accelerator: Distributes the batches and reduces the sums.
-        batch_size: Sequences per forward pass.
-        indices: Sequences to read; None means all.
-        heartbeat: Called before each batch.
+    The model is a `LanguageModel`, prepared by Accelerate. `indices` are the sequences to read, all
+    by default; `heartbeat` is called before each batch.
 
     Returns:
         `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.

@@ -1,8 +1,7 @@
 """Floating-point operations of a training step, and the peak rate of the device.
 
-The vocabulary layer is counted at predicted positions only. A
-multiplication and an addition are two operations; forward and backward pass together cost three
-times the forward pass.
+The vocabulary layer is counted at predicted positions only. A multiplication and an addition are
+two operations; forward and backward pass together cost three times the forward pass.
 """
 
 import time

@@ -103,10 +103,8 @@ class LanguageModel(nn.Module):
         """Compute the summed cross-entropy and the number of correct predictions.
 
         The same as `RoFormerForMaskedLM` with `sparse_prediction`, for BERT and decoders too, but
-        as a sum and with indices in place of a mask, which needs no synchronisation of a GPU.
-
-        A sum, because the mean is over the predicted tokens of the whole step, which spans several
-        micro-batches and processes.
+        with indices in place of a mask, which needs no synchronisation of a GPU, and as a sum: the
+        mean is over the predicted tokens of all micro-batches and processes of a step.
 
         Args:
             input_ids: [B, L], or packed [1, T].
@@ -162,12 +160,7 @@ class CrossEntropy(nn.Module):
     """Summed cross-entropy in float32; a module, because modules are what Accelerate compiles."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the loss and the number of correct predictions.
-
-        Args:
-            logits: [n, V], any floating dtype.
-            labels: [n] token ids; `IGNORE_INDEX` is ignored.
-        """
+        """Compute the loss and the number of correct predictions of logits [n, V], labels [n]."""
         logits = logits.float()
         correct = (logits.detach().argmax(dim=-1) == labels).sum()
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"), correct

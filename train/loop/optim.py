@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 
 from train.loop.objective import LanguageModel
 from train.settings import InputError, OptimSettings, require
@@ -25,18 +25,6 @@ SCHEDULE_RESOLUTION = 1_000_000
 """Number of steps by which a schedule over hours is approximated."""
 
 
-def decay_groups(
-    model: nn.Module, weight_decay: float, exclude: Collection[Tensor] = ()
-) -> list[dict]:
-    """Split trained parameters in two groups: matrices with weight decay, vectors without."""
-    excluded = set(exclude)
-    trained = [p for p in model.parameters() if p.requires_grad and p not in excluded]
-    return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def adamw(
     model: nn.Module,
     learning_rate: float,
@@ -45,20 +33,23 @@ def adamw(
     epsilon: float = 1e-8,
     exclude: Collection[Tensor] = (),
 ) -> torch.optim.AdamW:
-    """Build a fused AdamW over `decay_groups`."""
-    groups = decay_groups(model, weight_decay, exclude)
+    """Build a fused AdamW over trained parameters: matrices with weight decay, vectors without."""
+    excluded = set(exclude)
+    trained = [p for p in model.parameters() if p.requires_grad and p not in excluded]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
-
-
-def hidden_matrices(model: PreTrainedModel) -> list[Tensor]:
-    """Return the weights of the linear layers between embeddings and head."""
-    layers = [layer for layer in model.base_model.modules() if isinstance(layer, nn.Linear)]
-    return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 
 def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torch.optim.Optimizer:
     """Build the optimizer that `optim.name` names."""
-    hidden = hidden_matrices(language_model.model) if optim.name == "muon" else []
+    hidden: list[Tensor] = []
+    if optim.name == "muon":  # for the linear layers between embeddings and head
+        modules = language_model.model.base_model.modules()
+        weights = [layer.weight for layer in modules if isinstance(layer, nn.Linear)]
+        hidden = [weight for weight in weights if weight.requires_grad]
     rate, decay = optim.learning_rate, optim.weight_decay
     rest = adamw(language_model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
     return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest

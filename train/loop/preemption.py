@@ -74,12 +74,8 @@ class PreemptionHandler:
     """Context manager that collects requests to stop, and ends the process when it hangs.
 
     Inside the context, signals are recorded instead of ending the process, broken output pipes are
-    tolerated, and a watchdog thread expects regular calls of `heartbeat`.
-
-    Args:
-        started: Start of this launch, by `time.monotonic`.
-        max_hours: Hours after which this launch has to stop, or None.
-        compiled: Whether torch.compile is used, which makes single steps take minutes.
+    tolerated, and a watchdog thread expects regular calls of `heartbeat`. The launch has to stop
+    `max_hours` after it `started` (by `time.monotonic`); `compiled` steps may take minutes.
     """
 
     def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:

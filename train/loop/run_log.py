@@ -86,8 +86,8 @@ class RunLog:
         accelerator: Reduces over processes and feeds the tracker.
         folder: The run's folder.
         state: `step`, and `RunLog.state` at that step or `INITIAL_STATE`.
-        steps: Steps of the whole run, for the bar; None when it ends by the clock.
-        config: The model's configuration, for the count of operations.
+        steps: Steps of the whole run; None when it ends by the clock.
+        config: The model's configuration.
         peak_flops: Operations per second of one device.
     """
 

@@ -125,15 +125,7 @@ def write_metadata(
     """Write environment.json and settings.yaml if they are missing or settings have changed.
 
     Changes are printed, and kept as comments at the top of settings.yaml, because results of the
-    run belong to neither set of settings alone.
-
-    Args:
-        folder: The run's folder.
-        settings: Settings of this launch.
-        accelerator: Its device, processes and precision.
-        step: Step from which the run continues.
-        parameters: Number of model parameters.
-        changed: From `changed_settings`.
+    run belong to neither set of settings alone. The run continues from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
     is_new, comments = not settings_file.exists(), ""
