@@ -23,10 +23,8 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
     An existing `target` is kept: several processes or machines may write the same folder at once,
     and the first to finish wins. After an error the temporary folder is deleted.
 
-    Args:
-        target: Folder to write.
-        replace: Replace an existing `target`, and delete what killed processes have left of it.
-            Only for folders that no other process writes.
+    With `replace`, only for folders that no other process writes, an existing `target` is replaced,
+    and what killed processes have left of it is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:
@@ -86,11 +84,7 @@ def split_seed(name: str) -> tuple[str, int]:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be created and written, by making a folder there for a moment.
-
-    Raises:
-        InputError: The folder, or its nearest existing parent, is a file or not writable.
-    """
+    """Check that a folder can be created and written, by making a folder there for a moment."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:  # permissions alone do not tell: root may do all, but nobody may write into /proc
         tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing).cleanup()

@@ -79,8 +79,7 @@ class _StrictParser(jsonargparse.ArgumentParser):
         """Return the help, without the flags that read a section from a file of its own."""
         for action in self._actions:
             if action.help == "Path to a configuration file.":
-                is_whole = action.dest == "config"
-                action.help = "YAML file of settings; may be repeated." if is_whole else SUPPRESS
+                action.help = SUPPRESS
         return self.examples + super().format_help(*args)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
@@ -112,9 +111,6 @@ def parse_settings(
         default_config: YAML file read if no `--config` is given; `--help` then shows its values.
         examples: Text at the beginning of `--help`.
 
-    Returns:
-        An instance of `settings`.
-
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
@@ -130,6 +126,7 @@ def parse_settings(
         return jsonargparse.auto_cli(
             settings,
             args=flags,
+            config_help="YAML file of settings; may be repeated.",
             parser_class=_StrictParser,
             as_positional=False,
             default_config_files=defaults,

@@ -29,11 +29,7 @@ mpl.rcParams.update(
 
 
 def check_figure_path(output: str) -> None:
-    """Check the name and folder of a figure before anything is measured.
-
-    Raises:
-        InputError: It does not end in .png or .svg, or its folder is not writable.
-    """
+    """Check the name and folder of a figure before anything is measured."""
     known = Path(output).suffix in (".png", ".svg")
     require(known, "output", "must end in .png or .svg", output, "rename it")
     check_writable(Path(output).parent, "output")

@@ -244,10 +244,9 @@ def all_reduce_step_info(
 def prepare_data(
     corpus: CorpusSettings, stages: list[PretrainSettings], accelerator: Accelerator
 ) -> tuple[PreTrainedTokenizerBase, list[TokenStore], SequenceIndex]:
-    """Train the vocabulary and tokenize the text where needed, on one process per machine.
+    """Return tokenizer, training text of each stage, and held-out sequences.
 
-    Returns:
-        Tokenizer, training text of each stage, held-out sequences.
+    One process per machine trains the vocabulary and tokenizes the text where needed.
     """
     with accelerator.local_main_process_first():
         name = vocabulary.train_if_missing(stages[0].corpus)

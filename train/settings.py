@@ -22,21 +22,17 @@ SEGMENTS = ("one", "two", "next", "order")
 
 
 class InputError(ValueError):
-    """Unusable input of a user; commands print it as one line and exit with code 2."""
+    """Unusable input of a user; commands print it as one line and exit with code 2.
+
+    Functions called `check_...` raise it if what they check does not hold.
+    """
 
 
 def require(condition: bool, key: str, rule: str, found: object, remedy: str) -> None:
-    """Check a value that a user gave.
+    """Raise an `InputError`, "KEY RULE, got FOUND; REMEDY", unless a condition holds.
 
-    Args:
-        condition: Whether the value can be used.
-        key: Setting or file that holds it.
-        rule: What it must be, "must be ...".
-        found: What it is.
-        remedy: What the user can do.
-
-    Raises:
-        InputError: `condition` is false; the message is "KEY RULE, got FOUND; REMEDY".
+    The key is the setting or file that holds a value, the rule begins with "must", and the remedy
+    is what the user can do.
     """
     if not condition:
         raise InputError(f"{key} {rule}, got {found}; {remedy}")
@@ -48,11 +44,7 @@ def first_line(error: BaseException) -> str:
 
 
 def check_seed(seed: int, key: str) -> None:
-    """Check that a seed is one that torch accepts.
-
-    Raises:
-        InputError: It is negative or has more than 64 bits.
-    """
+    """Check that a seed is one that torch accepts."""
     require(0 <= seed < 2**64, key, "must be from 0 to 2^64 - 1", seed, "use 0, 1, 2, ...")
 
 

@@ -78,11 +78,7 @@ def decay_bound(distances: Floats, width: int, theta: float) -> Floats:
 def decay_of_scores(query: Tensor, key: Tensor, distances: Floats, inv_freq: Tensor) -> Scores:
     """Mean score and mean absolute score over pairs at each distance, as cosines.
 
-    Args:
-        query: [N, D], not rotated.
-        key: [N, D], not rotated.
-        distances: m - n, [n].
-        inv_freq: theta_i, [D/2].
+    Queries and keys [N, D] are not rotated, distances m - n are [n], and inv_freq theta_i [D/2].
 
     Returns:
         `mean` and `size` (absolute), [n] each, in [-1, 1]: scores divided by both norms.
@@ -111,11 +107,7 @@ def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict
 def decay_of_model(
     name: str, folder: str, settings: DecaySettings, distances: Floats, accelerator: Accelerator
 ) -> dict[str, Scores]:
-    """Decay for queries and keys of a model on held-out text, trained and with random weights.
-
-    Raises:
-        InputError: The model has no default rotary embedding, or cannot be loaded.
-    """
+    """Decay for queries and keys of a model on held-out text, trained and with random weights."""
     tokenizer = vocabulary.load_tokenizer(folder, key="models")
     saved = load_config(folder, key="models")
     supported = (

@@ -84,10 +84,9 @@ def shared_x(key: str, runs: Sequence[Run]) -> Floats:
 
 
 def paired_difference(first: Mapping[int, Run], second: Mapping[int, Run]) -> tuple[Floats, Floats]:
-    """Held-out loss of the first model minus that of the second, at equal tokens, seed by seed.
+    """Tokens [n], and held-out loss of the first model minus that of the second [seeds, n].
 
-    Returns:
-        Tokens [n] and differences [seeds, n]; empty if the models share no seed.
+    Both are empty if the models share no seed.
     """
     pairs = [[runs[seed] for seed in first if seed in second] for runs in (first, second)]
     if not pairs[0]:

@@ -19,16 +19,9 @@ NATS, BITS = "nats a predicted token", "bits a byte"
 
 @dataclass(frozen=True)
 class Run:
-    """Log of a run.
+    """Log of a run: rows of log.jsonl with `loss` and, held out, with `validation_loss`.
 
-    Attributes:
-        name: Name of its folder.
-        model: The name without the seed at its end.
-        seed: `run.seed`.
-        training: Rows of log.jsonl with `loss`.
-        held_out: Rows with `validation_loss`.
-        parameters: Number of parameters, if recorded.
-        bytewise: Whether its tokens are bytes.
+    `model` is the name of its folder without the seed at its end.
     """
 
     name: str
@@ -61,10 +54,7 @@ def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
 
 
 def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
-    """Read the logs of runs.
-
-    Returns:
-        Model -> seed -> run, and the unit of the losses: `BITS` if all runs read bytes.
+    """Read the logs of runs, and the unit of their losses: `BITS` if all runs read bytes.
 
     Raises:
         InputError: A folder holds no run, or two runs have the same model and seed.
@@ -85,11 +75,7 @@ def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
 
 
 def read_run(folder: str) -> Run:
-    """Read log.jsonl, environment.json and settings.yaml of a run folder.
-
-    Raises:
-        InputError: It has no log, or nothing was logged or evaluated yet.
-    """
+    """Read log.jsonl, environment.json and settings.yaml of a run folder."""
     log, name = Path(folder) / "log.jsonl", Path(folder).name
     require(log.is_file(), "runs", "must hold a log.jsonl", folder, "name folders under run.folder")
     rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]

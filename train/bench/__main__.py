@@ -25,11 +25,7 @@ from train.tables import markdown_table
 
 
 def main(settings: BenchSettings) -> None:
-    """Run the parts in their order; write numbers and tables after each.
-
-    Raises:
-        InputError: The device or a part cannot be used.
-    """
+    """Run the parts in their order; write numbers and tables after each."""
     usable = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     rule = "must be cpu, or cuda if available"
     require(settings.device in usable, "device", rule, settings.device, "use cpu")

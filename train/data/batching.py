@@ -59,6 +59,7 @@ class SequenceIndex:
         source_sizes: Sequences of each source with a weight of its own, [sources]; without weights
             all sources count as one.
         source_draws: Sequences that an epoch takes of each, [sources].
+        mean_length: Mean tokens per sequence of an epoch, special tokens included.
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class SequenceIndex:
     ) -> None:
         self.store = store
         self.length = length
-        self.special_tokens = special_tokens
         self._content = length - special_tokens
         documents = len(store.document_ends)
         counts = [np.zeros(1, np.int64)]
@@ -85,7 +85,7 @@ class SequenceIndex:
         self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
         tokens = np.diff(self._documents(bounds)[0])
         mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
-        self._mean_content = mean
+        self.mean_length = special_tokens + float(mean)
 
     def __len__(self) -> int:
         return int(self.source_sizes.sum())
@@ -94,11 +94,6 @@ class SequenceIndex:
     def epoch_size(self) -> int:
         """Sequences per epoch."""
         return int(self.source_draws.sum())
-
-    @property
-    def mean_length(self) -> float:
-        """Mean tokens per sequence of an epoch, special tokens included."""
-        return self.special_tokens + float(self._mean_content)
 
     def locate(self, sequence_ids: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
@@ -112,14 +107,11 @@ class SequenceIndex:
         return start, np.minimum(self._content, end - start)
 
     def sample_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
-        """Select the sequences of an epoch.
+        """Return sequences of an epoch [n], and how often each was taken before [n].
 
-        With weights, each source is read cyclically in one shuffled order, `source_draws` sequences
-        per epoch, so that one half of a source is followed by the other half. `entry` [n] are
-        numbers in [0, epoch_size).
-
-        Returns:
-            Sequences [n], and the epoch of each in its source [n]: how often it was taken before.
+        `entry` [n] are numbers in [0, epoch_size). With weights, each source is read cyclically in
+        one shuffled order, `source_draws` sequences per epoch, so that one half of a source is
+        followed by the other half.
         """
         if np.array_equal(self.source_draws, self.source_sizes):
             return entry, np.full_like(entry, epoch)
@@ -154,14 +146,12 @@ class SequenceIndex:
 def training_order(
     sequences: SequenceIndex, samples: Indices, seed: int, group: int = GROUP
 ) -> tuple[Indices, Indices]:
-    """Return the sequences of training samples [n], counted from 0 at the start of the run.
+    """Return the sequences [n] of training samples [n], and the epoch of each [n].
 
+    Samples are counted from 0 at the start of the run, epochs as by `SequenceIndex.sample_epoch`.
     Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
     sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
     neighbours, and the groups are shuffled.
-
-    Returns:
-        Sequences [n], and the epoch of each [n], as from `SequenceIndex.sample_epoch`.
     """
     epoch, entry = np.divmod(samples, sequences.epoch_size)
     sequence_ids, epochs = np.empty_like(samples), np.empty_like(samples)
@@ -195,14 +185,12 @@ class BatchFormat:
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             the tokens before it, and corrupts nothing.
         seed: Seed of masks and segments.
-        whole_word: Whether whole words are masked instead of single tokens.
+        whole_word: Whether whole words are masked instead of single tokens; an `InputError` says
+            that the tokens do not show them.
         segments: As in `corpus.segments`.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
-
-    Raises:
-        InputError: Whole words are wanted, and the tokens do not show them.
     """
 
     vocab: Vocab
@@ -331,11 +319,7 @@ def max_predictions(tokens: int, mask_rate: float | None) -> int:
 
 
 def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
-    """Check that a batch divides evenly into micro-batches of all processes.
-
-    Raises:
-        InputError: It does not.
-    """
+    """Check that a batch divides evenly into micro-batches of all processes."""
     multiple = micro_batch * processes
     rule = "must be a multiple of optim.micro_batch times the processes"
     rule += f" ({micro_batch} x {processes} = {multiple})"
@@ -346,13 +330,8 @@ def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
 class StepDataset(Dataset):
     """Micro-batches of one process, by optimizer step.
 
-    Attributes:
-        sequences: The training text.
-        batch_format: Its seed also decides the order.
-        batch_size: Sequences per step, over all processes.
-        micro_batch: Sequences per forward pass of a process.
-        processes: Number of processes.
-        rank: Number of this process, from 0.
+    `batch_size` counts the sequences of a step over all processes, `micro_batch` those of a forward
+    pass. The seed of `batch_format` also decides the order.
     """
 
     sequences: SequenceIndex
@@ -391,14 +370,8 @@ class StagedDataset(Dataset):
     """Micro-batches of one process, by optimizer step of the run.
 
     Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
-    Chinese model. A run without stages is one stage.
-
-    Args:
-        stages: Number of steps and data set of each stage. The number of the last stage may be
-            None: it does not end.
-
-    Attributes:
-        total: Number of steps of all stages, or None.
+    Chinese model. A run without stages is one stage. `total` is the number of steps of all stages;
+    it is None if the last stage does not end.
     """
 
     def __init__(self, stages: list[tuple[int | None, StepDataset]]) -> None:

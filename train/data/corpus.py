@@ -126,11 +126,7 @@ class TokenStore:
 def tokenize_corpus(
     corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
-    """Return the token store of a part, without special tokens; missing shards are made.
-
-    Raises:
-        InputError: The source is missing, unreadable or empty.
-    """
+    """Return the token store of a part, without special tokens; missing shards are made."""
     shards: list[Path] = []
     documents: list[int] = []
     bar = tqdm(

@@ -39,13 +39,7 @@ def source_names(corpus: HeldOutSettings, part: str) -> list[str]:
 
 
 def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
-    """Return the data files of each name of a part, sorted; a hub data set is one source.
-
-    Parts are "train" and "validation".
-
-    Raises:
-        InputError: A name gives no usable file.
-    """
+    """Return the data files of each name of "train" or "validation"; a hub data set is one."""
     if part == "validation" and corpus.held_out_share:
         part = "train"
     key, names = f"corpus.{part}", source_names(corpus, part)
@@ -102,9 +96,6 @@ def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
 
     A row of parquet or jsonl is a document. A txt file holds documents separated by blank lines, as
     in BERT's own pretraining input.
-
-    Raises:
-        InputError: A file cannot be read, lacks the text column, or holds no text in it.
     """
     for files in find_files(corpus, part):
         for source in files:
@@ -158,11 +149,7 @@ def _file_hash(file: Path, cache: Path) -> str:
 
 
 def check_disjoint_files(corpus: CorpusSettings) -> None:
-    """Check that training and held-out text share no file, and that both or none are embedded.
-
-    Raises:
-        InputError: They share a file, or only one of them is embedded.
-    """
+    """Check that training and held-out text share no file, and that both or none are embedded."""
     rule, remedy = f"must be {EMBEDDED!r} for both parts or neither", "name held-out text of yours"
     valid = (corpus.train == EMBEDDED) == (corpus.validation == EMBEDDED)
     found = f"train {corpus.train!r} and validation {corpus.validation!r}"

@@ -77,19 +77,11 @@ def mask_tokens(
     seed: int,
     whole_word: bool = False,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose tokens to predict and corrupt them.
+    """Choose a share of the tokens [B, L], or of whole words, to predict, and corrupt them.
 
-    What happens to a token depends on its own and earlier columns only, never on the padding.
-
-    Args:
-        ids: [B, L] token ids.
-        sequence_ids: [B] sequence of each row. With `epochs` and `seed` it decides the masks of the
-            row, whatever batch it is in.
-        epochs: [B] how often each sequence has been read before.
-        vocab: The tokenizer's ids.
-        mask_rate: Share of tokens to choose.
-        seed: Seed of the run.
-        whole_word: Whether to choose whole words instead of single tokens.
+    The masks of a row are decided by its sequence [B], by how often that was read before, its epoch
+    [B], and by the seed, whatever batch it is in. What happens to a token depends on its own and
+    earlier columns only, never on the padding.
 
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].

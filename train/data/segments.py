@@ -38,16 +38,10 @@ def split_segments(
     segments: str,
     seed: int,
 ) -> tuple[list[tuple[Tokens, Tokens]], Indices]:
-    """Cut sequences in two.
+    """Cut sequences, without special tokens, in two, unless `corpus.segments` is "one".
 
-    Args:
-        texts: Tokens of B sequences, without special tokens.
-        others: Tokens of the sequences from `draw_other_sequences`; read for "next" only.
-        sequence_ids: [B]. With `epochs` [B] and `seed` it decides the cut, whatever the batch.
-        epochs: [B] how often each was read before.
-        vocab: The tokenizer's ids.
-        segments: Value of `corpus.segments`, not "one".
-        seed: Seed of the run.
+    The `others`, from `draw_other_sequences`, are read for "next" only. Sequence and epoch [B]
+    decide the cut, with the seed, as they decide the masks.
 
     Returns:
         A and B of each sequence, B empty if it has one token; and [B] int64, 0 if B follows A, 1 if

@@ -34,15 +34,9 @@ def uniform(*key: ArrayLike) -> NDArray[np.float64]:
 
 
 def permute(index: ArrayLike, size: int, *key: int) -> NDArray[np.int64]:
-    """Apply a random permutation of range(size), in O(1) memory per index.
+    """Apply a random permutation of range(size) to indices of any shape, in O(1) memory for each.
 
-    Args:
-        index: Integers in [0, size), any shape.
-        size: Number of elements that are permuted.
-        *key: Integers that select the permutation, for example (seed, epoch).
-
-    Returns:
-        Images of `index` under the permutation, same shape.
+    The key selects the permutation, for example (seed, epoch).
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)

@@ -82,10 +82,9 @@ def save_tokenizer(pieces: list[str], folder: str | Path) -> None:
 
 
 def train_if_missing(corpus: CorpusSettings) -> str:
-    """Train the tokenizer on the training text if a size is given and the folder is missing.
+    """Return the folder, file or hub id of the tokenizer.
 
-    Returns:
-        Folder, file or hub id of the tokenizer.
+    It is trained on the training text if a size is given and the folder is missing.
 
     Raises:
         InputError: The size is missing or too small, the existing vocabulary is larger, or the name
@@ -114,11 +113,7 @@ def train_if_missing(corpus: CorpusSettings) -> str:
 
 
 def check_tokenizer_given(corpus: CorpusSettings) -> None:
-    """Check that a tokenizer is named, or the size of one to learn.
-
-    Raises:
-        InputError: Both are null.
-    """
+    """Check that a tokenizer is named, or the size of one to learn."""
     given = (corpus.tokenizer, corpus.vocabulary_size) != (None, None)
     rule = "must be given, or corpus.vocabulary_size to learn one"
     require(given, "corpus.tokenizer", rule, "null for both", "8192 is a small size")

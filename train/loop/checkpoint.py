@@ -129,9 +129,7 @@ class Checkpoints:
 
         The metadata is written last, so that a launch that cannot continue changes nothing. The
         model of a run that was finished earlier and now continues to `total` steps is removed.
-
-        Returns:
-            `step`, `data` and `RunLog.state` to continue from.
+        Returns `step`, `data` and `RunLog.state` to continue from.
 
         Raises:
             InputError: Text or vocabulary differ from those at the beginning of the run, the
@@ -349,10 +347,7 @@ def _find_damage(path: Path) -> str | None:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load a checkpoint into a model and its optimizer, sharded or not.
-
-    Returns:
-        The `state` it was saved with, and its `step`.
+    """Load a checkpoint into a model and its optimizer, and return its `state` and `step`.
 
     Raises:
         InputError: It belongs to another model.

@@ -17,7 +17,7 @@ from accelerate.utils import (
 )
 
 import roformer
-from train.settings import InputError
+from train.settings import InputError, require
 
 
 def launcher_pid() -> int | None:
@@ -84,11 +84,9 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
-    if accelerator.device.type == "mps":
-        raise InputError(
-            "launch must be for a CPU or CUDA, got mps, which has no float64; use "
-            "configs/accelerate/cpu.yaml"
-        )
+    usable, found = accelerator.device.type != "mps", "mps, which has no float64"
+    rule, remedy = "must be for a CPU or CUDA", "use configs/accelerate/cpu.yaml"
+    require(usable, "launch", rule, found, remedy)
     # cuDNN makes a plan for every new shape of a batch
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Inductor, on the softmax over the vocabulary

@@ -75,13 +75,12 @@ def fit_micro_batch(
 ) -> int:
     """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
 
-    `model` is what Accelerate has made of `language_model`.
-
-    Only divisors of `micro_batch` are tried, each at most half of the one before, because all
-    processes must compute the same number of micro-batches per step; the rest is accumulated. This
-    happens before the first step, because a process that runs out of memory later would leave the
-    others waiting. Losses stay the same, except with dropout, and with the random features of
-    FAVOR+, which are redrawn after a number of forward passes.
+    `model` is what Accelerate has made of `language_model`. Only divisors of `micro_batch` are
+    tried, each at most half of the one before, because all processes must compute the same number
+    of micro-batches per step; the rest is accumulated. This happens before the first step, because
+    a process that runs out of memory later would leave the others waiting. Losses stay the same,
+    except with dropout, and with the random features of FAVOR+, which are redrawn after a number of
+    forward passes.
 
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
@@ -143,9 +142,6 @@ def dry_run(
     """Print what a run would take, as JSON, and write nothing.
 
     Time and memory are measured on one micro-batch of each of its `stages`.
-
-    Raises:
-        InputError: There is no tokenizer and none would be trained.
     """
     language_model = _untrained_model(settings).to(accelerator.device)
     language_model.prefer_packed_rows(accelerator)

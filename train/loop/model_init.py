@@ -51,11 +51,7 @@ def build_config(
 
 
 def check_length(config: PreTrainedConfig, length: int, key: str) -> None:
-    """Check that the table of position embeddings, if a model has one, is as long as a sequence.
-
-    Raises:
-        InputError: It is shorter.
-    """
+    """Check that the table of position embeddings, if a model has one, is as long as a sequence."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
@@ -113,11 +109,7 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def load_config(folder: str, key: str) -> PreTrainedConfig:
-    """Load the configuration of a model from a folder or the hub.
-
-    Raises:
-        InputError: There is none; the message names `key`.
-    """
+    """Load the configuration of a model from a folder or the hub; errors name `key`."""
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -151,9 +143,6 @@ def build_model(
     """Build the model in float32 and training mode; weights missing in a checkpoint are random.
 
     With `require_all_weights` a checkpoint without, for example, a language-model head is refused.
-
-    Raises:
-        InputError: transformers cannot build or load it.
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}

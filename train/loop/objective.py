@@ -19,7 +19,7 @@ from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.loop.launch import compute_dtype
 from train.loop.model_init import build_config, build_model
-from train.settings import InputError, ModelSettings
+from train.settings import ModelSettings, require
 
 
 class LanguageModel(nn.Module):
@@ -36,21 +36,17 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, sentence_weight: float = 0.0) -> None:
         super().__init__()
-        if not hasattr(model, "cls"):
-            raise InputError(
-                "model.type must keep its language-model head under `cls`, as roformer and bert "
-                f"do, got {model.config.model_type!r}; use one of those"
-            )
+        kind = repr(model.config.model_type)
+        rule = "must keep its language-model head under `cls`, as roformer and bert do"
+        require(hasattr(model, "cls"), "model.type", rule, kind, "use one of those")
         self.model = model
         self.cross_entropy = CrossEntropy()
         self.sentence_weight = sentence_weight
         if sentence_weight:  # in checkpoints, not in the finished model
             self.sentence_head = nn.Linear(model.config.hidden_size, 2)
-        if self.packed and not isinstance(model, RoFormerPreTrainedModel):
-            raise InputError(
-                "model.attention must be an implementation that model.type knows, got "
-                f"{UNPADDED!r} for {model.config.model_type!r}; use sdpa or train a roformer"
-            )
+        known = not self.packed or isinstance(model, RoFormerPreTrainedModel)
+        rule, found = "must be an implementation that model.type knows", f"{UNPADDED!r} for {kind}"
+        require(known, "model.attention", rule, found, "use sdpa or train a roformer")
         head = getattr(model.cls, "predictions", None)
         if head is not None and getattr(head, "bias", None) is not None:
             # without tied weights this bias is unused, also in transformers' models
@@ -146,11 +142,7 @@ def build_language_model(
 
 
 def check_model(settings: ModelSettings, length: int) -> None:
-    """Check type, configuration, attention kernel and head by building the model without memory.
-
-    Raises:
-        InputError: The model cannot be built, or not for sequences of this length.
-    """
+    """Check type, configuration, attention kernel and head by building the model without memory."""
     config = build_config(settings, length)
     with torch.device("meta"):
         LanguageModel(build_model(dataclasses.replace(settings, init=None), config, seed=0))

@@ -135,11 +135,7 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
 
 
 def check_warmup(optim: OptimSettings, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run, whose stages have these steps.
-
-    Raises:
-        InputError: It is not.
-    """
+    """Check that the warm-up is shorter than the run, whose stages have these steps."""
     total = sum(steps or 0 for steps in stage_steps)
     rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
     fits = optim.hours is not None or optim.warmup_steps < total
@@ -181,10 +177,7 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self,
-        optimizer: AcceleratedOptimizer,
-        warn: Callable[[str], None],
-        checkpoints: Path,
+        self, optimizer: AcceleratedOptimizer, warn: Callable[[str], None], checkpoints: Path
     ) -> None:
         self.optimizer = optimizer
         self.warn = warn
@@ -195,11 +188,7 @@ class NonFiniteGuard:
         self.last_step: tuple[int, AsyncScalars] | None = None
 
     def optimizer_step(self, number: int, norm: Tensor) -> None:
-        """Update the weights unless the gradient norm is not finite.
-
-        Raises:
-            InputError: As `check_last_step`, for the step before.
-        """
+        """Check the step before, then update the weights unless the gradient norm is not finite."""
         self.check_last_step()
         skip = norm.isfinite().logical_not().float()
         if not self.scaled:

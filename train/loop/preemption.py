@@ -136,11 +136,9 @@ class PreemptionHandler:
         """Report progress to the watchdog.
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
-        the process prints its stack and exits, so that the launcher ends the other processes.
-
-        Args:
-            in_evaluation: Whether a batch of an evaluation follows, instead of a step.
-            is_new_stage: Whether a step of other lengths follows, for which there is no timeout.
+        the process prints its stack and exits, so that the launcher ends the other processes. The
+        first step of a stage, of other lengths, has no timeout. In an evaluation a batch follows
+        instead of a step.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:

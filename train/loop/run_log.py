@@ -66,13 +66,11 @@ class Clock:
     def time_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, adding the time spent waiting for each to `waited`."""
         iterator = iter(batches)
-        while True:
-            started = time.perf_counter()
-            batch = next(iterator, None)
-            if batch is None:
-                return
+        started = time.perf_counter()
+        for batch in iterator:
             self.waited += time.perf_counter() - started
             yield batch
+            started = time.perf_counter()
 
 
 class RunLog:
@@ -82,13 +80,8 @@ class RunLog:
     device, host values on the host. Micro-batches whose loss is not finite are left out of the
     mean loss and accuracy.
 
-    Args:
-        accelerator: Reduces over processes and feeds the tracker.
-        folder: The run's folder.
-        state: `step`, and `RunLog.state` at that step or `INITIAL_STATE`.
-        steps: Steps of the whole run; None when it ends by the clock.
-        config: The model's configuration.
-        peak_flops: Operations per second of one device.
+    The initial `state` is `step`, with `RunLog.state` at that step or `INITIAL_STATE`. `steps` is
+    None when the run ends by the clock; `peak_flops` is of one device.
     """
 
     def __init__(

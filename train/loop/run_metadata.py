@@ -53,13 +53,8 @@ def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | b
 def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
     """Compare settings and mixed precision with those the run in a folder began with.
 
-    The launcher decides the precision, which environment.json holds and not settings.yaml.
-
-    Returns:
-        The changed keys on which trained weights depend; empty for a new run.
-
-    Raises:
-        InputError: settings.yaml or environment.json cannot be read.
+    Returned are the changed keys on which trained weights depend, none for a new run. The launcher
+    decides the precision, which environment.json holds and not settings.yaml.
     """
     if not (folder / "settings.yaml").exists():
         return {}
@@ -101,12 +96,7 @@ def _read_mapping(file: Path, what: str) -> dict[str, Any]:
 
 
 def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
-    """Refuse to resume a run with other settings than it began with.
-
-    Raises:
-        InputError: A setting on which trained weights depend has changed, and `run.allow_drift`
-            is false.
-    """
+    """Check that no setting on which trained weights depend has changed, or that it may change."""
     for key, (begun, value) in changed_settings(folder, settings, precision).items():
         rule = f"must stay {begun!r} for the run in {folder}"
         fixed = key == "optim.name"  # another optimizer cannot read the state in a checkpoint
@@ -125,12 +115,16 @@ def write_metadata(
     """Write environment.json and settings.yaml if they are missing or settings have changed.
 
     Changes are printed, and kept as comments at the top of settings.yaml, because results of the
-    run belong to neither set of settings alone. The run continues from `step`.
+    run belong to neither set of settings alone. The run goes on from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
-    is_new, comments = not settings_file.exists(), ""
+    is_new, comments, environment = not settings_file.exists(), "", None
     if is_new or not environment_file.exists():
         environment = collect_environment(accelerator) | {"parameters": parameters}
+    elif "mixed_precision" in changed:
+        environment = _read_mapping(environment_file, "the environment")
+        environment["precision"] = accelerator.mixed_precision
+    if environment is not None:
         write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     if not is_new and not changed:
         return
@@ -142,9 +136,5 @@ def write_metadata(
         print(f"warning: {note}", flush=True)
         lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
-        if "mixed_precision" in changed:
-            environment = _read_mapping(environment_file, "the environment")
-            environment["precision"] = accelerator.mixed_precision
-            write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
     write_text_atomically(settings_file, text)
