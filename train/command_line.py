@@ -32,9 +32,9 @@ def run_command(
     default_config: str | None = None,
     examples: str = "",
 ) -> None:
-    """Parse the settings and run a command; an `InputError` is one line and exit code 2.
+    """Parse the settings, from `argv` or the command line, as `parse_settings`, and run a command.
 
-    Arguments as in `parse_settings`; the `default_config` is printed where it is read.
+    A `default_config` that is read is printed. An `InputError` is one line and exit code 2.
     """
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
@@ -99,22 +99,18 @@ def _names_config(flags: Sequence[str]) -> bool:
 
 def parse_settings(
     settings: type[SettingsT],
-    argv: Sequence[str] | None = None,
+    flags: Sequence[str],
     default_config: str | None = None,
     examples: str = "",
 ) -> SettingsT:
-    """Read YAML files and flags.
+    """Fill a frozen dataclass from YAML files and flags.
 
-    Args:
-        settings: The frozen dataclass to fill.
-        argv: Flags; None means the command line's.
-        default_config: YAML file read if no `--config` is given; `--help` then shows its values.
-        examples: Text at the beginning of `--help`.
+    The `default_config` is read if no `--config` is given; `--help`, which begins with the
+    `examples`, then shows its values.
 
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    flags = list(sys.argv[1:] if argv is None else argv)
     defaults = [] if default_config is None or _names_config(flags) else [default_config]
     types = dict(_field_types(settings))
     for flag, next_flag in zip(flags, [*flags[1:], ""]):
@@ -125,7 +121,7 @@ def parse_settings(
     try:
         return jsonargparse.auto_cli(
             settings,
-            args=flags,
+            args=list(flags),
             config_help="YAML file of settings; may be repeated.",
             parser_class=_StrictParser,
             as_positional=False,

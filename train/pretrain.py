@@ -168,15 +168,9 @@ def train(
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
     indices = np.arange(len(held_out))[: run.validation_sequences]
+    vocab = dataset.stages[0].batch_format.vocab
     validate = partial(
-        evaluate,
-        model,
-        held_out,
-        dataset.stages[0].batch_format.vocab,
-        accelerator,
-        batch_size=eval_rows,
-        indices=indices,
-        heartbeat=partial(preemption.heartbeat, in_evaluation=True),
+        evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, indices=indices
     )
     with (
         preemption,
@@ -208,7 +202,7 @@ def train(
                 log.report_training(done, step_rate, norm)
             if done % run.validate_every == 0 or finished:
                 with log.clock.paused():
-                    scores = validate()
+                    scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
                 log.report_validation(done, scores)
             last = finished or stopped
             # check_last_step also ends a run whose gradients stay non-finite
@@ -268,6 +262,7 @@ def build_dataset(
     accelerator: Accelerator,
 ) -> StagedDataset:
     """Build this process's micro-batches of all stages."""
+    processes, rank = accelerator.num_processes, accelerator.process_index
     parts = []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
@@ -286,12 +281,7 @@ def build_dataset(
             pad_predictions_to=limit if is_compiled(accelerator) else None,
         )
         dataset = StepDataset(
-            sequences,
-            batch_format,
-            optim.batch_size,
-            optim.micro_batch,
-            accelerator.num_processes,
-            accelerator.process_index,
+            sequences, batch_format, optim.batch_size, optim.micro_batch, processes, rank
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))
     return StagedDataset(parts)

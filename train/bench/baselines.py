@@ -68,17 +68,11 @@ IN_OUR_LOOP = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT)
 
 @dataclass(frozen=True)
 class Workload:
-    """Model size, batch and precision of a measured step.
+    """Model size (a key of `SIZES`), batch and precision of a measured step.
 
-    Attributes:
-        size: A key of `SIZES`.
-        batch: Sequences.
-        length: Tokens of the longest sequence.
-        bf16: bfloat16 instead of float32: autocast in training, weights in inference.
-        dropout: Probability after embeddings and projections, and of attention probabilities.
-        padded: Whether lengths differ, so that `PADDING_SHARE` of the rows is padding.
-        device: cpu or cuda.
-        compiled: Use torch.compile, except for transformers' RoFormer, which breaks graphs.
+    With `bf16`, training is under autocast, and inference has its weights in bfloat16. The lengths
+    of a padded batch differ, so that `PADDING_SHARE` of the rows is padding. transformers'
+    RoFormer, which breaks graphs, is never compiled.
     """
 
     size: str = "small"

@@ -202,17 +202,15 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
 
 
 def _read_txt(file: Path, key: str, column: str) -> Iterator[str]:
-    lines: list[str] = []
-    length = 0
+    text = ""
     for _, line in _read_lines(file, key):
-        if line.strip():
-            lines.append(line)
-            length += len(line)
-        if lines and (not line.strip() or length > MAX_PARAGRAPH):
-            yield "".join(lines)
-            lines, length = [], 0
-    if lines:
-        yield "".join(lines)
+        is_blank = not line.strip()
+        text += "" if is_blank else line
+        if text and (is_blank or len(text) > MAX_PARAGRAPH):
+            yield text
+            text = ""
+    if text:
+        yield text
 
 
 READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {

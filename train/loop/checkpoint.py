@@ -70,11 +70,9 @@ def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as stream:
         holder = _wait_for_lock(stream) if accelerator.is_main_process else ""
-        if any_process(bool(holder), accelerator):
-            found = f"{folder} in use by {holder or 'another process'}"
-            raise InputError(
-                f"run.folder must be free, got {found}; end it, or choose another run.name"
-            )
+        is_free = not any_process(bool(holder), accelerator)
+        found = f"{folder} in use by {holder or 'another process'}"
+        require(is_free, "run.folder", "must be free", found, "end it, or choose another run.name")
         yield
 
 
@@ -197,11 +195,9 @@ class Checkpoints:
 
 def _check_written(error: str, what: str, accelerator: Accelerator) -> None:
     """Raise an `InputError` on all processes if one has an error; a collective call."""
-    if any_process(bool(error), accelerator):
-        raise InputError(
-            f"run.folder must have room for {what}, got {error or 'none'}; make some, "
-            "the same command goes on"
-        )
+    is_written = not any_process(bool(error), accelerator)
+    rule, remedy = f"must have room for {what}", "make some, the same command goes on"
+    require(is_written, "run.folder", rule, error or "none", remedy)
 
 
 def save_model(

@@ -217,14 +217,11 @@ class NonFiniteGuard:
                     f"({self.skipped_in_a_row} in a row)"
                 )
             if failed:
-                self._fail(number)
+                newest = max(self.checkpoints.glob("step-*[0-9]"), default=None)
+                outcome = f"goes on from {newest}" if newest else "begins again"
+                raise InputError(
+                    f"optim must keep gradients finite, got {self.max_skipped} steps in a row, the "
+                    f"last {number + 1}, with infinite ones; the same command with a lower "
+                    f"optim.learning_rate and run.allow_drift true {outcome}"
+                )
         return self.skipped_in_a_row == 0 or self.scaled
-
-    def _fail(self, number: int) -> None:
-        newest = max(self.checkpoints.glob("step-*[0-9]"), default=None)
-        outcome = f"goes on from {newest}" if newest else "begins again"
-        raise InputError(
-            f"optim must keep gradients finite, got {self.max_skipped} steps in a row, the last "
-            f"{number + 1}, with infinite ones; the same command with a lower "
-            f"optim.learning_rate and run.allow_drift true {outcome}"
-        )
