@@ -209,10 +209,8 @@ def make_forward_step(name: str, workload: Workload, logits: bool = False) -> St
 
 def make_pretraining_step(name: str, workload: Workload) -> Step:
     """Return a function that trains a model for `TRAINER_STEPS` steps on masked tokens."""
-    tokenizer = make_tokenizer()
     rows = [{"input_ids": x} for x in random_batch(workload)["input_ids"].tolist()] * TRAINER_STEPS
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
-    return make_trainer(make_baseline(name, workload), rows, collator, tokenizer, workload).train
+    return make_trainer(make_baseline(name, workload), rows, workload, masked=True).train
 
 
 def make_classification_step(name: str, workload: Workload) -> Step:
@@ -228,17 +226,17 @@ def make_classification_step(name: str, workload: Workload) -> Step:
         for length in lengths
     ]
     model = classes.RoFormerForSequenceClassification(config)
-    return make_trainer(model, rows, None, make_tokenizer(), workload).train
+    return make_trainer(model, rows, workload, masked=False).train
 
 
 def make_trainer(
-    model: PreTrainedModel,
-    rows: list[dict[str, Any]],
-    collator: Any,
-    tokenizer: BertTokenizer,
-    workload: Workload,
+    model: PreTrainedModel, rows: list[dict[str, Any]], workload: Workload, masked: bool
 ) -> Trainer:
-    """Build a Trainer that saves and logs nothing; no collator means Trainer's own."""
+    """Build a Trainer that saves and logs nothing, with a collator that masks or its own."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = special + [f"w{n}" for n in range(VOCAB_SIZE - len(special))]
+    tokenizer = BertTokenizer(vocab={name: n for n, name in enumerate(names)})
+    masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         max_steps=TRAINER_STEPS,
@@ -250,18 +248,12 @@ def make_trainer(
         report_to=[],
         disable_tqdm=True,
     )
+    collator = masking if masked else None
     trainer = Trainer(
         model, arguments, data_collator=collator, train_dataset=rows, processing_class=tokenizer
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def make_tokenizer() -> BertTokenizer:
-    """Build a tokenizer of `VOCAB_SIZE` entries, for the ids of padding and masks."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    names = special + [f"w{n}" for n in range(VOCAB_SIZE - len(special))]
-    return BertTokenizer(vocab={name: n for n, name in enumerate(names)})
 
 
 STEPS: dict[str, Callable[[str, Workload], Step]] = {

@@ -27,8 +27,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LAUNCHER_DIED = "the launcher died"
 TIME_LIMIT = "run.max_hours"
 
-STOP_REASONS = (*(number.name for number in SIGNALS), LAUNCHER_DIED, TIME_LIMIT)
-EXIT_CODES = (*(128 + number for number in SIGNALS), 128 + signal.SIGHUP, 0)
+STOP_REASONS = {number.name: 128 + number for number in SIGNALS}
+STOP_REASONS |= {LAUNCHER_DIED: 128 + signal.SIGHUP, TIME_LIMIT: 0}
 """Exit code for each stop reason, by the shell's convention; a time limit is not a failure."""
 
 MIN_STALL_SECONDS = 25.0
@@ -179,6 +179,6 @@ class PreemptionHandler:
 
 def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerator) -> int:
     """Print the first of `STOP_REASONS` that any process has, and return its exit code."""
-    first = next(i for i, count in enumerate(stop_requests) if count)
-    accelerator.print(f"{STOP_REASONS[first]}: saved after step {step}; the same command goes on")
-    return EXIT_CODES[first]
+    reason = next(name for name, count in zip(STOP_REASONS, stop_requests) if count)
+    accelerator.print(f"{reason}: saved after step {step}; the same command goes on")
+    return STOP_REASONS[reason]
