@@ -97,14 +97,6 @@ class TokenStore:
     source_documents: tuple[int, ...]
     folder: Path
 
-    def totals(self) -> Counter[str]:
-        """Add up the counts in the manifests of all shards, by their names."""
-        counts: Counter[str] = Counter()
-        for shard in self.shards:
-            manifest = _read_manifest(shard)
-            counts.update({name: manifest[name] for name in COUNTS})
-        return counts
-
     def document_hashes(self) -> NDArray[np.uint64]:
         """Read a hash of the tokens of each document, [documents]."""
         hashes = [np.fromfile(shard / "hashes.bin", np.uint64) for shard in self.shards]
@@ -306,7 +298,10 @@ def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[s
 
 
 def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
-    counts, warning = store.totals(), f"warning: corpus.{part}"
+    warning, counts = f"warning: corpus.{part}", Counter[str]()
+    for shard in store.shards:
+        manifest = _read_manifest(shard)
+        counts.update({name: manifest[name] for name in COUNTS})
     documents, tokens = counts["documents"], counts["tokens"]
     yield f"{part}: {documents:,} documents, {tokens:,} tokens"
     unknown = counts["unknown"] / tokens

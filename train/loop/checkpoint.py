@@ -189,15 +189,14 @@ class Checkpoints:
                 prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        if last:
-            _check_written(error, "a checkpoint", self.accelerator)
+        _check_written(error, "a checkpoint", self.accelerator, is_needed=last)
 
 
-def _check_written(error: str, what: str, accelerator: Accelerator) -> None:
-    """Raise an `InputError` on all processes if one has an error; a collective call."""
+def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
+    """Refuse, on all processes, an error of one; a collective call, which waits for the disk."""
     is_written = not any_process(bool(error), accelerator)
     rule, remedy = f"must have room for {what}", "make some, the same command goes on"
-    require(is_written, "run.folder", rule, error or "none", remedy)
+    require(is_written or not is_needed, "run.folder", rule, error or "none", remedy)
 
 
 def save_model(
