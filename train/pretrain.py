@@ -21,16 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.data import vocabulary
-from train.data.batching import (
-    BatchFormat,
-    SequenceIndex,
-    StagedDataset,
-    StepDataset,
-    check_batch_size,
-    max_predictions,
-    stage_seed,
-)
+from train.data import batching, vocabulary
+from train.data.batching import SequenceIndex, StagedDataset
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
@@ -101,7 +93,7 @@ def main(settings: PretrainSettings) -> Path:
     for stage in stages:  # before any work on the text
         check_model(stage.model, stage.corpus.length)
         optim = stage.optim
-        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+        batching.check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
     # with sequences shorter than the longest, a budget of tokens takes more steps
     check_warmup(settings.optim, [count_steps(s.optim, s.corpus.length) for s in stages])
@@ -147,8 +139,7 @@ def train(
 ) -> int | None:
     """Train from the newest checkpoint, or from the beginning, until the end or a stop request.
 
-    Returns:
-        None when the run is finished, otherwise the exit code of the stop reason.
+    Returns the exit code of the stop reason, or None when the run is finished.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
     learning_rate = learning_rate_schedule(optim, total)
@@ -269,18 +260,18 @@ def build_dataset(
         special_tokens = 2 if corpus.segments == "one" else 3
         sequences = SequenceIndex(store, corpus.length, corpus.weights, special_tokens)
         mask_rate = None if language_model.causal else corpus.mask_rate
-        limit = max_predictions(optim.micro_batch * corpus.length, mask_rate)
-        batch_format = BatchFormat(
+        limit = batching.max_predictions(optim.micro_batch * corpus.length, mask_rate)
+        batch_format = batching.BatchFormat(
             Vocab.from_tokenizer(tokenizer),
             mask_rate,
-            stage_seed(stage.run.seed, number),
+            batching.stage_seed(stage.run.seed, number),
             corpus.whole_word,
             corpus.segments,
             language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
         )
-        dataset = StepDataset(
+        dataset = batching.StepDataset(
             sequences, batch_format, optim.batch_size, optim.micro_batch, processes, rank
         )
         parts.append((count_steps(optim, sequences.mean_length), dataset))

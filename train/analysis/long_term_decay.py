@@ -79,9 +79,7 @@ def decay_of_scores(query: Tensor, key: Tensor, distances: Floats, inv_freq: Ten
     """Mean score and mean absolute score over pairs at each distance, as cosines.
 
     Queries and keys [N, D] are not rotated, distances m - n are [n], and inv_freq theta_i [D/2].
-
-    Returns:
-        `mean` and `size` (absolute), [n] each, in [-1, 1]: scores divided by both norms.
+    Returns `mean` and `size` (absolute), [n] each, in [-1, 1]: scores divided by both norms.
     """
     unit_vectors = []
     for x in (query, key):

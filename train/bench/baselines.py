@@ -16,14 +16,6 @@ import torch
 import transformers
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers import (
-    BertTokenizer,
-    DataCollatorForLanguageModeling,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-)
 
 import roformer
 from roformer.configuration_rules import FEATURE_MAPS
@@ -101,10 +93,9 @@ class Workload:
 
 
 def random_batch(workload: Workload) -> dict[str, Tensor]:
-    """Draw tokens, `MASK_RATE` of them to be predicted; the same for every model of a comparison.
+    """Draw input_ids, attention_mask and labels, [B, L], the same for all models of a comparison.
 
-    Returns:
-        input_ids, attention_mask and labels, [B, L]; labels are -100 where nothing is predicted.
+    `MASK_RATE` of the tokens are to be predicted; the labels of the others are -100.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.length)
@@ -132,7 +123,7 @@ def loop_inputs(name: str, workload: Workload) -> dict[str, Any]:
     return send_to_device(inputs, workload.device)
 
 
-def make_baseline(name: str, workload: Workload) -> PreTrainedModel:
+def make_baseline(name: str, workload: Workload) -> transformers.PreTrainedModel:
     """Return a model with random weights and its fastest kernel that needs no further package."""
     layers, width, heads = SIZES[workload.size]
     shared = {
@@ -230,14 +221,17 @@ def make_classification_step(name: str, workload: Workload) -> Step:
 
 
 def make_trainer(
-    model: PreTrainedModel, rows: list[dict[str, Any]], workload: Workload, masked: bool
-) -> Trainer:
+    model: transformers.PreTrainedModel,
+    rows: list[dict[str, Any]],
+    workload: Workload,
+    masked: bool,
+) -> transformers.Trainer:
     """Build a Trainer that saves and logs nothing, with a collator that masks or its own."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     names = special + [f"w{n}" for n in range(VOCAB_SIZE - len(special))]
-    tokenizer = BertTokenizer(vocab={name: n for n, name in enumerate(names)})
-    masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
-    arguments = TrainingArguments(
+    tokenizer = transformers.BertTokenizer(vocab={name: n for n, name in enumerate(names)})
+    masking = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
+    arguments = transformers.TrainingArguments(
         output_dir=tempfile.gettempdir(),
         max_steps=TRAINER_STEPS,
         per_device_train_batch_size=workload.batch,
@@ -249,10 +243,10 @@ def make_trainer(
         disable_tqdm=True,
     )
     collator = masking if masked else None
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model, arguments, data_collator=collator, train_dataset=rows, processing_class=tokenizer
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
 

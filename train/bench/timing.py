@@ -52,12 +52,7 @@ class BenchSettings:
 
 
 class Benchmark:
-    """Times models and collects the rows of a table.
-
-    Attributes:
-        settings: What to measure.
-        rows: Rows so far; their keys are those of the JSON file.
-    """
+    """Times models and collects the `rows` of a table, with the keys of the JSON file."""
 
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings

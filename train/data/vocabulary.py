@@ -11,15 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
-from tokenizers import (
-    BertWordPieceTokenizer,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-)
 from transformers import (
     AutoTokenizer,
     BertTokenizer,
@@ -50,7 +43,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     Returns:
         Special tokens, then beginnings of words, then continuations (##), each sorted.
     """
-    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    tokenizer = tokenizers.BertWordPieceTokenizer(lowercase=True)
     normalize = tokenizer.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts():
@@ -140,13 +133,15 @@ def _may_be_hub_id(folder: str, cache: str) -> bool:
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """Create a tokenizer of the 256 bytes of UTF-8, after the special tokens."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     # no [SEP] at the end of a single text: a decoder continues a prompt
-    tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A",
         pair="[CLS] $A [SEP] $B:1",
         special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],

@@ -118,7 +118,8 @@ def write_metadata(
     run belong to neither set of settings alone. The run goes on from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
-    is_new, comments, environment = not settings_file.exists(), "", None
+    is_new, comments = not settings_file.exists(), ""
+    environment: dict[str, Any] | None = None
     if is_new or not environment_file.exists():
         environment = collect_environment(accelerator) | {"parameters": parameters}
     elif "mixed_precision" in changed:
