@@ -21,10 +21,9 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder, which is renamed to `target` at the end of the block.
 
     An existing `target` is kept: several processes or machines may write the same folder at once,
-    and the first to finish wins. After an error the temporary folder is deleted.
-
-    With `replace`, only for folders that no other process writes, an existing `target` is replaced,
-    and what killed processes have left of it is deleted.
+    and the first to finish wins. After an error the temporary folder is deleted. `replace`, for
+    folders that no other process writes, replaces `target`, and deletes what killed processes have
+    left of it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if replace:

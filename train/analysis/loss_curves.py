@@ -125,10 +125,7 @@ def summarize(models: Models, ends: Mapping[str, float]) -> list[Row]:
 
 
 def summary(values: Sequence[float] | Floats) -> Row | None:
-    """Mean, half width of its 95 % t interval (None for one value) and values; None if one is NaN.
-
-    Also None without values.
-    """
+    """Mean, half of its 95 % t interval (None for one value), values; None for NaN or nothing."""
     if len(values) == 0 or np.isnan(values).any():
         return None
     low, high = t_interval(values) if len(values) > 1 else (np.nan, np.nan)

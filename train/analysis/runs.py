@@ -40,10 +40,7 @@ Models = Mapping[str, Mapping[int, Run]]
 def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
     """Return the folders of runs or models by their name: `a` for runs/a and for runs/a/model.
 
-    Patterns are folders or globs, in the setting `key`; each folder counts once.
-
-    Raises:
-        InputError: Two have the same name.
+    Patterns are folders or globs, in the setting `key`. A folder counts once; names must differ.
     """
     folders: dict[str, str] = {}
     for folder in [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]:

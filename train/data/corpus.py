@@ -286,11 +286,7 @@ def _fingerprint(file: Path) -> list[Any]:
 
 
 def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
-    """Yield the size of each part, and warnings about its text, one a line.
-
-    Raises:
-        InputError: Much of the held-out text is also training text.
-    """
+    """Yield the size of each part, and warnings about its text; much shared text is refused."""
     for store in train:
         yield from _describe_store("train", store)
         yield from _check_disjoint(store, held_out)

@@ -50,11 +50,7 @@ class Vocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "Vocab":
-        """Read the ids of a tokenizer.
-
-        Raises:
-            InputError: It lacks a special token that masked language modelling needs.
-        """
+        """Read the ids of a tokenizer, which must have the tokens that masking needs."""
         names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
         ids = [getattr(tokenizer, name) for name in names]
         missing = [name for name, value in zip(names, ids) if value is None]

@@ -75,9 +75,7 @@ def save_tokenizer(pieces: list[str], folder: str | Path) -> None:
 
 
 def train_if_missing(corpus: CorpusSettings) -> str:
-    """Return the folder, file or hub id of the tokenizer.
-
-    It is trained on the training text if a size is given and the folder is missing.
+    """Return the tokenizer's folder, file or hub id; train a missing folder if a size is given.
 
     Raises:
         InputError: The size is missing or too small, the existing vocabulary is larger, or the name
@@ -151,11 +149,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
-    """Load a fast tokenizer: `bytes`, a folder, a vocab.txt or a hub id.
-
-    Raises:
-        InputError: There is no tokenizer, or it is a slow one.
-    """
+    """Load a fast tokenizer: `bytes`, a folder, a vocab.txt or a hub id; errors name `key`."""
     vocab_file = _find_vocab_file(Path(name))
     try:
         if name == BYTES:

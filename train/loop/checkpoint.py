@@ -62,10 +62,8 @@ def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock the run's folder for this launch; a collective call.
 
     The kernel unlocks it however the main process ends. fcntl's locks are not inherited by forked
-    data workers, which may outlive a killed process; flock's are.
-
-    Raises:
-        InputError: Another launch still holds the lock after `LOCK_TIMEOUT`.
+    data workers, which may outlive a killed process; flock's are. An `InputError` says that another
+    launch still holds the lock after `LOCK_TIMEOUT`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as stream:
@@ -307,10 +305,8 @@ def save(folder: Path, step: int, training_state: TrainingState, state: dict[str
 def latest(folder: Path) -> Path | None:
     """Return the newest intact checkpoint, or None if there is none.
 
-    Damaged checkpoints newer than it are renamed to `damaged-step-N`, with a warning.
-
-    Raises:
-        InputError: All checkpoints are damaged.
+    Damaged checkpoints newer than it are renamed to `damaged-step-N`, with a warning. An
+    `InputError` says that all are damaged.
     """
     damaged: list[tuple[Path, str]] = []
     for path in sorted((folder / "checkpoints").glob("step-*[0-9]"), reverse=True):

@@ -20,8 +20,6 @@ from train.command_line import progress_interval
 from train.environment import peak_memory
 from train.loop.flops import step_flops
 
-Batch = dict[str, Any]
-
 SPIKE = 1.0
 """Rise of the loss in nats, from one report to the next, that causes a warning."""
 
@@ -78,10 +76,8 @@ class RunLog:
 
     Between two reports nothing synchronises with the device: device values are summed on the
     device, host values on the host. Micro-batches whose loss is not finite are left out of the
-    mean loss and accuracy.
-
-    The initial `state` is `step`, with `RunLog.state` at that step or `INITIAL_STATE`. `steps` is
-    None when the run ends by the clock; `peak_flops` is of one device.
+    mean loss and accuracy. The initial `state` is `step`, with `RunLog.state` at that step or
+    `INITIAL_STATE`. `steps` is None when the run ends by the clock; `peak_flops` is of one device.
     """
 
     def __init__(
@@ -132,7 +128,7 @@ class RunLog:
             "unreported": [self.clock.training_seconds, self.clock.waited],
         }
 
-    def add(self, loss: Tensor, correct: Tensor, batch: Batch) -> None:
+    def add(self, loss: Tensor, correct: Tensor, batch: dict[str, Any]) -> None:
         """Add a micro-batch of this process, on the host, with its results on the device.
 
         The sum of the cross-entropies and the number of correct predictions are scalars.

@@ -6,6 +6,7 @@ machine and git commit.
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,16 @@ def settings_dict(settings: Any) -> dict[str, Any]:
 
 def flat_settings(settings: PretrainSettings) -> dict[str, int | float | str | bool]:
     """Return the settings by flag name for a tracker: lists as JSON, without null values."""
-    flat: dict[str, int | float | str | bool] = {}
+    return dict(_flatten(settings_dict(settings)))
 
-    def add(name: str, value: Any) -> None:
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
         if isinstance(value, dict):
-            for key, inner in value.items():
-                add(f"{name}.{key}".removeprefix("."), inner)
+            yield from _flatten(value, f"{prefix}{key}.")
         elif value is not None:
-            flat[name] = value if isinstance(value, int | float | str) else json.dumps(value)
-
-    add("", settings_dict(settings))
-    return flat
+            is_scalar = isinstance(value, int | float | str)
+            yield f"{prefix}{key}", value if is_scalar else json.dumps(value)
 
 
 def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
