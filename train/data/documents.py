@@ -39,7 +39,7 @@ def source_names(corpus: HeldOutSettings, part: str) -> list[str]:
 
 
 def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
-    """Return the data files of each name of "train" or "validation"; a hub data set is one."""
+    """Return the sorted data files of each name of a part; a hub data set is one source."""
     if part == "validation" and corpus.held_out_share:
         part = "train"
     key, names = f"corpus.{part}", source_names(corpus, part)

@@ -38,7 +38,7 @@ def split_segments(
     segments: str,
     seed: int,
 ) -> tuple[list[tuple[Tokens, Tokens]], Indices]:
-    """Cut sequences, without special tokens, in two, unless `corpus.segments` is "one".
+    """Cut texts, the tokens of sequences without special ones, in two.
 
     The `others`, from `draw_other_sequences`, are read for "next" only. Sequence and epoch [B]
     decide the cut, with the seed, as they decide the masks.
