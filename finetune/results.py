@@ -28,11 +28,19 @@ from scipy.special import softmax
 from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
 
-RECIPE_FIELDS = (
-    "learning_rate", "epochs", "batch_size", "length", "schedule", "warmup_share", "weight_decay",
-    "clip_norm", "pooling", "pair_encoding",
-)  # fmt: skip
-"""Fields that a protocol fixes for all its models, tasks and seeds."""
+RECIPE_FIELDS = {
+    "learning_rate": "rate {:g}",
+    "epochs": "{:g} epochs",
+    "batch_size": "batch {:g}",
+    "length": "length {:g}",
+    "schedule": "{} schedule",
+    "warmup_share": "warm-up {:g}",
+    "weight_decay": "decay {:g}",
+    "clip_norm": "clipped at {:g}",
+    "pooling": "{} pooling",
+    "pair_encoding": "{} encoding of pairs",
+}
+"""Fields that a protocol fixes for all its models, tasks and seeds, as tables print them."""
 
 RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
 """What records mean that were made before these fields; a run's name has other values only."""

@@ -20,6 +20,15 @@ HUB_DATA = "nyu-mll/glue"
 """Hub id of GLUE."""
 CLASS_METRICS = ("accuracy", "macro_f1", "f1", "matthews")
 VALUE_METRICS = ("spearman", "pearson")
+METRIC_NAMES = {
+    "accuracy": ("accuracy", "accuracy"),
+    "macro_f1": ("f1", "macro F1"),
+    "f1": ("f1", "F1"),
+    "matthews": ("matthews_correlation", "Matthews correlation"),
+    "spearman": ("spearmanr", "Spearman correlation"),
+    "pearson": ("pearsonr", "Pearson correlation"),
+}
+"""Metric -> its name on the hub and in print."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from finetune.results import RECIPE_FIELDS, run_name
 from finetune.shared_head import ENCODER, HEAD_FILES
-from finetune.tasks import HUB_DATA, TASKS, recorded_task
+from finetune.tasks import HUB_DATA, METRIC_NAMES, TASKS, recorded_task
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.settings import InputError, require
 
@@ -31,16 +31,6 @@ MODEL_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", ENCODER, *HEAD_FILES,
 )  # fmt: skip
 """Names of the files of a saved model; a folder with any other file is never replaced."""
-
-METRICS = {
-    "accuracy": ("accuracy", "accuracy"),
-    "f1": ("f1", "F1"),
-    "macro_f1": ("f1", "macro F1"),
-    "matthews": ("matthews_correlation", "Matthews correlation"),
-    "pearson": ("pearsonr", "Pearson correlation"),
-    "spearman": ("spearmanr", "Spearman correlation"),
-}
-"""Our metric -> its name on the hub and in print."""
 
 
 def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) -> None:
@@ -130,7 +120,7 @@ def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
         run=result,
         task=task,
         answers=answers or value,
-        metrics={name: METRICS[name][1] for name in task.metrics},
+        metrics={name: METRIC_NAMES[name][1] for name in task.metrics},
         model_type=model_type,
         example=EXAMPLE,
         facts=facts | result["versions"],
@@ -152,7 +142,7 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
         base_model=result["model"] if _is_on_hub(result) else None,
         datasets=[HUB_DATA] if official else None,
         tags=[*tags, "glue"] if official else tags,
-        metrics=[METRICS[name][0] for name in recorded_task(result).metrics],
+        metrics=[METRIC_NAMES[name][0] for name in recorded_task(result).metrics],
         model_name=_title(result),
         eval_results=[
             EvalResult(
@@ -161,9 +151,9 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
                 dataset_name=f"glue/{result['task']}" if official else result["label"],
                 dataset_config=result["task"] if official else None,
                 dataset_split=split,
-                metric_type=METRICS[name][0],
+                metric_type=METRIC_NAMES[name][0],
                 metric_value=value,
-                metric_name=f"{METRICS[name][1]}, development set",
+                metric_name=f"{METRIC_NAMES[name][1]}, development set",
             )
             for split, values in result["metrics"].items()
             for name, value in values.items()

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, run_name
-from finetune.tasks import TASKS, Task, recorded_task
+from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
 from train.atomic_dir import model_name, split_seed
 
 Result = dict[str, Any]
@@ -28,25 +28,6 @@ GROUPS = {
     "unplaced": "tasks of which every run failed",
 }
 GLUE_TASKS = {name for name, task in TASKS.items() if task.official and "train" in task.splits}
-METRIC_NAMES = {
-    "f1": "F1",
-    "macro_f1": "macro F1",
-    "matthews": "Matthews",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-}
-RECIPE_TEXT = {
-    "learning_rate": "rate {:g}",
-    "epochs": "{:g} epochs",
-    "batch_size": "batch {:g}",
-    "length": "length {:g}",
-    "schedule": "{} schedule",
-    "warmup_share": "warm-up {:g}",
-    "weight_decay": "decay {:g}",
-    "clip_norm": "clipped at {:g}",
-    "pooling": "{} pooling",
-    "pair_encoding": "{} encoding of pairs",
-}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 CONTROLS = {
     "random": "random weights",
@@ -157,7 +138,8 @@ def seed_scores(runs: pd.DataFrame) -> dict[int, float]:
 
 def task_title(task: Task, name: str = "") -> str:
     """Title of a task's column: its name, or the one given, and its headline metric."""
-    return f"{name or task.title}, {METRIC_NAMES.get(task.headline, task.headline)}"
+    metric = METRIC_NAMES[task.headline][1].removesuffix(" correlation")
+    return f"{name or task.title}, {metric}"
 
 
 def shorten_names(models: Iterable[str]) -> dict[str, str]:
@@ -356,7 +338,7 @@ def _majority(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _recipe_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
-    return _join(*(RECIPE_TEXT[field].format(run[field]) for field in fields))
+    return _join(*(RECIPE_FIELDS[field].format(run[field]) for field in fields))
 
 
 def _join(*texts: str) -> str:
