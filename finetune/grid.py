@@ -29,7 +29,7 @@ from finetune.results import (
     append_result,
     hash_differs,
     prediction_file,
-    read_results,
+    read_finished,
     run_key,
     run_lock,
     run_name,
@@ -98,11 +98,7 @@ def print_outcome(run: GlueSettings, line: Line | None, count: str, seconds: flo
 
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
-    """List all combinations; all models meet a task before the next task.
-
-    Raises:
-        InputError: The settings of a run are invalid.
-    """
+    """List all combinations; all models meet a task before the next task."""
     recipe = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
     rates = settings.learning_rates or [settings.learning_rate]
     controls = (False, True) if settings.random_control else (False,)
@@ -131,13 +127,6 @@ def mnli_folder(run: GlueSettings) -> str:
     return str(Path(run.output).parent / "mnli" / run_name(asdict(mnli_run(run))))
 
 
-def read_finished(output: str) -> Finished:
-    """Read the lines of all runs that did not fail."""
-    if not Path(output).is_file():
-        return {}
-    return {run_key(line): line for line in read_results(output) if line["status"] != "failed"}
-
-
 def is_finished(run: GlueSettings, finished: Finished) -> bool:
     """Whether a run has its line, for its current inputs, and all files that are asked for."""
     line = finished.get(run_key(asdict(run)))
@@ -157,11 +146,7 @@ def has_changed(run: GlueSettings, finished: Finished) -> bool:
 
 
 def check_precision(runs: list[GlueSettings], finished: Finished) -> None:
-    """Refuse to continue in another precision, which would mix precisions in one table.
-
-    Raises:
-        InputError: A finished run was made in another precision than this launch's.
-    """
+    """Refuse to continue in another precision, which would mix precisions in one table."""
     precision = launch_precision()
     for run in runs:
         earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
@@ -176,11 +161,7 @@ def launch_precision() -> str:
 
 
 def check_runs(runs: list[GlueSettings]) -> None:
-    """Load every model and every task's data, and send a batch through each model.
-
-    Raises:
-        InputError: One of them cannot be used.
-    """
+    """Load every model and every task's data, and send a batch through each model."""
     unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
     for run in unique.values():
         task = load_task(run.task)

@@ -122,13 +122,9 @@ def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) 
 def write_answers(
     file: Path, texts: Mapping[str, list[str]], names: Sequence[str] | None, logits: NDArray
 ) -> None:
-    """Write texts and predictions as .csv, in the order of the rows.
+    """Write N rows of texts and predictions as .csv; `names` of classes are None for a regression.
 
-    Args:
-        file: The file.
-        texts: Column -> N strings.
-        names: Of the classes; None for a regression.
-        logits: [N, num_labels].
+    Logits are [N, num_labels].
     """
     columns: dict[str, Any] = dict(texts)
     if names is None:
@@ -165,11 +161,7 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
 def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
     """Make the lock that keeps two processes from making the same run.
 
-    The kernel releases it when its process ends, however it ends.
-
-    Args:
-        results: The results file; its folder is created.
-        values: Settings of the run.
+    It lies beside the results. The kernel releases it when its process ends, however it ends.
     """
     folder = Path(results).parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,3 +220,9 @@ def read_results(path: str) -> list[dict[str, Any]]:
     if torn:
         print(f"warning: {path} is torn at line {', '.join(torn)}; ignored", file=sys.stderr)
     return list(results.values())
+
+
+def read_finished(path: str) -> dict[tuple, dict[str, Any]]:
+    """Read the lines of all runs that did not fail, by their key; none if there is no file yet."""
+    results = read_results(path) if Path(path).is_file() else []
+    return {run_key(line): line for line in results if line["status"] != "failed"}

@@ -12,7 +12,6 @@ training split with scikit-learn's defaults; nothing is selected. The grid makes
 import shlex
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from finetune.results import (
     append_result,
     hash_differs,
     prediction_file,
-    read_results,
+    read_finished,
     run_key,
     write_predictions,
 )
@@ -66,23 +65,17 @@ class SimpleFeaturesSettings:
 
 
 def score_tasks(settings: SimpleFeaturesSettings) -> None:
-    """Score each task that has no record for the data as they are.
-
-    Raises:
-        InputError: The data are missing or do not match the task.
-    """
+    """Score each task that has no record for the data as they are."""
     for name in settings.tasks:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
         task = load_task(name)
         data = hash_task_files(task, settings.glue_dir)
-        records = read_results(settings.output) if Path(settings.output).is_file() else []
-        found = [record for record in records if run_key(record) == run_key(key)]
-        wants_test = settings.test and task.test is not None
-        if wants_test:
-            files = (prediction_file(settings.output, record, "test") for record in found)
-            found = [record for record, file in zip(found, files) if file.exists()]
-        if all(hash_differs(data, record, "data") for record in found):
+        earlier = read_finished(settings.output).get(run_key(key))
+        is_current = earlier is not None and not hash_differs(data, earlier, "data")
+        if settings.test and task.test is not None:
+            is_current &= prediction_file(settings.output, key, "test").exists()
+        if not is_current:
             record = score_task(task, settings, {**key, "weights": None, "data": data})
             print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
 
