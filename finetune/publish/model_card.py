@@ -36,11 +36,7 @@ MODEL_FILES = (
 def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) -> None:
     """Write model, tokenizer and card, completely or not at all; an earlier save is replaced.
 
-    Args:
-        folder: Folder to make.
-        model: The fine-tuned model, with label names in its configuration.
-        tokenizer: Its tokenizer.
-        result: The run's line in results.jsonl, with scores.
+    `result` is the run's line in results.jsonl, with scores.
 
     Raises:
         InputError: The folder holds something else, or cannot be written.
@@ -83,13 +79,7 @@ def check_save_folder(folder: str) -> None:
 
 
 def render_card(template: str, data: ModelCardData, **values: Any) -> ModelCard:
-    """Render a model card.
-
-    Args:
-        template: File in templates/.
-        data: The metadata for the hub.
-        values: What the template shows.
-    """
+    """Render a model card: the metadata for the hub, then a file of templates/ with its values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -101,12 +91,7 @@ def render_card(template: str, data: ModelCardData, **values: Any) -> ModelCard:
 
 
 def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
-    """The card of a fine-tuned model.
-
-    Args:
-        result: The run's line in results.jsonl.
-        model_type: As in the saved config.json; it may differ from that of the line.
-    """
+    """The card of a run; `model_type` is that of the saved config.json, which may be another."""
     task = recorded_task(result)
     facts = {name: result[name] for name in ("seed", *RECIPE_FIELDS)}
     facts |= {name: result[name] for name in ("precision", "device", "processes", "seconds")}

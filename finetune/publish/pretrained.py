@@ -56,8 +56,8 @@ def main(settings: PublishSettings) -> Path:
     run = Path(settings.run)
     needed = ("model/tokenizer_config.json", "settings.yaml", "environment.json", "log.jsonl")
     missing = [name for name in needed if not (run / name).is_file()]
-    rule, found = "must be the folder of a finished run", f"{run} without {missing}"
-    require(not missing, "run", rule, found, "let it end")
+    rule = "must be the folder of a finished run"
+    require(not missing, "run", rule, f"{run} without {missing}", "let it end")
     config = AutoConfig.from_pretrained(run / "model")
     model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
@@ -78,12 +78,8 @@ def pretrained_card(
 ) -> ModelCard:
     """The card of a pretrained model.
 
-    Args:
-        settings: Text, licence, and the run's folder.
-        config: The saved config.json. A run started from another model takes over fields that its
-            settings do not contain.
-        parameters: Number of parameters.
-        mask_token: The tokenizer's.
+    `config` is the saved config.json: a run started from another model takes over fields that its
+    settings do not contain.
     """
     folder = Path(settings.run)
     trained = yaml.safe_load((folder / "settings.yaml").read_text())

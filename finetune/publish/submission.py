@@ -39,13 +39,9 @@ HEADER = "index\tprediction"
 
 @dataclass(frozen=True)
 class ServerFile:
-    """One file of the zip.
+    """One file of the zip, and the task and split of the predictions in it.
 
-    Attributes:
-        name: As the server expects it.
-        task: Task whose runs predict it.
-        split: Name of those predictions.
-        labels: The server's names of the classes, in the order of their ids; None for a value.
+    `labels` are the server's names of the classes in the order of their ids; None for a value.
     """
 
     name: str
@@ -160,21 +156,18 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
         and x["settings"]["test"]
         and (x["mnli"] is not None or not hash_differs(weights, x, "weights"))
     ]
-    usable.sort(key=lambda x: (-x["headline"], run_name(x)))  # the same order for equal scores
 
-    def predicted(task: str, splits: set[str]) -> list[Result]:
-        def is_complete(run: Result) -> bool:
-            return all(prediction_file(settings.results, run, x).is_file() for x in splits)
+    def is_predicted(run: Result, split: str) -> bool:
+        return prediction_file(settings.results, run, split).is_file()
 
-        return [run for run in usable if run["task"] == task and is_complete(run)]
-
+    # data without AX still give the files of MNLI; names are for equal scores
+    usable.sort(key=lambda x: (not is_predicted(x, "ax"), -x["headline"], run_name(x)))
     runs: dict[ServerFile, Result | None] = {}
     for file in FILES:
-        splits = {other.split for other in FILES if other.task == file.task}
-        # data without AX still give the files of MNLI
-        found = predicted(file.task, splits) or predicted(file.task, splits - {"ax"})
-        has_file = found and prediction_file(settings.results, found[0], file.split).is_file()
-        runs[file] = found[0] if has_file else None
+        splits = {x.split for x in FILES if x.task == file.task} - {"ax"}
+        of_task = (run for run in usable if run["task"] == file.task)
+        best = next((x for x in of_task if all(is_predicted(x, split) for split in splits)), None)
+        runs[file] = best if best and is_predicted(best, file.split) else None
     return runs
 
 
