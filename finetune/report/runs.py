@@ -29,6 +29,11 @@ GROUPS = {
 }
 GLUE_TASKS = {name for name, task in TASKS.items() if task.official and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
+RECORDED_COLUMNS = [
+    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "data",
+    "precision",
+]  # fmt: skip
+"""Fields of a line of the results that are columns of a group's runs; some lines lack some."""
 CONTROLS = {
     "random": "random weights",
     "features": "simple features",
@@ -45,17 +50,25 @@ class TaskGroup:
         name: Key of `GROUPS`.
         titles: Label of a task -> title of its column.
         runs: One row for each run of each configuration, configurations in the order of the table.
-            Beside the fields of `RUN_KEY` it has the columns `label`, `model_type`, `status`,
-            `collapsed`, `parameters`, `metrics` and
+            The rows of best rates and of the majority class repeat runs. Beside
+            `RECORDED_COLUMNS` and `metrics` it has the columns
 
-            - `result`: the run's line in results.jsonl; `run_id`: its last ten characters of name
-            - `kind`: `model`, or a key of `CONTROLS`
+            - `result`: the run's line; `run_id`: the last ten characters of the run's name
+            - `group`: key of `GROUPS`; `kind`: `model`, or a key of `CONTROLS`
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
-            - `configuration`: unique name of the row
-            - `protocol`: the part of it that says how the model was fine-tuned
-            - `best_of`: number of rates of which this is the best; empty for a single rate
             - `score`: headline metric, mean over validation splits; NaN without a score
             - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
+            - `task_order`, `tasks_less`: for sorting rows
+            - `best_of`: number of rates of which this is the best; empty for a single rate
+
+            and texts, which are empty where there is nothing to tell apart:
+
+            - `model_text`: model, tokenizer if it is not the model's own, random weights
+            - `origin`: other initial weights, data or precision; `data_origin`: the last two of it
+            - `rate_text`: the learning rate; `recipe_text`: other fields of the recipe
+            - `protocol`: origin, rate and recipe: how the model was fine-tuned
+            - `configuration`: model and protocol, the unique name of the row
+            - `family`: the configuration without its rate; empty for majority and features
     """
 
     name: str
@@ -94,9 +107,9 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
     if not complete:
         return []
     runs = _labelled_runs(complete)
-    runs["origin"], runs["data_origin"] = _origins(runs)
-    groups = {name: runs[runs["group"] == name].reset_index(drop=True) for name in GROUPS}
-    return [_task_group(name, found) for name, found in groups.items() if len(found)]
+    runs = runs.join(_origins(runs[runs["kind"] != "features"]))
+    groups = dict(iter(runs.groupby("group")))
+    return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
 
 
 def is_complete(result: Result) -> bool:
@@ -113,11 +126,7 @@ def is_complete(result: Result) -> bool:
 
 
 def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int, float]] | None:
-    """Average tasks as GLUE does: the metrics of a task first, then the tasks.
-
-    Args:
-        runs: Runs of one configuration.
-        labels: Tasks to average over.
+    """Average the tasks of a configuration as GLUE does: the metrics of a task first.
 
     Returns:
         Mean over tasks of the means over seeds; and seed -> mean over tasks, for seeds with a score
@@ -159,45 +168,35 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     A run that failed early has neither label nor model type: it takes those of other runs of its
     task on the same data, and of its model.
     """
-    labelled = [result for result in results if "label" in result]
-    types = {result["model"]: result["model_type"] for result in labelled}
-    names = shorten_names(dict.fromkeys(x["model"] for x in results))
-    places = {(x["task"], x["glue_dir"]): (_group(x), x["label"]) for x in labelled}
-    rows: list[dict[str, Any]] = []
-    for result in results:
-        task, model = recorded_task(result), result["model"]
-        if "label" in result:
-            place = _group(result), result["label"]
-        else:
-            unknown = "unplaced" if task.official else _group(result), task.name
-            place = places.get((result["task"], result["glue_dir"]), unknown)
-        row = {name: result.get(name) for name in (*RUN_KEY, "weights", "data", "precision")}
-        row |= {
-            "group": place[0],
-            "label": place[1],
-            "status": result["status"],
-            "best_of": "",
-            "kind": "random" if result["random_weights"] else "model",
-            "model_type": types.get(model, "unknown type"),
-            "short_name": names[model],
-            "base_name": split_seed(model_name(model))[0],
-            "pretraining_seed": split_seed(names[model])[1],
-            "collapsed": result.get("collapsed", False),
-            "parameters": result.get("parameters", np.nan),
-            "result": result,
-            "run_id": run_name(result)[-10:],
-        }
-        row |= {"kind": "features"} if model == SIMPLE_FEATURES else {}
-        rows.append(row | _scores(task, result.get("metrics")))
-    order = list(dict.fromkeys([*TASKS, *(result["task"] for result in results)]))
-    rows.sort(key=lambda row: (order.index(row["task"]), row["label"], row["seed"]))
-    return pd.DataFrame(rows).fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub"})
+    names = shorten_names(dict.fromkeys(result["model"] for result in results))
+    scores = [_scores(recorded_task(result), result.get("metrics")) for result in results]
+    runs = pd.DataFrame(results).reindex(columns=RECORDED_COLUMNS).join(pd.DataFrame(scores))
+    runs["result"] = results
+    runs["run_id"] = [run_name(result)[-10:] for result in results]
+    runs["kind"] = runs["random_weights"].map({True: "random", False: "model"})
+    runs.loc[runs["model"] == SIMPLE_FEATURES, "kind"] = "features"
+    runs["best_of"] = ""
+    runs["short_name"] = runs["model"].map(names)
+    runs["base_name"] = [split_seed(model_name(model))[0] for model in runs["model"]]
+    runs["pretraining_seed"] = [split_seed(name)[1] for name in runs["short_name"]]
+    runs["group"] = [_group(result) for result in results]
+    runs = runs.fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub", "collapsed": False})
+    types = runs.groupby("model")["model_type"].transform("last")
+    runs["model_type"] = types.fillna("unknown type")
+    known = runs.groupby(["task", "glue_dir"])[["group", "label"]].transform("last")
+    runs["group"] = runs["group"].fillna(known["group"]).fillna("unplaced")
+    task_names = pd.Series([recorded_task(result).name for result in results])
+    runs["label"] = runs["label"].fillna(known["label"]).fillna(task_names)
+    order = list(dict.fromkeys([*TASKS, *runs["task"]]))
+    runs["task_order"] = runs["task"].map(order.index)
+    return runs.sort_values(["task_order", "label", "seed"], kind="stable", ignore_index=True)
 
 
-def _group(result: Result) -> str:
+def _group(result: Result) -> str | None:
+    """Key of `GROUPS`; None for a GLUE task whose rows were not counted."""
     if not recorded_task(result).official:
         return "demo" if result["task"] in TASKS else "own"
-    return "official" if result["official"] else "reduced"
+    return {True: "official", False: "reduced"}.get(result.get("official"))
 
 
 def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> dict[str, Any]:
@@ -210,14 +209,12 @@ def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> di
     return scores
 
 
-def _origins(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Texts that tell apart runs with other initial weights, data or precision; mostly empty.
+def _origins(networks: pd.DataFrame) -> pd.DataFrame:
+    """Make `origin`, and `data_origin` for the controls, which have no initial weights.
 
-    The second one leaves out the initial weights, which random weights do not depend on. Folders
-    change between runs: results of the weights or data that a folder held before are not further
-    seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
+    Folders change between runs: results of the weights or data that a folder held before are not
+    further seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
     """
-    networks = runs[runs["kind"] != "features"]
     labels = networks.loc[networks["task"] == "mnli", "label"].unique()
     mnli = labels[0].replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
     is_start = networks["mnli"] != ""
@@ -226,36 +223,37 @@ def _origins(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
         start=networks["seed"].where(is_start, -1),
         data=networks["data"].where(is_hashed, networks["glue_dir"]),
     )
-    texts = [is_start.map({True: f"started from {mnli}", False: ""})]
-    shared_by = {
-        "weights": ["model", "random_weights", "start"],
-        "data": ["label"],
-        "precision": ["group"],
-    }
-    for name, keys in shared_by.items():
-        varies = networks.groupby(keys)[name].transform("nunique") > 1
-        texts.append((f"{name} " + networks[name]).where(varies, "").fillna(""))
-    table = pd.concat(texts, axis=1).reindex(runs.index, fill_value="").to_numpy()
-    return [_join(*row) for row in table], [_join(*row[2:]) for row in table]
+
+    def differing(name: str, *keys: str) -> pd.Series:
+        varies = networks.groupby(list(keys))[name].transform("nunique") > 1
+        texts = networks[name].map(f"{name} {{}}".format, na_action="ignore")
+        return texts.where(varies, "").fillna("")
+
+    start = is_start.map({True: f"started from {mnli}", False: ""})
+    weights = differing("weights", "model", "random_weights", "start")
+    data = differing("data", "label"), differing("precision", "group")
+    origin = list(map(_join, start, weights, *data))
+    columns = {"origin": origin, "data_origin": list(map(_join, *data))}
+    return pd.DataFrame(columns, index=networks.index)
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     """Name the configurations of a group; add the best of several rates and the majority class."""
     is_fixed = runs["kind"] == "features"
-    networks = runs[~is_fixed].copy()
-    by_task = _fields_by_task(networks)
-    identity = [field for field in RECIPE_FIELDS if field not in by_task]
-    varying = [field for field in identity if networks[field].nunique() > 1]
-    titles, majority = _titles(runs, by_task), _majority(runs)
-    fixed = pd.concat([runs[is_fixed].drop_duplicates("label", keep="last"), majority])
+    features, majority = runs[is_fixed].drop_duplicates("label", keep="last"), _majority(runs)
+    fixed = pd.concat([features, majority])
     fixed = fixed.assign(protocol="", family="", configuration=fixed["kind"].map(CONTROLS))
-    if networks.empty:
+    runs = runs[~is_fixed].copy()
+    by_task = _fields_by_task(runs)
+    titles = _titles(pd.concat([runs, features]), by_task)
+    if runs.empty:
         return TaskGroup(name, titles, fixed)
-    runs = networks
+    identity = [field for field in RECIPE_FIELDS if field not in by_task]
+    varying = [field for field in identity if runs[field].nunique() > 1]
     rate = [field for field in varying if field == "learning_rate"]
     rest = [field for field in varying if field != "learning_rate"]
-    runs["rate_text"] = [_recipe_text(run, rate) for run in runs.to_dict("records")]
-    runs["recipe_text"] = [_recipe_text(run, rest) for run in runs.to_dict("records")]
+    for column, fields in {"rate_text": rate, "recipe_text": rest}.items():
+        runs[column] = [_recipe_text(run, fields) for run in runs.to_dict("records")]
     runs["model_text"] = _model_texts(runs)
     runs["family"] = list(map(_join, runs["model_text"], runs["origin"], runs["recipe_text"]))
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
@@ -299,9 +297,11 @@ def _fields_by_task(runs: pd.DataFrame) -> list[str]:
 
 
 def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
-    """Label -> title, headline metric and the values `by_task` that are not the most common."""
-    is_fixed = runs["kind"] == "features"  # these have no recipe
-    tasks = pd.concat([runs[~is_fixed], runs[is_fixed]]).drop_duplicates("label").sort_index()
+    """Label -> title, headline metric and the values `by_task` that are not the most common.
+
+    Simple features, which have no recipe, are the last of `runs`.
+    """
+    tasks = runs.drop_duplicates("label").sort_index()
     usual = tasks[list(by_task)].mode()
     titles = {}
     for run in tasks.to_dict("records"):
