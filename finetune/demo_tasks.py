@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -53,21 +52,8 @@ def read_sentences(part: str, cache: str) -> Iterator[str]:
                         yield sentence
 
 
-def order_rows(sentences: list[str]) -> Iterator[dict[str, Any]]:
-    """Make rows of sentences, every second one with its words backwards."""
-    for number, sentence in enumerate(sentences):
-        label = number % 2
-        words = sentence.removesuffix(".").split()
-        text = " ".join(reversed(words) if label else words) + "."
-        yield {"idx": number, "sentence": text, "label": label}
-
-
 def main(settings: DemoTasksSettings) -> None:
-    """Write the files of the task; the rows are the same every time.
-
-    Raises:
-        InputError: The output cannot be written.
-    """
+    """Write the files of the task; the rows are the same every time."""
     folder = Path(settings.output) / TASK
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,10 +65,13 @@ def main(settings: DemoTasksSettings) -> None:
         sentences = [sentence for sentence in found if sentence not in seen]
         seen.update(sentences)
         np.random.default_rng(0).shuffle(sentences)
-        rows = list(order_rows(sentences[:limit]))
-        lines = (json.dumps(row) + "\n" for row in rows)
+        lines = []
+        for number, sentence in enumerate(sentences[:limit]):
+            words, label = sentence.removesuffix(".").split(), number % 2  # every second backwards
+            text = " ".join(reversed(words) if label else words) + "."
+            lines.append(json.dumps({"idx": number, "sentence": text, "label": label}) + "\n")
         write_text_atomically(folder / f"{part}.jsonl", "".join(lines))
-        print(f"{TASK} {part}: {len(rows)} rows")
+        print(f"{TASK} {part}: {len(lines)} rows")
 
 
 if __name__ == "__main__":

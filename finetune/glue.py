@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -79,9 +78,9 @@ def main(
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
         check_save_folder(settings.save)
-        distribution, remedy = accelerator.distributed_type.value, "launch without FSDP"
+        distribution = accelerator.distributed_type.value
         rule = "must be null with sharded weights"
-        require(distribution != "FSDP", "save", rule, distribution, remedy)
+        require(distribution != "FSDP", "save", rule, distribution, "launch without FSDP")
     config, tokenizer = load_config_and_tokenizer(settings, task)
     data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
@@ -112,16 +111,10 @@ def fine_tune(
 ) -> tuple[list[float], Logits]:
     """Train the model in place, then predict every split but train.
 
-    Args:
-        settings: The run.
-        model: Its model.
-        data: Its splits.
-        accelerator: Its accelerator.
-        slot: Number of the grid's worker: the line of its progress bar, from the cursor on.
+    The progress bar of a grid's worker is `slot` lines below the cursor.
 
     Returns:
-        losses: Mean training loss of each epoch.
-        logits: Of every split but train.
+        Mean training loss of each epoch, and the logits of every split but train.
 
     Raises:
         DivergedError: A loss, gradient or logit is not finite.
@@ -171,14 +164,9 @@ def fine_tune(
 def compute_gradients(
     model: nn.Module, examples: Examples, rows: Rows, tokens: int, accelerator: Accelerator
 ) -> Tensor:
-    """Accumulate the gradients of a batch's mean loss, each process for its own rows.
+    """Accumulate the gradients of the mean loss over the rows [B] that all processes share.
 
-    Args:
-        model: As prepared by Accelerate.
-        examples: The training split.
-        rows: Rows of the batch, of all processes, [B].
-        tokens: Most tokens of a micro-batch of one process.
-        accelerator: Its processes share the rows.
+    A micro-batch of one process has at most `tokens` tokens.
 
     Returns:
         The loss summed over this process's rows, scalar.
@@ -218,11 +206,6 @@ def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Ac
     model.zero_grad(set_to_none=True)
 
 
-def answer_file(settings: GlueSettings, result: dict[str, Any]) -> Path:
-    """Locate the .csv of a run's predictions for the test rows of your own task."""
-    return prediction_file(settings.output, result, "test").with_suffix(".csv")
-
-
 def write_outcome(
     settings: GlueSettings,
     task: Task,
@@ -237,17 +220,13 @@ def write_outcome(
     if task.is_own and "test" in logits:
         texts = read_split_columns(task, "test", None)
         texts.pop("label")
-        write_answers(answer_file(settings, result), texts, task.labels, logits["test"])
+        file = prediction_file(settings.output, result, "test")
+        write_answers(file.with_suffix(".csv"), texts, task.labels, logits["test"])
     append_result(settings.output, result)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss summed over rows.
-
-    Args:
-        logits: [B, num_labels].
-        labels: [B]. Floating point labels take squared error, class ids cross-entropy.
-    """
+    """Sum over rows the squared error of values [B], or the cross-entropy of class ids [B]."""
     if labels.is_floating_point():
         return F.mse_loss(logits.float().squeeze(-1), labels, reduction="sum")
     return F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -261,9 +240,6 @@ def predict(
 
     Each process fills its own rows of a tensor of zeros and the tensors are summed, so that every
     row counts once whatever the numbers of rows and processes.
-
-    Raises:
-        DivergedError: A logit is not finite.
     """
     model.eval()
     num_labels, batch_size = load_task(settings.task).num_labels, settings.batch_size
@@ -322,11 +298,7 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
 
 
 def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
-    """Load train, the validation splits and, with `settings.test`, the test splits.
-
-    Raises:
-        InputError: The data are missing or do not match the task.
-    """
+    """Load train, the validation splits and, with `settings.test`, the test splits."""
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
         splits |= test_splits(settings)
@@ -377,8 +349,9 @@ def command(settings: GlueSettings) -> None:
     accelerator = start_accelerator()
     result = main(settings, accelerator)
     accelerator.print(format_result(result))
-    if answer_file(settings, result).exists():
-        accelerator.print(f"test rows with predictions: {answer_file(settings, result)}")
+    answers = prediction_file(settings.output, result, "test").with_suffix(".csv")
+    if answers.exists():
+        accelerator.print(f"test rows with predictions: {answers}")
     accelerator.end_training()
     if result["status"] != "done":
         sys.exit(1)

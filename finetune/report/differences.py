@@ -80,9 +80,7 @@ def pair_differences(
     If both were pretrained with the same consecutive seeds, which their names end in (`bert-0`,
     `bert-1`), models of the same seed make a pair, and there is one more difference over seeds.
 
-    Args:
-        group: Runs of one table.
-        pair: The two models by path or short name; None means the one RoFormer and the one BERT.
+    `pair` is that of `ReportSettings`.
 
     Returns:
         The differences, and the reason if there are none.

@@ -66,9 +66,10 @@ def main(settings: ErrorAnalysisSettings) -> str:
     for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, result, split))
         columns = read_split_columns(task, split, glue_dir)
-        rule, found = "must be the data the run was scored on", "other rows or labels"
-        same, name = np.array_equal(labels, columns["label"]), f"glue_dir's {task.name}/{split}"
-        require(same, name, rule, found, "name their folder")
+        same = np.array_equal(labels, columns["label"])
+        key = f"glue_dir's {task.name}/{split}"
+        rule = "must be the data the run was scored on"
+        require(same, key, rule, "other rows or labels", "name their folder")
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
         scores = f"{', '.join(metrics)} (x 100, development set)."
@@ -105,11 +106,7 @@ def analyse_split(
 ) -> list[str]:
     """Describe the errors on one split: a heading, the confusion of classes, the worst rows.
 
-    Args:
-        task: Names of classes and columns.
-        labels: Class ids or values, [N].
-        logits: [N, classes], or predicted values, [N, 1].
-        columns: The texts, each N strings.
+    Labels are class ids or values, [N]; logits are [N, classes] or predicted values, [N, 1].
     """
     texts = pd.DataFrame({name: columns[name] for name in task.columns}).map(shorten)
     if task.is_regression:

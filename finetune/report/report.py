@@ -79,11 +79,7 @@ def main(settings: ReportSettings) -> str:
 def compare_groups(
     results: Sequence[Result], pair: Sequence[str] | None = None
 ) -> list[GroupReport]:
-    """Group results and take all differences.
-
-    Args:
-        results: Lines of a results file.
-        pair: Two models by path or short name; None means the one RoFormer and the one BERT.
+    """Group results and take all differences; `pair` is that of `ReportSettings`.
 
     Raises:
         InputError: A model of the pair is not in the results.
@@ -91,10 +87,10 @@ def compare_groups(
     groups = build_groups(results)
     if pair is not None and groups:
         runs = pd.concat([group.fine_tuned() for group in groups])
-        rule, found = "must name models of the results", f"{', '.join(pair)}"
-        known = {*runs["model"], *runs["short_name"]}
+        is_known = {*runs["model"], *runs["short_name"]} >= set(pair)
+        rule = "must name models of the results"
         remedy = f"they have {', '.join(sorted(set(runs['short_name'])))}"
-        require(known >= set(pair), "pair", rule, found, remedy)
+        require(is_known, "pair", rule, ", ".join(pair), remedy)
     return [GroupReport(group, *pair_differences(group, pair)) for group in groups]
 
 

@@ -5,7 +5,6 @@ Every table has the name of its row in the first column.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,13 +31,7 @@ PAPER_REMARK = (
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table in print.
-
-    Attributes:
-        title: Stands above it.
-        frame: Text.
-        remarks: Sentences that stand below it.
-    """
+    """A table of text with the title above it and the sentences below it."""
 
     title: str
     frame: pd.DataFrame
@@ -93,15 +86,11 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFram
     cells["pretraining helps both"] = {
         label: "yes" if found else "no" for label, found in helped_tasks(pairs, gains).items()
     }
-    labels = {label for pair in pairs for label in pair.tasks}
     tasks = [label for label in pairs[0].tasks if label != AVERAGE]
     names = {**group.titles, AVERAGE: group.average_name(tasks)}
-    rows = [
-        {"task": names[label], **{name: texts.get(label, DASH) for name, texts in cells.items()}}
-        for label in names
-        if label in labels
-    ]
-    return Table(pairs[0].title(""), pd.DataFrame(rows))
+    frame = pd.DataFrame(cells).fillna(DASH)
+    frame = frame.loc[[label for label in names if label in frame.index]]
+    return Table(pairs[0].title(""), frame.rename(index=names).reset_index(names="task"))
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -177,21 +166,18 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     rows = []
     judged = gains[gains["control"] != ""]  # the others have no scores, or no control
     for configuration, found in judged.groupby("configuration", sort=False):
-        texts = {row.label: gain_text(row) for row in found.itertuples()}
-        row = {"model": configuration}
-        rows.append(row | {title: texts.get(k, DASH) for k, title in group.titles.items()})
+        texts = {}
+        for row in found.itertuples():
+            spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
+            texts[row.label] = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
+        columns = {title: texts.get(label, DASH) for label, title in group.titles.items()}
+        rows.append({"model": configuration, **columns})
     remark = (
         "Mean difference from the best of random weights (the same architecture and head), majority"
         " class and simple features; in brackets the larger standard deviation over seeds of the "
         "two. Pretraining helps both models on a task where both gain more than that."
     )
     return Table("Above the best control without pretraining", pd.DataFrame(rows), [remark])
-
-
-def gain_text(row: Any) -> str:
-    """A gain in one cell."""
-    spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
-    return f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
 
 
 def problem_table(group: TaskGroup) -> Table:
