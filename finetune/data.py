@@ -109,15 +109,9 @@ def make_examples(
     cache: str,
     pair_encoding: str = "joint",
 ) -> Examples:
-    """Tokenize one split.
+    """Tokenize one split, read by `read_split_columns`; the settings are those of `Recipe`.
 
-    Args:
-        task: Names the text columns.
-        columns: Result of `read_split_columns`.
-        tokenizer: The model's tokenizer.
-        length: Longest input in tokens.
-        cache: Folder of cached tokens.
-        pair_encoding: joint, or separate for K = 2 texts of `length` tokens each.
+    With the separate encoding of pairs each of the K = 2 texts has up to `length` tokens.
     """
     texts = [columns[name] for name in task.columns]
     if pair_encoding == "separate":
@@ -178,13 +172,8 @@ def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iter
     """Iterate over the batches of an epoch: each row once, rows of similar length together.
 
     Rows are permuted, sorted by length within windows of `BUCKET_BATCHES` batches and cut into
-    batches, which are permuted. The last batch cut may be smaller.
-
-    Args:
-        lengths: Tokens per example, [N].
-        batch_size: Examples of a full batch, B.
-        seed: Determines the order, together with the epoch.
-        epoch: Counts from 0.
+    batches, which are permuted. The last batch cut may be smaller. `lengths` are tokens per
+    example, [N].
 
     Yields:
         Row numbers, [B].

@@ -43,21 +43,17 @@ class DescribeSettings(TaskSettings):
 
     def __post_init__(self) -> None:
         path = Path(self.output)
-        rule, valid = "must be a .yaml file", path.suffix in (".yaml", ".yml")
-        require(valid, "output", rule, self.output, "add .yaml")
+        is_yaml = path.suffix in (".yaml", ".yml")
+        require(is_yaml, "output", "must be a .yaml file", self.output, "add .yaml")
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         ours = text.startswith(HEADER) or not path.exists()
-        rule, remedy = "must be new or a file of this command", "choose another"
-        require(ours, "output", rule, self.output, remedy)
+        rule = "must be new or a file of this command"
+        require(ours, "output", rule, self.output, "choose another")
         check_writable(path.parent, "output")
 
 
 def main(settings: DescribeSettings) -> None:
-    """Find the classes, write the file, read all splits and print what they hold.
-
-    Raises:
-        InputError: The data are missing, or do not match the description.
-    """
+    """Find the classes, write the file, read all splits and print what they hold."""
     values = {name: x for name, x in vars(settings).items() if name not in ("output", "regression")}
     labels = settings.labels
     if labels is None and not settings.regression:
@@ -89,8 +85,8 @@ def find_classes(task: Task) -> tuple[str, ...]:
     require(not missing, key, "must be in every row", missing, "correct the file")
     found = {name: to_number(name) for name in names if name is not None}
     fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
-    rule, remedy = "must be classes", "give --regression true for numbers"
-    require(not fractions, key, rule, shorten_list(fractions, 3), remedy)
+    remedy = "give --regression true for numbers"
+    require(not fractions, key, "must be classes", shorten_list(fractions, 3), remedy)
     are_numbers = all(map(math.isfinite, found.values()))
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 

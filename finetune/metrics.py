@@ -77,10 +77,7 @@ def score_splits(
 ) -> dict[str, Any]:
     """Score the validation splits, and a test split of your own whose rows all have labels.
 
-    Args:
-        task: The task.
-        logits: Split -> [N, num_labels].
-        labels: Split -> [N].
+    Logits are [N, num_labels] and labels [N] of each split.
 
     Returns:
         The fields `collapsed`, `metrics`, `headline` and perhaps `test_metrics` of a line of the

@@ -24,14 +24,7 @@ def describe_run(
     labels: Mapping[str, NDArray],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Describe a run: key, inputs, majority baseline, machine, versions, settings, command.
-
-    Args:
-        settings: The run.
-        model_type: Of the model's configuration.
-        labels: Those of train and the validation splits, [N] each; other splits are ignored.
-        accelerator: Accelerator of the run.
-    """
+    """Describe a run: key, inputs, majority baseline, machine, versions, settings, command."""
     task, values = load_task(settings.task), dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     return {
@@ -54,7 +47,10 @@ def describe_run(
 
 
 def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
-    """Describe the data of a record: name, rows, majority baseline; `labels` as `describe_run`."""
+    """Describe the data of a record: name, rows, majority baseline.
+
+    `labels` are those of train and the validation splits, [N] each; other splits are ignored.
+    """
     validation = {split: labels[split] for split in task.validation_splits}
     rows = {split: len(labels[split]) for split in ("train", *validation)}
     majority = score_majority(task, labels["train"], validation)

@@ -66,9 +66,9 @@ class Recipe:
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
-        positive = "batch_size", "micro_batch_tokens", "learning_rate", "epochs", "clip_norm"
-        for name in positive:
-            value, remedy = getattr(self, name), "leave it out for the default"
+        remedy = "leave it out for the default"
+        for name in ("batch_size", "micro_batch_tokens", "learning_rate", "epochs", "clip_norm"):
+            value = getattr(self, name)
             require(0 < value < math.inf, name, "must be positive and finite", value, remedy)
         length, decay, share = self.length, self.weight_decay, self.warmup_share
         require(length >= 8, "length", "must be at least 8", length, "128 and 512 are usual")
@@ -78,10 +78,12 @@ class Recipe:
         choices: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES}
         choices |= {"pooling": ("own", "first", "mean"), "pair_encoding": ("joint", "separate")}
         for name, values in choices.items():
-            value, rule = getattr(self, name), f"must be one of {', '.join(values)}"
-            require(value in values, name, rule, repr(value), "leave it out for the default")
+            value = getattr(self, name)
+            rule = f"must be one of {', '.join(values)}"
+            require(value in values, name, rule, repr(value), remedy)
         readable = self.pooling != "own" or self.pair_encoding == "joint"
-        rule, remedy = "must be joint for a model's own head", "set pooling to first or mean"
+        rule = "must be joint for a model's own head"
+        remedy = "set pooling to first or mean"
         require(readable, "pair_encoding", rule, self.pair_encoding, remedy)
         found = f"the folder {self.output}"
         is_folder = Path(self.output).is_dir()
@@ -120,8 +122,9 @@ class GlueSettings(Recipe):
         has_data = self.glue_dir is not None or task.official or task.is_own
         rule = "must name the folder of a demo task"
         require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")
-        both, rule = self.mnli is not None and self.random_weights, "needs pretrained weights"
-        require(not both, "mnli", rule, "random_weights true", "leave one of them out")
+        valid = self.mnli is None or not self.random_weights
+        rule = "needs pretrained weights"
+        require(valid, "mnli", rule, "random_weights true", "leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)

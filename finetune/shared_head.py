@@ -75,9 +75,7 @@ class SharedHead(nn.Module):
 class SharedHeadClassifier(nn.Module):
     """An encoder with the shared head; called like a sequence-classification model.
 
-    Args:
-        encoder: Any model of `AutoModel` that returns `last_hidden_state`.
-        head: Its head.
+    The encoder is any model of `AutoModel` that returns `last_hidden_state`.
     """
 
     def __init__(self, encoder: PreTrainedModel, head: SharedHead) -> None:

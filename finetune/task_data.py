@@ -40,8 +40,9 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
     index = table.get("idx", []) if is_test else []
-    ordered, rule = index == list(range(len(index))), "must count from 0"  # the test server does
-    require(ordered, f"idx of {name}", rule, shorten_list([*map(str, index)]), "sort the rows")
+    ordered = index == list(range(len(index)))  # as the test server counts
+    shown = shorten_list([*map(str, index)])
+    require(ordered, f"idx of {name}", "must count from 0", shown, "sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
     columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
     return _hold_out(columns, task, split) if is_divided else columns
@@ -169,8 +170,9 @@ def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
     order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
     count = max(1, round(task.validation_share * len(distinct)))
     held_out = {distinct[index] for index in order[:count]}
-    rule, found = "must have several different texts where validation is null", len(distinct)
-    require(count < len(distinct), f"train of {task.name}", rule, found, "name a validation file")
+    key = f"train of {task.name}"
+    rule = "must have several different texts where validation is null"
+    require(count < len(distinct), key, rule, len(distinct), "name a validation file")
     kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
     selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
     return selected | {"label": columns["label"][kept]}

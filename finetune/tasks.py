@@ -96,10 +96,11 @@ class Task(TaskSettings):
         classes = self.labels if self.labels is not None else ("", "value")
         found = ", ".join(classes) or "none"
         distinct = len(set(classes)) == len(classes) >= 2
-        rule, remedy = "must be at least two different classes", "null is a regression"
-        require(distinct, "labels", rule, found, remedy)
-        usable, rule = len(classes) == 2 or "f1" not in self.metrics, "must be macro_f1 here"
-        require(usable, "metrics", rule, f"f1 for {len(classes)} classes", "correct it")
+        rule = "must be at least two different classes"
+        require(distinct, "labels", rule, found, "null is a regression")
+        usable = len(classes) == 2 or "f1" not in self.metrics
+        found = f"f1 for {len(classes)} classes"
+        require(usable, "metrics", "must be macro_f1 here", found, "correct it")
         rule = "must be above 0 and below 1"
         require(0 < share < 1, "validation_share", rule, share, "0.1 is usual")
         check_seed(self.split_seed, "split_seed")
@@ -176,8 +177,7 @@ def _row(
     *metrics: str,
     **options: Any,
 ) -> Task:
-    options |= {"name": name, "title": title, "columns": columns, "labels": labels}
-    return Task(metrics=metrics, **options)
+    return Task(name=name, title=title, columns=columns, labels=labels, metrics=metrics, **options)
 
 
 _PAIR = ("sentence1", "sentence2")
