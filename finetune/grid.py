@@ -27,7 +27,7 @@ from filelock import Timeout
 from finetune import glue
 from finetune.results import (
     append_result,
-    hash_differs,
+    inputs_differ,
     prediction_file,
     read_finished,
     run_key,
@@ -141,8 +141,7 @@ def is_finished(run: GlueSettings, finished: Finished) -> bool:
 
 def has_changed(run: GlueSettings, finished: Finished) -> bool:
     """Whether the weights or the data of a finished run have changed since."""
-    line = finished.get(run_key(asdict(run)), {})
-    return any(hash_differs(value, line, name) for name, value in hash_inputs(run).items())
+    return inputs_differ(hash_inputs(run), finished.get(run_key(asdict(run)), {}))
 
 
 def check_precision(runs: list[GlueSettings], finished: Finished) -> None:

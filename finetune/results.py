@@ -50,9 +50,6 @@ RUN_KEY = (
 )  # fmt: skip
 """Fields that identify a run: runs that agree on all of them are the same run."""
 
-INPUT_HASHES = ("weights", "data")
-"""Fields with hashes of the files that `model` and `glue_dir` of the key name."""
-
 SIMPLE_FEATURES = "simple-features"
 """`model` of the lines of `finetune.simple_features`."""
 
@@ -98,9 +95,10 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def hash_differs(value: str | None, line: Mapping[str, Any], name: str) -> bool:
-    """Whether a line records another hash than `value`; an unknown hash differs from none."""
-    return value is not None and line.get(name, value) not in (None, value)
+def inputs_differ(hashes: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Whether a line records other hashes of weights or data; an unknown hash differs from none."""
+    pairs = [(hashes.get(name), line.get(name)) for name in ("weights", "data")]
+    return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 def prediction_file(results: str, line: Mapping[str, Any], split: str) -> Path:
@@ -214,8 +212,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
             torn.append(str(number))
             continue
         earlier = results.get(key, {})
-        has_changed = any(hash_differs(result.get(x), earlier, x) for x in INPUT_HASHES)
-        if not (earlier and failed) or has_changed:
+        if not (earlier and failed) or inputs_differ(result, earlier):
             results[key] = result
     if torn:
         print(f"warning: {path} is torn at line {', '.join(torn)}; ignored", file=sys.stderr)

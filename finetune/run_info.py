@@ -66,7 +66,7 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 
 
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
-    """Hash the weights and the data of a run (`INPUT_HASHES`); None for what is on the hub."""
+    """Hash the weights and the data of a run; None for what is on the hub."""
     weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
     data = hash_task_files(load_task(settings.task), settings.glue_dir)
     return {"weights": weights, "data": data}

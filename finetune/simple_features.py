@@ -26,7 +26,7 @@ from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
     append_result,
-    hash_differs,
+    inputs_differ,
     prediction_file,
     read_finished,
     run_key,
@@ -72,7 +72,7 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         task = load_task(name)
         data = hash_task_files(task, settings.glue_dir)
         earlier = read_finished(settings.output).get(run_key(key))
-        is_current = earlier is not None and not hash_differs(data, earlier, "data")
+        is_current = earlier is not None and not inputs_differ({"data": data}, earlier)
         if settings.test and task.test is not None:
             is_current &= prediction_file(settings.output, key, "test").exists()
         if not is_current:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from finetune.results import (
-    hash_differs,
     hash_weights,
+    inputs_differ,
     prediction_file,
     read_predictions,
     read_results,
@@ -154,7 +154,7 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
         if x["status"] == "done"
         and x["official"]
         and x["settings"]["test"]
-        and (x["mnli"] is not None or not hash_differs(weights, x, "weights"))
+        and (x["mnli"] is not None or not inputs_differ({"weights": weights}, x))
     ]
 
     def is_predicted(run: Result, split: str) -> bool:

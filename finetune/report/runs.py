@@ -169,9 +169,9 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     task on the same data, and of its model.
     """
     names = shorten_names(dict.fromkeys(result["model"] for result in results))
-    scores = [_scores(recorded_task(result), result.get("metrics")) for result in results]
-    runs = pd.DataFrame(results).reindex(columns=RECORDED_COLUMNS).join(pd.DataFrame(scores))
+    runs = pd.DataFrame(results).reindex(columns=RECORDED_COLUMNS)
     runs["result"] = results
+    runs = runs.join(_scores(runs["result"], "metrics"))
     runs["run_id"] = [run_name(result)[-10:] for result in results]
     runs["kind"] = runs["random_weights"].map({True: "random", False: "model"})
     runs.loc[runs["model"] == SIMPLE_FEATURES, "kind"] = "features"
@@ -199,14 +199,18 @@ def _group(result: Result) -> str | None:
     return {True: "official", False: "reduced"}.get(result.get("official"))
 
 
-def _scores(task: Task, metrics: Mapping[str, Mapping[str, float]] | None) -> dict[str, Any]:
-    """Metrics of a run, its headline score and the mean of all its metrics, x 100."""
-    scores = {"metrics": metrics, "score": np.nan, "glue_score": np.nan}
-    for name, chosen in (("score", [task.headline]), ("glue_score", list(task.metrics))):
+def _scores(results: pd.Series, field: str) -> pd.DataFrame:
+    """Make `metrics`, `score` and `glue_score` from the field that has metrics by split."""
+    rows = []
+    for result in results:
+        task, metrics = recorded_task(result), result.get(field)
+        score = glue_score = np.nan
         if metrics:
-            values = [metrics[s][metric] for s in task.validation_splits for metric in chosen]
-            scores[name] = 100 * float(np.mean(values))
-    return scores
+            splits = [metrics[split] for split in task.validation_splits]
+            score = 100 * np.mean([values[task.headline] for values in splits])
+            glue_score = 100 * np.mean([values[x] for values in splits for x in task.metrics])
+        rows.append((metrics, score, glue_score))
+    return pd.DataFrame(rows, results.index, ["metrics", "score", "glue_score"])
 
 
 def _origins(networks: pd.DataFrame) -> pd.DataFrame:
@@ -332,9 +336,8 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     """The majority class as a configuration: its scores are part of every scored line."""
     last = runs[runs["status"] == "done"].drop_duplicates("label", keep="last")
-    scores = [_scores(recorded_task(x), x["majority_metrics"]) for x in last["result"]]
-    majority = last.assign(kind="majority", collapsed=False)
-    return majority.assign(**pd.DataFrame(scores, index=last.index)) if scores else majority
+    scores = _scores(last["result"], "majority_metrics")
+    return last.assign(kind="majority", collapsed=False, **scores)
 
 
 def _recipe_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
