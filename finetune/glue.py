@@ -26,6 +26,7 @@ from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_e
 from finetune.metrics import score_splits
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.results import (
+    Result,
     append_result,
     delete_stale_predictions,
     prediction_file,
@@ -60,7 +61,7 @@ class DivergedError(ArithmeticError):
 
 def main(
     settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
-) -> dict[str, Any]:
+) -> Result:
     """Fine-tune, score, write the predictions, append the line to the results.
 
     Args:
@@ -209,7 +210,7 @@ def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Ac
 def write_outcome(
     settings: GlueSettings,
     task: Task,
-    result: dict[str, Any],
+    result: Result,
     logits: Logits,
     labels: dict[str, NDArray],
 ) -> None:

@@ -19,13 +19,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import Timeout
 
 from finetune import glue
 from finetune.results import (
+    Result,
     append_result,
     inputs_differ,
     prediction_file,
@@ -45,9 +45,6 @@ from train.settings import InputError, first_line, require
 MNLI_TASKS = ("rte", "mrpc", "stsb")
 """Tasks that `from_mnli` also starts from the model fine-tuned on MNLI."""
 POLL_SECONDS = 0.5
-Line = dict[str, Any]
-Finished = dict[tuple, Line]
-"""Lines of finished runs by their key."""
 
 
 def main(settings: GridSettings) -> None:
@@ -88,7 +85,7 @@ def main(settings: GridSettings) -> None:
         )
 
 
-def print_outcome(run: GlueSettings, line: Line | None, count: str, seconds: float) -> None:
+def print_outcome(run: GlueSettings, line: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
     text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
     if line is not None:
@@ -127,7 +124,7 @@ def mnli_folder(run: GlueSettings) -> str:
     return str(Path(run.output).parent / "mnli" / run_name(asdict(mnli_run(run))))
 
 
-def is_finished(run: GlueSettings, finished: Finished) -> bool:
+def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
     """Whether a run has its line, for its current inputs, and all files that are asked for."""
     line = finished.get(run_key(asdict(run)))
     if line is None or has_changed(run, finished):
@@ -139,12 +136,12 @@ def is_finished(run: GlueSettings, finished: Finished) -> bool:
     return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 
 
-def has_changed(run: GlueSettings, finished: Finished) -> bool:
+def has_changed(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
     """Whether the weights or the data of a finished run have changed since."""
     return inputs_differ(hash_inputs(run), finished.get(run_key(asdict(run)), {}))
 
 
-def check_precision(runs: list[GlueSettings], finished: Finished) -> None:
+def check_precision(runs: list[GlueSettings], finished: dict[tuple, Result]) -> None:
     """Refuse to continue in another precision, which would mix precisions in one table."""
     precision = launch_precision()
     for run in runs:
@@ -169,7 +166,9 @@ def check_runs(runs: list[GlueSettings]) -> None:
         glue.check_forward(glue.load_model(run, config), data, task)
 
 
-def make_runs(runs: list[GlueSettings], workers: int) -> Iterator[tuple[GlueSettings, Line | None]]:
+def make_runs(
+    runs: list[GlueSettings], workers: int
+) -> Iterator[tuple[GlueSettings, Result | None]]:
     """Make runs in parallel.
 
     Each worker is a pool of one process: when a process dies, its run fails and its pool is
@@ -231,7 +230,7 @@ def end_with_parent(parent: int | None) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def make_run(run: GlueSettings, slot: int) -> Line | None:
+def make_run(run: GlueSettings, slot: int) -> Result | None:
     """Make one run in a worker process; None if another grid is making it or has made it."""
     if run.mnli is not None and not Path(run.mnli).exists():
         with run_lock(run.output, asdict(mnli_run(run))):
@@ -250,7 +249,7 @@ def make_run(run: GlueSettings, slot: int) -> Line | None:
             accelerator.free_memory()
 
 
-def collect_line(future: Future, run: GlueSettings) -> Line | None:
+def collect_line(future: Future, run: GlueSettings) -> Result | None:
     """Get the line of a finished future; that of a failed run is appended to the results here."""
     error = future.exception()
     if error is None:

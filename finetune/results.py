@@ -28,6 +28,9 @@ from scipy.special import softmax
 from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
 
+Result = dict[str, Any]
+"""A line of the results."""
+
 RECIPE_FIELDS = {
     "learning_rate": "rate {:g}",
     "epochs": "{:g} epochs",
@@ -189,7 +192,7 @@ def append_result(results: str, line: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_results(path: str) -> list[dict[str, Any]]:
+def read_results(path: str) -> list[Result]:
     """Read the results: for each run its last line, unless that failed with the same inputs.
 
     Lines that cannot be parsed are ignored with one warning.
@@ -199,7 +202,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
     """
     rule = "must be a file written by finetune/glue.py"
     require(Path(path).is_file(), "results", rule, path, "check the path")
-    results: dict[tuple, dict[str, Any]] = {}
+    results: dict[tuple, Result] = {}
     torn: list[str] = []
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
@@ -219,7 +222,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
     return list(results.values())
 
 
-def read_finished(path: str) -> dict[tuple, dict[str, Any]]:
+def read_finished(path: str) -> dict[tuple, Result]:
     """Read the lines of all runs that did not fail, by their key; none if there is no file yet."""
     results = read_results(path) if Path(path).is_file() else []
     return {run_key(line): line for line in results if line["status"] != "failed"}

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from finetune.metrics import headline, score_majority
-from finetune.results import RUN_KEY, hash_weights
+from finetune.results import RUN_KEY, Result, hash_weights
 from finetune.settings import GlueSettings
 from finetune.task_data import hash_task_files
 from finetune.tasks import Task, describe_task, load_task
@@ -93,7 +93,7 @@ def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: 
     return shlex.join([*launch, "finetune/glue.py", *flags])
 
 
-def describe_truncation(result: dict[str, Any]) -> list[str]:
+def describe_truncation(result: Result) -> list[str]:
     """Describe how much of each split the length of a run cuts off; nothing if all texts fit."""
     return [
         f"{split}: {shares['texts']:.1%} of the texts are longer than {result['length']} tokens; "
@@ -103,7 +103,7 @@ def describe_truncation(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def format_result(result: dict[str, Any]) -> str:
+def format_result(result: Result) -> str:
     """Format a line of the results for the terminal."""
     control = ", random weights," if result["random_weights"] else ""
     control += " from MNLI" if result["mnli"] else ""

@@ -25,6 +25,7 @@ from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
+    Result,
     append_result,
     inputs_differ,
     prediction_file,
@@ -80,7 +81,7 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
             print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
 
 
-def score_task(task: Task, settings: SimpleFeaturesSettings, key: dict[str, Any]) -> dict[str, Any]:
+def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
     """Fit, score, write the predictions and append the record, which is returned."""
     started = time.perf_counter()
     splits = ["train", *task.validation_splits]

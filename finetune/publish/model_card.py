@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from finetune.results import RECIPE_FIELDS, run_name
+from finetune.results import RECIPE_FIELDS, Result, run_name
 from finetune.shared_head import ENCODER, HEAD_FILES
 from finetune.tasks import HUB_DATA, METRIC_NAMES, TASKS, recorded_task
 from train.atomic_dir import check_writable, write_dir_atomically
@@ -33,7 +33,7 @@ MODEL_FILES = (
 """Names of the files of a saved model; a folder with any other file is never replaced."""
 
 
-def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) -> None:
+def save_model(folder: str, model: Any, tokenizer: Any, result: Result) -> None:
     """Write model, tokenizer and card, completely or not at all; an earlier save is replaced.
 
     `result` is the run's line in results.jsonl, with scores.
@@ -41,7 +41,6 @@ def save_model(folder: str, model: Any, tokenizer: Any, result: dict[str, Any]) 
     Raises:
         InputError: The folder holds something else, or cannot be written.
     """
-    assert result["status"] == "done", "a run without scores has no card"
     check_save_folder(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # the settings of the last batch do not belong to the tokenizer
@@ -90,7 +89,7 @@ def render_card(template: str, data: ModelCardData, **values: Any) -> ModelCard:
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
 
 
-def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
+def finetuned_card(result: Result, model_type: str) -> ModelCard:
     """The card of a run; `model_type` is that of the saved config.json, which may be another."""
     task = recorded_task(result)
     facts = {name: result[name] for name in ("seed", *RECIPE_FIELDS)}
@@ -114,7 +113,7 @@ def finetuned_card(result: dict[str, Any], model_type: str) -> ModelCard:
     )
 
 
-def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
+def finetuned_card_data(result: Result) -> ModelCardData:
     """The card's metadata; GLUE is named in it only for the official rows."""
     official = result["official"]
     tags = [result["model_type"]]
@@ -146,11 +145,11 @@ def finetuned_card_data(result: dict[str, Any]) -> ModelCardData:
     )
 
 
-def _title(result: dict[str, Any]) -> str:
+def _title(result: Result) -> str:
     return run_name(result).rpartition("-")[0]
 
 
-def _is_on_hub(result: dict[str, Any]) -> bool:
+def _is_on_hub(result: Result) -> bool:
     """Whether the weights come from a model of the hub."""
     try:
         validate_repo_id(result["model"])

@@ -14,11 +14,11 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from finetune.results import (
+    Result,
     hash_weights,
     inputs_differ,
     prediction_file,
@@ -31,8 +31,6 @@ from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.settings import require
-
-Result = dict[str, Any]
 
 HEADER = "index\tprediction"
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
-from finetune.results import prediction_file, read_predictions, read_results, run_name
+from finetune.results import Result, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.task_data import read_split_columns
 from finetune.tasks import Task, recorded_task
@@ -79,7 +79,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
     return text
 
 
-def find_run(settings: ErrorAnalysisSettings) -> dict[str, Any]:
+def find_run(settings: ErrorAnalysisSettings) -> Result:
     """Find the one scored line that the settings name.
 
     Raises:

@@ -16,9 +16,9 @@ import pandas as pd
 
 from finetune.report.differences import MINUS, Difference, pair_differences
 from finetune.report.figures import draw_figures
-from finetune.report.runs import GROUPS, Result, TaskGroup, build_groups
+from finetune.report.runs import GROUPS, TaskGroup, build_groups
 from finetune.report.tables import Table, group_tables, verdicts
-from finetune.results import RUN_KEY, read_results
+from finetune.results import RUN_KEY, Result, read_results
 from finetune.settings import normalize_paths
 from train.atomic_dir import check_writable, report_full_disk
 from train.settings import require

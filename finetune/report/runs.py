@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, run_name
+from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
 from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
 from train.atomic_dir import model_name, split_seed
-
-Result = dict[str, Any]
 
 GROUPS = {
     "official": "GLUE, development set",
