@@ -67,7 +67,8 @@ def main(settings: DemoTasksSettings) -> None:
         np.random.default_rng(0).shuffle(sentences)
         lines = []
         for number, sentence in enumerate(sentences[:limit]):
-            words, label = sentence.removesuffix(".").split(), number % 2  # every second backwards
+            label = number % 2  # every second sentence is backwards
+            words = sentence.removesuffix(".").split()
             text = " ".join(reversed(words) if label else words) + "."
             lines.append(json.dumps({"idx": number, "sentence": text, "label": label}) + "\n")
         write_text_atomically(folder / f"{part}.jsonl", "".join(lines))

@@ -56,8 +56,8 @@ class TaskGroup:
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
             - `score`: headline metric, mean over validation splits; NaN without a score
             - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
-            - `task_order`, `tasks_less`: for sorting rows
             - `best_of`: number of rates of which this is the best; empty for a single rate
+            - `task_order`, `tasks_less`: for sorting rows
 
             and texts, which are empty where there is nothing to tell apart:
 

@@ -44,29 +44,29 @@ def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
     The paper's table stands beside official scores only.
     """
     gains = control_gains(group)
-    tables = [pair_table(group, same, gains) for same in by_protocol(pairs).values()]
+    tables = [pair_table(group, same, gains) for same in by_protocol(pairs)]
     tables += [score_table(group), gain_table(group, gains), problem_table(group)]
     tables += [paper_table(group)] if group.name == "official" else []
     return [table for table in tables if len(table.frame)]
 
 
-def by_protocol(pairs: Sequence[Difference]) -> dict[str, list[Difference]]:
-    """Protocol -> the differences under it."""
+def by_protocol(pairs: Sequence[Difference]) -> list[list[Difference]]:
+    """Divide differences by their protocol."""
     protocols = dict.fromkeys(pair.protocol for pair in pairs)
-    return {name: [pair for pair in pairs if pair.protocol == name] for name in protocols}
+    return [[pair for pair in pairs if pair.protocol == name] for name in protocols]
 
 
 def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
     """Say on which tasks pretraining helps both models, by protocol, and which models they are."""
     gains, sentences = control_gains(group), []
-    for same in by_protocol(pairs).values():
+    for same in by_protocol(pairs):
         found = helped_tasks(same, gains)
         titles = [group.titles[label] for label, helped in found.items() if helped]
         names = f": {'; '.join(titles)}" if titles else ""
         number = f"{len(titles)} of {len(found)} tasks"
         sentences.append(f"{same[0].title('')}: pretraining helps both on {number}{names}.")
     if pairs:
-        sides = [[getattr(pair, side) for pair in pairs] for side in ("first", "second")]
+        sides = [pair.first for pair in pairs], [pair.second for pair in pairs]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
         who = "; ".join(f"{n}: {', '.join(found)}" for n, found in zip(pairs[0].names, models))
         sentences.append(f"{who}.")
