@@ -1,5 +1,6 @@
+"""From texts to batches: order, padding, the cache of tokens, and data that are refused."""
+
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,9 @@ from transformers import BertConfig
 import roformer
 from finetune import data
 from finetune.data import check_tokenizer, epoch_batches
+from finetune.task_data import read_split_columns
 from finetune.tasks import TASKS
-from tiny_glue import load_examples, refused, tiny_tokenizer, write_split, write_stsb
-
-
-def load(folder, task="sst2", split="train", length=32):
-    cache = str(Path(folder) / "tokens")
-    return load_examples(TASKS[task], split, str(folder), tiny_tokenizer(), length, cache)
+from tiny_glue import load_examples, refused, tiny_tokenizer, write_split, write_sst2, write_stsb
 
 
 def lengths(rows=1037):
@@ -53,17 +50,33 @@ def test_buckets_leave_little_padding_and_batches_are_shuffled():
     assert 0.3 < np.mean(np.diff(longest) > 0) < 0.6
 
 
-def test_a_batch_is_what_the_tokenizer_pads(tmp_path):
-    examples = load(write_stsb(tmp_path), "stsb")
+@pytest.mark.parametrize("encoding", ["joint", "separate"])
+def test_a_batch_is_what_the_tokenizer_pads(tmp_path, encoding, monkeypatch):
+    monkeypatch.setattr(data, "ROWS_PER_CALL", 7)  # no text depends on the others of its call
+    write_stsb(tmp_path)
+    examples = load_examples(tmp_path, "stsb", pair_encoding=encoding)
     columns = parquet.read_table(tmp_path / "stsb/train.parquet").to_pydict()
-    rows = np.array([4, 0, 7])
+    rows = np.random.default_rng(0).permutation(41)
     texts = [[columns[name][row] for row in rows] for name in ("sentence1", "sentence2")]
+    if encoding == "separate":  # each text is encoded alone, beside the other of its row
+        texts = [[text for pair in zip(*texts) for text in pair]]
     expected = tiny_tokenizer()(*texts, padding=True, return_tensors="pt")
     batch = examples.batch(rows)
     assert sorted(batch) == ["attention_mask", "input_ids", "labels", "token_type_ids"]
     assert all(batch[name].equal(expected[name]) for name in expected)
     assert batch["labels"].tolist() == [columns["label"][row] for row in rows]
-    assert load(tmp_path, "stsb", length=9).lengths.max() == 9
+    longest = batch["attention_mask"].sum(1).view(len(rows), -1).amax(1)
+    assert examples.lengths[rows].tolist() == longest.tolist()
+    assert load_examples(tmp_path, "stsb", length=9).lengths.max() == 9
+
+
+def test_a_single_text_is_read_alike_by_both_encodings_of_pairs(tmp_path):
+    write_sst2(tmp_path)
+    joint, separate = (
+        load_examples(tmp_path, "sst2", pair_encoding=encoding).batch(np.arange(9))
+        for encoding in ("joint", "separate")
+    )
+    assert all(joint[name].equal(separate[name]) for name in joint)
 
 
 GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
@@ -91,32 +104,21 @@ STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
 def test_a_bad_file_is_refused_in_one_line(tmp_path, split, columns, words):
     task, part = split.split("/")
     write_split(tmp_path, task, part, columns)
-    refused(lambda: load(tmp_path, task, part), *words)
+    refused(lambda: load_examples(tmp_path, task, part), *words)
 
 
 def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
     write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""], "idx": [0, 1]})
-    examples = load(tmp_path, split="test")
+    examples = load_examples(tmp_path, "sst2", "test")
     assert examples.labels.tolist() == [-1, -1]
     assert examples.lengths.tolist() == [3, 2]
     write_split(tmp_path, "sst2", "test", {"sentence": ["good", "bad"], "label": [-1, 1]})
-    assert load(tmp_path, split="test").labels.tolist() == [-1, 1]
+    assert load_examples(tmp_path, "sst2", "test").labels.tolist() == [-1, 1]
 
 
 def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
     write_split(tmp_path, "qqp", "train", {**PAIR, "question1": ["good", "bad"]})
-    assert load(tmp_path, "qqp").lengths.tolist() == [5, 4]
-
-
-def test_rows_are_tokenized_some_at_a_time_and_come_out_the_same(tmp_path, monkeypatch):
-    write_stsb(tmp_path)
-    whole = load(tmp_path, "stsb")
-    monkeypatch.setattr(data, "ROWS_PER_CALL", 7)
-    (file,) = (tmp_path / "tokens").iterdir()
-    file.unlink()
-    parts = load(tmp_path, "stsb")
-    assert np.array_equal(parts.lengths, whole.lengths)
-    assert all(np.array_equal(parts.inputs[name], x) for name, x in whole.inputs.items())
+    assert load_examples(tmp_path, "qqp").lengths.tolist() == [5, 4]
 
 
 def test_words_cut_in_python_are_tokenized_too(tmp_path):
@@ -134,39 +136,36 @@ def test_words_cut_in_python_are_tokenized_too(tmp_path):
 
 def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):
     write_stsb(tmp_path)
-    made = load(tmp_path, "stsb")
+    made = load_examples(tmp_path, "stsb")
     (file,) = (tmp_path / "tokens").iterdir()
-    file.write_bytes(file.read_bytes())  # a later time stamp
     before = file.stat().st_mtime_ns
-    again = load(tmp_path, "stsb")
+    again = load_examples(tmp_path, "stsb")
     assert file.stat().st_mtime_ns == before
     assert all((again.inputs[name] == made.inputs[name]).all() for name in made.inputs)
-    load(tmp_path, "stsb", length=9)
-    load(tmp_path, "stsb", split="validation")
+    load_examples(tmp_path, "stsb", "validation")
     larger, left = tiny_tokenizer(), tiny_tokenizer()
     larger.add_tokens(["sofa"])
     left.truncation_side = "left"
-    for tokenizer in (larger, left):
-        arguments = tokenizer, 9, str(tmp_path / "tokens")
-        load_examples(TASKS["stsb"], "train", str(tmp_path), *arguments)
+    for tokenizer in (None, larger, left):
+        load_examples(tmp_path, "stsb", length=9, tokenizer=tokenizer)
     assert len(list((tmp_path / "tokens").iterdir())) == 5
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / "train.parquet").write_text("no parquet")
-    refused(lambda: load(tmp_path), "train.parquet", "readable")
+    refused(lambda: load_examples(tmp_path, "sst2"), "train.parquet", "readable")
     (tmp_path / "sst2" / "train.parquet").unlink()
     line = '{"sentence": "caf\xe9", "label": 1}'
     (tmp_path / "sst2" / "train.jsonl").write_text(line, encoding="latin1")
-    refused(lambda: load(tmp_path), "train.jsonl", "readable", "UTF8")
+    refused(lambda: load_examples(tmp_path, "sst2"), "train.jsonl", "readable", "UTF8")
 
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("finetune.task_data.HUB_DATA", "nobody/has-this")
-    call = lambda: load_examples(TASKS["rte"], "train", None, tiny_tokenizer(), 32, "x")  # noqa: E731
-    refused(call, "glue_dir", "got null", "--glue_dir FOLDER")
+    read = lambda: read_split_columns(TASKS["rte"], "train", None)  # noqa: E731
+    refused(read, "glue_dir", "got null", "--glue_dir FOLDER")
 
 
 def test_a_length_or_a_tokenizer_that_does_not_fit_the_model_is_refused():

@@ -17,16 +17,12 @@ from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, read_output, wait_for
-from tiny_glue import PAIR, tiny_model, write_mnli, write_split, write_sst2, write_stsb
-from train.settings import InputError
-
-RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
+from tiny_glue import PAIR, RECIPE, refused, run_paths, tiny_model, write_split, write_sst2
 
 
 def ask(folder: Path, **changes) -> GridSettings:
-    given = {"models": [str(folder / "model")], "tasks": ["sst2"], **RECIPE}
-    given |= {"glue_dir": str(folder / "glue"), "output": str(folder / "out" / "results.jsonl")}
-    return GridSettings(**{**given, "cache": str(folder / "tokens"), **changes})
+    values = {"models": [str(folder / "model")], "tasks": ["sst2"], **run_paths(folder), **RECIPE}
+    return GridSettings(**values | changes)
 
 
 @pytest.fixture
@@ -70,11 +66,10 @@ def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_path, start):
+def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(folder, start):
     """Killed twice, then with a torn line behind; an unbroken grid has the same results."""
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=400)
-    settings = ask(tmp_path, seeds=list(range(12)), workers=2, epochs=3)
+    write_sst2(folder / "glue", train=400)
+    settings = ask(folder, seeds=list(range(12)), workers=2, epochs=3)
     for _ in range(2):
         running = start(*command(settings))
         before = len(lines_of(settings))
@@ -89,10 +84,10 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_
         stream.write('{"model": "x", "ta')
     assert 2 <= len(read_results(settings.output)) < 12
     assert start(*command(settings)).wait(timeout=200) == 0
-    assert "ended in a torn line, cut off" in read_output(tmp_path)
+    assert "ended in a torn line, cut off" in read_output(folder)
     lines = lines_of(settings)
     assert sorted(line["seed"] for line in lines) == list(range(12))
-    unbroken = ask(tmp_path, seeds=[0, 11], output=str(tmp_path / "b" / "results.jsonl"), epochs=3)
+    unbroken = ask(folder, seeds=[0, 11], output=str(folder / "b" / "results.jsonl"), epochs=3)
     grid.main(unbroken)
     for line in lines_of(unbroken):
         (same,) = (x for x in lines if x["seed"] == line["seed"])
@@ -102,24 +97,22 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(tmp_
 
 
 @pytest.mark.slow
-def test_two_grids_on_one_file_make_each_run_once(tmp_path, start):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=400)
-    settings = ask(tmp_path, seeds=list(range(10)), epochs=3)
+def test_two_grids_on_one_file_make_each_run_once(folder, start):
+    write_sst2(folder / "glue", train=400)
+    settings = ask(folder, seeds=list(range(10)), epochs=3)
     both = [start(*command(settings)) for _ in range(2)]
     assert [process.wait(timeout=300) for process in both] == [0, 0]
     assert sorted(line["seed"] for line in lines_of(settings)) == list(range(10))
-    printed = read_output(tmp_path)
+    printed = read_output(folder)
     assert printed.count("accuracy") == 10
     assert "made by another grid" in printed  # or they did not overlap
 
 
 def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
-    tmp_path, start, in_process
+    folder, start, in_process
 ):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=300)
-    settings = ask(tmp_path, seeds=list(range(1000)), epochs=4)
+    write_sst2(folder / "glue", train=300)
+    settings = ask(folder, seeds=list(range(1000)), epochs=4)
     launcher = start(*command(settings))
 
     def statuses():
@@ -143,29 +136,25 @@ def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
     assert statuses()[-1] == "done"
 
 
-def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(tmp_path, monkeypatch):
+def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(folder, monkeypatch):
     # in fp16 it holds the loss scale, which the run before has changed
-    tiny_model(tmp_path / "model", "roformer")
     accelerators = []
     monkeypatch.setattr(
         grid.glue, "main", lambda run, accelerator, *rest: accelerators.append(accelerator)
     )
-    for run in grid.list_runs(ask(tmp_path, seeds=[0, 1])):
+    for run in grid.list_runs(ask(folder, seeds=[0, 1])):
         grid.make_run(run, slot=0)
     assert len(set(map(id, accelerators))) == 2
 
 
 @pytest.mark.usefixtures("in_process")
-def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp_path, capsys):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=32)
-    grid.main(ask(tmp_path, random_control=True))
-    more = ask(tmp_path, seeds=[0, 1], random_control=True, models=[f"{tmp_path}/./model/"])
+def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(folder, capsys):
+    grid.main(ask(folder, random_control=True))
+    more = ask(folder, seeds=[0, 1], random_control=True, models=[f"{folder}/./model/"])
     (last,) = (run for run in grid.list_runs(more) if run.seed == 1 and not run.random_weights)
     broken = prediction_file(more.output, asdict(last), "validation")
     broken.mkdir(parents=True)  # where this run will want to write a file
-    with pytest.raises(InputError, match="got 1 of 2 that failed"):
-        grid.main(more)
+    refused(lambda: grid.main(more), "got 1 of 2 that failed")
     printed = capsys.readouterr().out
     assert "2 runs to make, 2 done already" in printed
     score = r"accuracy \d+\.\d \(majority \d+\.\d.*\), \d+ s"
@@ -181,11 +170,8 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(tmp
 
 
 @pytest.mark.usefixtures("in_process")
-def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
-    tiny_model(tmp_path / "model", "roformer")
-    write_mnli(tmp_path / "glue")
-    write_stsb(tmp_path / "glue")
-    settings = ask(tmp_path, tasks=["stsb", "mnli"], seeds=[0, 1], from_mnli=True)
+def test_rte_waits_for_mnli_and_begins_from_it(folder):
+    settings = ask(folder, tasks=["stsb", "mnli"], seeds=[0, 1], from_mnli=True)
     grid.main(settings)
     lines = read_results(settings.output)
     kinds = (("mnli", False), ("stsb", False), ("stsb", True))
@@ -194,7 +180,7 @@ def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
     losses = {(bool(x["mnli"]), x["seed"]): x["losses"] for x in lines if x["task"] == "stsb"}
     assert losses[False, 0] != losses[True, 0]
     # MNLI is made again, and with it what begins from it
-    write_split(tmp_path / "glue", "mnli", "train", {**PAIR, "label": [1, 0, 1] * 3})
+    write_split(folder / "glue", "mnli", "train", {**PAIR, "label": [1, 0, 1] * 3})
     grid.main(settings)
     made = lines_of(settings)[len(lines) :]
     again = [(task, begun, seed) for task, begun, seed in expected if task == "mnli" or begun]
@@ -202,31 +188,26 @@ def test_rte_waits_for_mnli_and_begins_from_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("changes", "rule"),
     [
-        ({"models": ["gone"]}, "model"),
-        ({"tasks": ["sst2", "rte"]}, "glue_dir"),
-        ({"attention": "imagined"}, "attention"),
+        ({"models": ["gone"]}, "model must"),
+        ({"tasks": ["sst2", "rte"]}, "glue_dir must"),
+        ({"attention": "imagined"}, "attention must"),
     ],
 )
-def test_what_cannot_be_run_is_said_before_any_run(tmp_path, changes, key):
-    tiny_model(tmp_path / "model", "roformer")
-    write_sst2(tmp_path / "glue", train=32)
-    settings = ask(tmp_path, **changes)
-    with pytest.raises(InputError, match=f"^{key} must"):
-        grid.main(settings)
+def test_what_cannot_be_run_is_said_before_any_run(folder, changes, rule):
+    settings = ask(folder, **changes)
+    refused(lambda: grid.main(settings), rule)
     assert not Path(settings.output).exists()
 
 
-def test_several_processes_are_sent_to_workers(monkeypatch, tmp_path):
+def test_several_processes_are_sent_to_workers(monkeypatch, folder):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="^launch .* got 2"):
-        grid.main(ask(tmp_path))
+    refused(lambda: grid.main(ask(folder)), "launch must", "got 2")
 
 
-def test_a_run_waits_for_mnli_of_another_grid(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
-    settings = ask(tmp_path, tasks=["rte", "mnli"], from_mnli=True)
+def test_a_run_waits_for_mnli_of_another_grid(folder, monkeypatch):
+    settings = ask(folder, tasks=["rte", "mnli"], from_mnli=True)
     (run,) = (r for r in grid.list_runs(settings) if r.mnli)
     started = threading.Event()
     monkeypatch.setattr(grid.glue, "main", lambda *arguments: started.set())
@@ -238,11 +219,10 @@ def test_a_run_waits_for_mnli_of_another_grid(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("in_process")
 def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precision_is_refused(
-    tmp_path, capsys, monkeypatch
+    folder, capsys, monkeypatch
 ):
-    models = [tiny_model(tmp_path / name, "roformer") for name in ("model", "other")]
-    write_sst2(tmp_path / "glue", train=32)
-    settings = ask(tmp_path, models=models, random_control=True)
+    models = [tiny_model(folder / name, "roformer") for name in ("model", "other")]
+    settings = ask(folder, models=models, random_control=True)
     grid.main(settings)
     first = lines_of(settings)
     runs = [x for x in first if x["model"] in models]
@@ -251,7 +231,7 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     assert len(random - {None}) == 1  # of a seed and the configuration, which both have
     grid.main(settings)
     assert lines_of(settings) == first
-    tiny_model(tmp_path / "model", "roformer")
+    tiny_model(folder / "model", "roformer")
     capsys.readouterr()
     grid.main(settings)
     changed = f"weights or data changed since: sst2 of {models[0]}; made again"
@@ -259,20 +239,18 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     (new,) = lines_of(settings)[len(first) :]
     assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(InputError, match="^launch .* got bf16"):
-        grid.main(settings)
+    refused(lambda: grid.main(settings), "launch must", "got bf16")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    write_sst2(tmp_path / "glue", train=48)
+    write_sst2(folder / "glue", train=48)
     grid.main(settings)
     assert {x["rows"]["train"] for x in read_results(settings.output)} == {48}
-    made = len(lines_of(settings))
+    made = lines_of(settings)
     grid.main(settings)
-    assert len(lines_of(settings)) == made
+    assert lines_of(settings) == made
 
 
-def test_a_line_that_does_not_say_its_weights_counts(tmp_path):
-    tiny_model(tmp_path / "model", "roformer")
-    (run,) = grid.list_runs(ask(tmp_path))
+def test_a_line_that_does_not_say_its_weights_counts(folder):
+    (run,) = grid.list_runs(ask(folder))
     key = run_key(asdict(run))
     for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
         line = {**asdict(run), "status": "diverged"} | weights

@@ -9,17 +9,10 @@ from train.command_line import parse_settings
 def test_glue_has_nine_tasks_and_ax_with_the_headline_metrics_of_the_paper():
     headlines = {task.name: task.headline for task in TASKS.values() if task.official}
     assert headlines == {
-        "cola": "matthews",
-        "sst2": "accuracy",
-        "mrpc": "f1",
-        "stsb": "spearman",
-        "qqp": "f1",
-        "mnli": "accuracy",
-        "qnli": "accuracy",
-        "rte": "accuracy",
-        "wnli": "accuracy",
+        "cola": "matthews", "sst2": "accuracy", "mrpc": "f1", "stsb": "spearman", "qqp": "f1",
+        "mnli": "accuracy", "qnli": "accuracy", "rte": "accuracy", "wnli": "accuracy",
         "ax": "matthews",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,6 +41,9 @@ def test_only_the_official_row_counts_make_an_official_result(task, rows, label,
         (["--task", "rte", "--warmup_share", "1"], ["warmup_share", "below 1"]),
         (["--task", "rte", "--output", "."], ["output", "must name a file"]),
         (["--task", "rte", "--lenght", "64"], ["lenght", "length"]),
+        (["--task", "rte", "--pooling", "max"], ["pooling must", "'max'"]),
+        (["--task", "rte", "--pair_encoding", "both"], ["pair_encoding must", "'both'"]),
+        (["--task", "rte", "--pair_encoding", "separate"], ["pair_encoding must be joint"]),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(flags, words):

@@ -6,19 +6,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from numpy.typing import NDArray
 from pyarrow import parquet
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, BertTokenizerFast
 
 import roformer
 from finetune.data import Examples, make_examples
+from finetune.results import prediction_file, read_predictions
+from finetune.settings import GlueSettings
 from finetune.task_data import read_split_columns
-from finetune.tasks import Task
+from finetune.tasks import TASKS
 from train.settings import InputError
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
@@ -31,6 +28,14 @@ SHAPE = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
+OTHER_NAMES = {
+    "dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 1, "embedding_size": 16,
+    "global_attn_every_n_layers": 1, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3,
+    "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+"""What DistilBERT, ELECTRA and ModernBERT call these, or need beside them."""
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
 
 
 def tiny_tokenizer() -> BertTokenizerFast:
@@ -39,26 +44,13 @@ def tiny_tokenizer() -> BertTokenizerFast:
 
 
 def tiny_model(folder: Path, kind: str, **changes) -> str:
-    """A folder with an untrained model and the tokenizer; `kind` is roformer or bert."""
-    classes = {
-        "roformer": (roformer.RoFormerConfig, roformer.RoFormerForMaskedLM),
-        "bert": (BertConfig, BertForMaskedLM),
-    }
-    config, model = classes[kind]
-    model(config(**{**SHAPE, **changes})).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def other_model(folder: Path, kind: str, **changes) -> str:
-    """An untrained encoder of any type of transformers', by the names most of them share."""
-    shape = {**SHAPE, "pad_token_id": 0, "hidden_size": 16, "dim": 16, "hidden_dim": 32}
-    shape |= {"n_heads": 2, "n_layers": 1, "embedding_size": 16, "global_attn_every_n_layers": 1}
-    shape |= {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, **changes}
-    config = AutoConfig.for_model(kind, **shape)
+    """A folder with an untrained model of a type of ours or transformers', and the tokenizer."""
+    roformer.use_for_auto_classes()
+    others = {} if kind in ("roformer", "bert") else OTHER_NAMES
+    config = AutoConfig.for_model(kind, **SHAPE | others | changes)
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
-    if kind != "electra":
+    if kind in ("roberta", "modernbert", "distilbert"):  # they have no segments
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -71,23 +63,44 @@ def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:
     texts = []
     for label in labels:
         words = list(draw.choice(WORDS[6:], draw.integers(1, 9)))
-        words.insert(
-            draw.integers(0, len(words) + 1), draw.choice(WORDS[:3] if label else WORDS[3:6])
-        )
+        place = draw.integers(0, len(words) + 1)
+        words.insert(place, draw.choice(WORDS[:3] if label else WORDS[3:6]))
         texts.append(" ".join(words))
     return texts, labels.tolist()
 
 
-def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -> Path:
+def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -> None:
     file = folder / task / f"{split}.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)
-    return file
 
 
-def load_examples(task: Task, split: str, glue_dir: str | None, *options) -> Examples:
-    """Read and tokenize a split; `options` are those of `make_examples`."""
-    return make_examples(task, read_split_columns(task, split, glue_dir), *options)
+def load_examples(
+    glue_dir: Path, task: str, split: str = "train", length: int = 32, tokenizer=None, **options
+) -> Examples:
+    """Read and tokenize a split; its tokens are cached in `glue_dir/tokens`."""
+    columns = read_split_columns(TASKS[task], split, str(glue_dir))
+    tokenizer, cache = tokenizer or tiny_tokenizer(), str(glue_dir / "tokens")
+    return make_examples(TASKS[task], columns, tokenizer, length, cache, **options)
+
+
+def run_paths(folder: Path) -> dict[str, str]:
+    """Settings of runs that read data of `folder` and write into it."""
+    names = {"glue_dir": "glue", "output": "results.jsonl", "cache": "tokens"}
+    return {key: str(folder / name) for key, name in names.items()}
+
+
+def run_settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
+    """A run of the model of `folder`, which writes into it."""
+    values = {**run_paths(folder), **RECIPE, "model": str(folder / "model"), "task": task}
+    return GlueSettings(**values | changes)
+
+
+def predictions_of(
+    run: GlueSettings, line: dict, split: str = "validation"
+) -> tuple[NDArray, NDArray]:
+    """Labels and logits that a run has written."""
+    return read_predictions(prediction_file(run.output, line, split))
 
 
 def refused(call: Callable[[], object], *words: str) -> None:
@@ -109,20 +122,16 @@ def write_mnli(folder: Path, tests: tuple[str, ...] = ()) -> None:
         write_split(folder, "mnli", split, {**PAIR, "label": labels})
 
 
-def write_sst2(folder: Path, train: int = 192, validation: int = 37) -> str:
+def write_sst2(folder: Path, train: int = 192, validation: int = 37) -> None:
     for split, rows, seed in (("train", train, 0), ("validation", validation, 1)):
         texts, labels = sentences(rows, seed)
         write_split(folder, "sst2", split, {"sentence": texts, "label": labels})
-    return str(folder)
 
 
-def write_stsb(folder: Path, train: int = 41, validation: int = 19) -> str:
+def write_stsb(folder: Path, train: int = 41, validation: int = 19) -> None:
     """The value is how positive the two sentences are together: 0, 2.5 or 5."""
     for split, rows, seed in (("train", train, 0), ("validation", validation, 1)):
-        first, a = sentences(rows, seed)
-        second, b = sentences(rows, seed + 10)
+        (first, a), (second, b) = sentences(rows, seed), sentences(rows, seed + 10)
+        columns = {"sentence1": first, "sentence2": second}
         values = [2.5 * (x + y) for x, y in zip(a, b)]
-        write_split(
-            folder, "stsb", split, {"sentence1": first, "sentence2": second, "label": values}
-        )
-    return str(folder)
+        write_split(folder, "stsb", split, {**columns, "label": values})
