@@ -5,8 +5,8 @@ import json
 import pytest
 
 from finetune.demo_tasks import DemoTasksSettings, main
+from tiny_glue import refused
 from train.data import demo_corpus
-from train.settings import InputError
 
 
 @pytest.fixture(scope="module")
@@ -20,39 +20,35 @@ def tasks(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture(scope="module")
-def documents(tasks):
-    return [" ".join(text.split()) for text, _ in demo_corpus.read_docstrings()]
+def rows(folder, split):
+    lines = (folder / "a" / "demo-order" / f"{split}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def rows(folder, task, split="train"):
-    return list(map(json.loads, (folder / "a" / task / f"{split}.jsonl").read_text().splitlines()))
-
-
-def sorted_words(sentence):
-    return tuple(sorted(sentence.removesuffix(".").split()))
+def words(row):
+    return row["sentence"].removesuffix(".").split()
 
 
 def test_the_same_rows_come_every_time(tasks):
-    files = sorted(path.relative_to(tasks / "a") for path in (tasks / "a").rglob("*.jsonl"))
+    files = [path.relative_to(tasks / "a") for path in (tasks / "a").rglob("*.jsonl")]
     assert len(files) == 2
     for file in files:
         assert (tasks / "a" / file).read_bytes() == (tasks / "b" / file).read_bytes()
 
 
-def test_every_second_sentence_has_its_words_backwards(tasks, documents):
-    found = rows(tasks, "demo-order")
+def test_every_second_sentence_has_its_words_backwards(tasks):
+    found = rows(tasks, "train")
     assert abs(sum(row["label"] for row in found) - len(found) / 2) <= 1
-    flat = " ".join(documents)
+    text = " ".join(" ".join(text.split()) for text, _ in demo_corpus.read_docstrings())
     for row in found[:500]:
-        words = row["sentence"].removesuffix(".").split()
-        assert f"{' '.join(words[::-1] if row['label'] else words)}." in flat
+        natural = words(row)[::-1] if row["label"] else words(row)
+        assert f"{' '.join(natural)}." in text
 
 
 def test_training_and_validation_rows_share_no_sentence(tasks):
     train, validation = (
-        {sorted_words(row["sentence"]) for row in rows(tasks, "demo-order", part)}
-        for part in ("train", "validation")
+        {tuple(sorted(words(row))) for row in rows(tasks, split)}
+        for split in ("train", "validation")
     )
     assert train
     assert validation
@@ -60,5 +56,4 @@ def test_training_and_validation_rows_share_no_sentence(tasks):
 
 
 def test_an_output_that_is_a_file_is_refused():
-    with pytest.raises(InputError, match="output must be a folder that can be written"):
-        main(DemoTasksSettings(__file__))
+    refused(lambda: main(DemoTasksSettings(__file__)), "output must be a folder")
