@@ -14,8 +14,8 @@ import pytest
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
 from finetune.results import prediction_file, write_predictions
+from tiny_glue import refused
 from tiny_results import line as a_line
-from train.settings import InputError
 
 MODEL = "runs/a/model"
 NLI = ["entailment", "neutral", "contradiction"]
@@ -37,9 +37,8 @@ SMALL = ("STS-B.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "WNLI.tsv", "AX.tsv")
 
 
 def line(task: str, headline: float = 0.5, **changes) -> dict:
-    changes = {"model": MODEL, "learning_rate": 2e-5, "glue_dir": None, **changes}
-    facts = {"collapsed": False, "official": True, "headline_metric": "accuracy"}
-    return a_line(changes["model"], task, headline, **facts) | {"headline": headline} | changes
+    changes = {"model": MODEL, "headline_metric": "accuracy", "headline": headline, **changes}
+    return a_line(changes.pop("model"), task, headline, **changes)
 
 
 def logits_of(run: dict, name: str) -> np.ndarray:
@@ -62,7 +61,7 @@ def write_run(folder: Path, run: dict, leave_out: tuple[str, ...] = ()) -> None:
 
 def settings(folder: Path, **changes) -> SubmissionSettings:
     names = {"results": str(folder / "results.jsonl"), "output": str(folder / "out" / "s.zip")}
-    return SubmissionSettings(**{**names, "model": MODEL, **changes})
+    return SubmissionSettings(**{"model": MODEL, **names, **changes})
 
 
 def built(folder: Path, **changes) -> dict[str, list[list[str]]]:
@@ -88,15 +87,6 @@ def answers(run: dict, name: str) -> list[list[str]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def all_runs(tmp_path_factory) -> Path:
-    """A folder with a run of every task."""
-    folder = tmp_path_factory.mktemp("whole")
-    for task in dict.fromkeys(task for task, *_ in FILES.values()):
-        write_run(folder, line(task))
-    return folder
-
-
 def server_wants(names: Iterable[str], monkeypatch) -> None:
     """Fewer files than GLUE's, where the rest, QQP above all, would only take time."""
     chosen = tuple(member for member in submission.FILES if member.name in names)
@@ -117,10 +107,12 @@ def test_the_files_are_those_of_the_server():
     assert list(found.items()) == list(FILES.items())
 
 
-def test_every_file_says_what_its_run_predicted(all_runs, capsys, monkeypatch):
+def test_every_file_says_what_its_run_predicted(tmp_path, capsys, monkeypatch):
     names = [name for name in FILES if name != "QQP.tsv"]
     server_wants(names, monkeypatch)
-    found = built(all_runs)
+    for task in {FILES[name][0] for name in names}:
+        write_run(tmp_path, line(task))
+    found = built(tmp_path)
     assert list(found) == names
     for name in names:
         assert found[name] == answers(line(FILES[name][0]), name), name
@@ -129,7 +121,7 @@ def test_every_file_says_what_its_run_predicted(all_runs, capsys, monkeypatch):
     table = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in table[:-1]] == names
     assert all("accuracy 50.0 on validation" in row for row in table[:-1])
-    assert [path.name for path in (all_runs / "out").iterdir()] == ["s.zip"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["s.zip"]
 
 
 def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, small, capsys):
@@ -148,21 +140,13 @@ def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, smal
     assert re.search(r"wnli-a-\w{10}, seed 2, accuracy 70.0 on validation$", row)
 
 
-def test_a_zip_is_of_one_models_weights(tmp_path, small):
-    """A folder's model was replaced, and its runs made again but for the best."""
-    write_run(tmp_path, line("wnli", 0.9, weights="old"))
-    write_run(tmp_path, line("wnli", 0.5, seed=1, weights="new"))
-    write_run(tmp_path, line("stsb", 0.5, weights="new"))
-    found = built(tmp_path, placeholders=True)
-    assert found["WNLI.tsv"] == answers(line("wnli", 0.5, seed=1), "WNLI.tsv")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"random_weights": True},
         {"status": "diverged", "headline": None},
         {"status": "failed"},
+        {"weights": "old"},  # the folder's model was replaced, and its runs made again but for this
         {"official": False},
         {"settings": {"test": False}},  # the predictions there are an earlier run's
         {"model": "runs/b/model"},
@@ -171,8 +155,8 @@ def test_a_zip_is_of_one_models_weights(tmp_path, small):
     ids=str,
 )
 def test_what_is_no_result_of_the_model_never_serves(tmp_path, small, changes):
-    write_run(tmp_path, line("wnli", 0.5))
     write_run(tmp_path, line("wnli", 0.9, seed=1) | changes)
+    write_run(tmp_path, line("wnli", 0.5, weights="new"))
     found = built(tmp_path, placeholders=True)
     assert found["WNLI.tsv"] == answers(line("wnli", 0.5), "WNLI.tsv")
 
@@ -187,14 +171,6 @@ def test_one_run_predicts_both_halves_of_mnli_and_ax(tmp_path, small):
         assert found[name] == answers(best, name)
 
 
-def test_data_without_ax_still_give_the_files_of_mnli(tmp_path, small):
-    run = line("mnli")
-    write_run(tmp_path, run, leave_out=("AX.tsv",))
-    found = built(tmp_path, placeholders=True)
-    assert found["MNLI-m.tsv"] == answers(run, "MNLI-m.tsv")
-    assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
-
-
 def test_equal_scores_give_the_same_run_in_any_order(tmp_path, small):
     runs = [line("wnli", seed=seed) for seed in range(4)]
     found = []
@@ -206,36 +182,37 @@ def test_equal_scores_give_the_same_run_in_any_order(tmp_path, small):
     assert found[0] == found[1]
 
 
-def test_missing_predictions_are_named(tmp_path, small):
-    write_run(tmp_path, line("wnli"))
-    write_run(tmp_path, line("stsb"))
-    with pytest.raises(InputError, match=r"none for MNLI-m.tsv, MNLI-mm.tsv, AX.tsv; .*--test"):
-        main(settings(tmp_path))
-    assert not (tmp_path / "out").exists()
-
-
 def test_placeholders_are_one_valid_answer_and_are_printed(tmp_path, small, capsys):
-    write_run(tmp_path, line("wnli"))
+    """Data without AX still give the files of MNLI."""
+    run = line("mnli")
+    write_run(tmp_path, run, leave_out=("AX.tsv",))
     found = built(tmp_path, placeholders=True)
+    assert found["MNLI-m.tsv"] == answers(run, "MNLI-m.tsv")
     assert {answer for _, answer in found["AX.tsv"][1:]} == {"entailment"}
     assert {answer for _, answer in found["STS-B.tsv"][1:]} == {"0.000"}
     printed = capsys.readouterr()
-    assert printed.out.count("PLACEHOLDER") == 4
+    assert printed.out.count("PLACEHOLDER") == 3
     assert "warning: the server's scores of placeholders" in printed.err
 
 
-def test_a_zip_of_placeholders_alone_is_refused(tmp_path, small):
-    write_run(tmp_path, line("wnli"), leave_out=("WNLI.tsv",))
-    with pytest.raises(InputError, match="for at least one file, got none"):
-        main(settings(tmp_path, placeholders=True))
+@pytest.mark.parametrize(
+    ("runs", "changes", "words"),
+    [
+        ([line("wnli"), line("stsb")], {}, ["none for MNLI-m.tsv, MNLI-mm.tsv, AX.tsv;", "--test"]),
+        ([line("rte")], {"placeholders": True}, ["for at least one file, got none"]),
+        (
+            [line("wnli"), line("wnli", model="c", random_weights=True)],
+            {"model": "b"},
+            ["model must be one", f"got b; there: {MODEL}"],
+        ),
+    ],
+    ids=["missing", "placeholders alone", "unknown model"],
+)
+def test_results_of_which_no_zip_can_be_made_are_refused(tmp_path, small, runs, changes, words):
+    for run in runs:
+        write_run(tmp_path, run)
+    refused(lambda: main(settings(tmp_path, **changes)), *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_is_not_in_the_results_is_refused_with_those_that_are(tmp_path):
-    write_run(tmp_path, line("wnli"))
-    write_run(tmp_path, line("wnli", model="c", random_weights=True))
-    with pytest.raises(InputError, match=rf"model must be one .*, got b; there: {MODEL}$"):
-        main(settings(tmp_path, model="b"))
 
 
 @pytest.mark.parametrize("shape", [(145, 2), (146, 3)])
@@ -243,11 +220,11 @@ def test_predictions_that_do_not_fit_leave_an_old_zip_alone(tmp_path, small, sha
     write_run(tmp_path, line("wnli"))
     file = prediction_file(str(tmp_path / "results.jsonl"), line("wnli"), "test")
     write_predictions(file, np.full(shape[0], -1), np.zeros(shape, np.float32))
-    old = Path(settings(tmp_path).output)
+    old = tmp_path / "out" / "s.zip"
     old.parent.mkdir()
     old.write_bytes(b"old")
-    with pytest.raises(InputError, match=r"must be 146 rows of 2, .*, got \(14[56], [23]\)"):
-        main(settings(tmp_path, placeholders=True))
+    zip_of = settings(tmp_path, placeholders=True)
+    refused(lambda: main(zip_of), "must be 146 rows of 2", f"got {shape}")
     assert [(path.name, path.read_bytes()) for path in old.parent.iterdir()] == [("s.zip", b"old")]
 
 
@@ -256,5 +233,4 @@ def test_an_output_that_is_no_zip_is_refused(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     Path("FOLDER.zip").mkdir()
     Path("file").touch()
-    with pytest.raises(InputError, match="^output must "):
-        SubmissionSettings(model="m", output=output)
+    refused(lambda: SubmissionSettings(model="m", output=output), "output must")
