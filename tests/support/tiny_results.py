@@ -1,7 +1,6 @@
 """Results with every kind of run, and the report of given lines."""
 
 import json
-import shlex
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from finetune.report.report import GroupReport, compare_groups
-from finetune.results import RUN_KEY, run_key
+from finetune.results import RUN_KEY, SIMPLE_FEATURES, run_key
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
@@ -36,13 +35,11 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "glue_dir": "data/glue", "seed": 0, **RECIPE,
     }  # fmt: skip
     key |= {name: value for name, value in changes.items() if name in key}
-    names = ("model", "task", "seed", "learning_rate", "random_weights", "mnli")
-    flags = [text for name in names for text in (f"--{name}", str(key[name]))]
     result = {
         **key,
         "status": "done",
         "collapsed": False,
-        "model_type": "bert" if model == BERT else "roformer",
+        "model_type": "bert" if "bert" in model else "roformer",
         "label": task,
         "official": row.official,
         "rows": {split: count or 100 for split, count in row.splits.items()},
@@ -62,7 +59,7 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "threads": 1,
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
         "settings": key | {"test": True},
-        "command": shlex.join(["accelerate", "launch", "finetune/glue.py", *flags]),
+        "command": f"accelerate launch finetune/glue.py --model {model!r} --seed {key['seed']}",
         **changes,
     }
     scores = [values[row.headline] for values in result["metrics"].values()]
@@ -83,6 +80,12 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
     key = {name: complete[name] for name in RUN_KEY}
     made = {"settings": complete["settings"], "command": complete["command"]}
     return {**key, **made, "status": "failed", "error": "worker died: SIGKILL"}
+
+
+def simple_features(task: str, score: float) -> dict[str, Any]:
+    """A line of finetune.simple_features, which has no recipe."""
+    recipe = dict.fromkeys(RECIPE)
+    return line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> str:

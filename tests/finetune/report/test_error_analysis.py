@@ -9,50 +9,56 @@ import pytest
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
-from finetune.report.error_analysis import (
-    MAX_CHARACTERS,
-    NUM_MISTAKES,
-    ErrorAnalysisSettings,
-    main,
-)
-from finetune.results import prediction_file, run_name, write_predictions
+from finetune.report.error_analysis import MAX_CHARACTERS, NUM_MISTAKES, ErrorAnalysisSettings, main
+from finetune.results import prediction_file, read_results, run_name, write_predictions
 from finetune.tasks import TASKS
-from tiny_glue import write_split
+from tiny_glue import refused, write_split
 from tiny_results import line as results_line
-from train.settings import InputError
 
 NAMES = TASKS["mnli"].labels
 
 
-def add_run(folder: Path, task: str, rows: int = 120, write_data: bool = True, **changes) -> dict:
-    """A line, its data and its predictions; returns what each split holds."""
+def random_data(task: str, rows: int = 120) -> dict[str, tuple]:
+    """Labels, logits and texts of each split."""
     known, data = TASKS[task], {}
-    changes = {"learning_rate": 2e-5, "glue_dir": str(folder / "glue"), **changes}
-    line = results_line("runs/small/model", task, 0.4321) | changes
-    with (folder / "results.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
     for seed, split in enumerate(known.validation_splits):
         draw = np.random.default_rng(seed)
-        labels = draw.integers(0, known.num_labels, rows) if known.labels else draw.random(rows) * 5
-        logits = draw.normal(size=(rows, known.num_labels)).astype(np.float32)
-        if known.labels:
+        if known.is_regression:
+            labels = draw.random(rows) * 5
+            logits = (labels + draw.normal(size=rows))[:, None]
+        else:
+            labels = draw.integers(0, known.num_labels, rows)
+            logits = draw.normal(size=(rows, known.num_labels))
             logits[np.arange(rows), labels] += 1
             logits[:3] += 2000  # alike for all classes, and beyond what exp can hold
-        else:
-            labels[0] = 5.0
-            logits += labels[:, None].astype(np.float32)
         texts = {name: [f"{name} {split} {i} said" for i in range(rows)] for name in known.columns}
-        if write_data:
-            write_split(folder / "glue", task, split, {**texts, "label": labels.tolist()})
-        kept = labels.astype(np.float32) if known.labels is None else labels
-        write_predictions(prediction_file(str(folder / "results.jsonl"), line, split), kept, logits)
-        data[split] = (labels, logits, texts)
+        data[split] = labels, np.float32(logits), texts
     return data
 
 
-def asked(folder: Path, task: str, **changes) -> ErrorAnalysisSettings:
+def two_texts(texts: list[str], labels: list[int], logits: list[list[int]]) -> dict[str, tuple]:
+    """The same of RTE."""
+    columns = {"sentence1": texts, "sentence2": [f"{text} two" for text in texts]}
+    return {"validation": (np.array(labels), np.float32(logits), columns)}
+
+
+def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
+    """Write a run's line, its data and its predictions."""
+    line = results_line("runs/small/model", task, 0.4321)
+    line |= {"glue_dir": str(folder / "glue"), **changes}
+    with (folder / "results.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    for split, (labels, logits, texts) in data.items():
+        write_split(folder / "glue", task, split, {**texts, "label": labels.tolist()})
+        stored = labels.astype(np.float32) if TASKS[task].is_regression else labels
+        file = prediction_file(str(folder / "results.jsonl"), line, split)
+        write_predictions(file, stored, logits)
+    return line
+
+
+def analyse(folder: Path, task: str, **changes) -> str:
     given = {"results": str(folder / "results.jsonl"), "model": "runs/small/model", "task": task}
-    return ErrorAnalysisSettings(**(given | changes))
+    return main(ErrorAnalysisSettings(**given | changes))
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -71,8 +77,9 @@ def tables(text: str) -> list[list[list[str]]]:
 
 @pytest.mark.parametrize("task", ["rte", "cola", "mnli"])
 def test_the_confusion_is_scikit_learns(tmp_path, task):
-    data = add_run(tmp_path, task)
-    text = main(asked(tmp_path, task))
+    data = random_data(task)
+    add_run(tmp_path, task, data)
+    text = analyse(tmp_path, task)
     names = list(TASKS[task].labels)
     found = [t for t in tables(text) if t[0][0].startswith("label /")]
     assert len(found) == len(TASKS[task].validation_splits)
@@ -91,24 +98,18 @@ def test_the_confusion_is_scikit_learns(tmp_path, task):
 
 
 def test_a_collapsed_run_without_mistakes_says_both(tmp_path):
-    write_split(tmp_path / "glue", "rte", "validation", two_texts(["a", "b"], [1, 1]))
-    add_run(tmp_path, "rte", rows=2, write_data=False, collapsed=True)
-    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
-    write_predictions(file, np.array([1, 1]), np.float32([[0, 1], [0, 1]]))
-    text = main(asked(tmp_path, "rte"))
+    data = two_texts(["a", "b"], [1, 1], [[0, 1], [0, 1]])
+    add_run(tmp_path, "rte", data, collapsed=True)
+    text = analyse(tmp_path, "rte")
     assert text.index("The run collapsed") < text.index("## validation")
     assert tables(text)[0][1] == ["entailment", "0 (0.0 %)", "0 (0.0 %)", "0"]
     assert "No row is wrong." in text
 
 
-def two_texts(texts: list[str], labels: list) -> dict[str, list]:
-    return {"sentence1": texts, "sentence2": [f"{t} two" for t in texts], "label": labels}
-
-
 def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
-    data = add_run(tmp_path, "mnli", rows=200)
-    text = main(asked(tmp_path, "mnli"))
+    data = random_data("mnli", rows=200)
+    add_run(tmp_path, "mnli", data)
+    text = analyse(tmp_path, "mnli")
     found = [t for t in tables(text) if "probability" in t[0]]
     for table, split in zip(found, TASKS["mnli"].validation_splits):
         labels, logits, texts = data[split]
@@ -127,12 +128,8 @@ def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
 
 def test_texts_are_shown_in_their_cells_and_shortened(tmp_path):
     odd = ["a | b * c <b>&amp;</b> `x` \n\t end", "word " * 200, "x" * 500]
-    write_split(tmp_path / "glue", "rte", "validation", two_texts(odd, [0, 0, 0]))
-    add_run(tmp_path, "rte", rows=3, write_data=False)
-    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    file = prediction_file(str(tmp_path / "results.jsonl"), line, "validation")
-    write_predictions(file, np.zeros(3, int), np.float32([[0, 3], [0, 2], [0, 1]]))
-    table = tables(main(asked(tmp_path, "rte")))[1]
+    add_run(tmp_path, "rte", two_texts(odd, [0, 0, 0], [[0, 3], [0, 2], [0, 1]]))
+    table = tables(analyse(tmp_path, "rte"))[1]
     shown = [row[4] for row in table[1:]]
     assert shown[0] == " ".join(odd[0].split())
     for text, full in zip(shown[1:], odd[1:]):
@@ -142,8 +139,10 @@ def test_texts_are_shown_in_their_cells_and_shortened(tmp_path):
 
 
 def test_a_regression_shows_its_largest_errors(tmp_path):
-    labels, logits, texts = add_run(tmp_path, "stsb", rows=300)["validation"]
-    (largest,) = tables(main(asked(tmp_path, "stsb")))
+    data = random_data("stsb", rows=300)
+    add_run(tmp_path, "stsb", data)
+    labels, logits, texts = data["validation"]
+    (largest,) = tables(analyse(tmp_path, "stsb"))
     errors = logits[:, 0].astype(np.float64) - labels.astype(np.float32)
     assert len(largest) == 1 + NUM_MISTAKES
     assert [int(row[0]) for row in largest[1:]] == list(np.argsort(-abs(errors))[:NUM_MISTAKES])
@@ -153,16 +152,17 @@ def test_a_regression_shows_its_largest_errors(tmp_path):
 
 
 def test_data_that_were_not_scored_are_refused(tmp_path):
-    add_run(tmp_path, "rte")
-    other = add_run(tmp_path, "rte", rows=90, write_data=True, seed=9)["validation"]
-    with pytest.raises(InputError, match="rte/validation must be the data .*, got other rows"):
-        main(asked(tmp_path, "rte"))
-    labels = other[0].copy()
+    add_run(tmp_path, "rte", random_data("rte"))
+    data = random_data("rte", rows=90)
+    add_run(tmp_path, "rte", data, seed=9)
+    found = "got other rows or labels; name their folder"
+    refused(lambda: analyse(tmp_path, "rte"), "rte/validation must be the data", found)
+    labels, _, texts = data["validation"]
     labels[[11, 40]] = 1 - labels[[11, 40]]
-    texts = other[2] | {"label": labels.tolist()}
-    write_split(tmp_path / "elsewhere", "rte", "validation", texts)
-    with pytest.raises(InputError, match="got other rows or labels; name their folder"):
-        main(asked(tmp_path, "rte", seed=9, glue_dir=str(tmp_path / "elsewhere")))
+    other = {**texts, "label": labels.tolist()}
+    write_split(tmp_path / "elsewhere", "rte", "validation", other)
+    elsewhere = {"seed": 9, "glue_dir": str(tmp_path / "elsewhere")}
+    refused(lambda: analyse(tmp_path, "rte", **elsewhere), found)
 
 
 def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tmp_path):
@@ -171,20 +171,16 @@ def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tm
         {"learning_rate": 3e-5},
         {"seed": 1, "status": "diverged", "metrics": None},
         {"seed": 2},
-        {"seed": 2, "random_weights": True, "status": "failed"},
     ):
-        add_run(tmp_path, "rte", **changes)
-    with pytest.raises(InputError, match="must hold one run of .*seed 5, got rte-small-"):
-        main(asked(tmp_path, "rte", seed=5))
-    with pytest.raises(InputError, match="run must have been scored, got diverged"):
-        main(asked(tmp_path, "rte", seed=1))
-    with pytest.raises(InputError, match="give its --run") as two:
-        main(asked(tmp_path, "rte"))
-    names = re.findall(r"rte-small-\w+", str(two.value))
-    assert len(names) == 2
-    for name in names:
-        assert "rows wrong" in main(asked(tmp_path, "rte", run=name))
-    assert "rows wrong" in main(asked(tmp_path, "rte", seed=2))
-    *_, control = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    with pytest.raises(InputError, match="must have been scored, got failed"):
-        main(asked(tmp_path, "rte", seed=2, run=run_name(control)))
+        add_run(tmp_path, "rte", random_data("rte"), **changes)
+    control = add_run(tmp_path, "rte", {}, seed=2, random_weights=True, status="failed")
+
+    refused(lambda: analyse(tmp_path, "rte", seed=5), "one run of", "seed 5, got rte-small-")
+    refused(lambda: analyse(tmp_path, "rte", seed=1), "run must have been scored, got diverged")
+    named = run_name(control)
+    refused(lambda: analyse(tmp_path, "rte", seed=2, run=named), "scored, got failed")
+    two = [run_name(x) for x in read_results(str(tmp_path / "results.jsonl")) if x["seed"] == 0]
+    assert len(two) == 2
+    refused(lambda: analyse(tmp_path, "rte"), "give its --run", *two)
+    for changes in ({"run": two[0]}, {"run": two[1]}, {"seed": 2}):
+        assert "rows wrong" in analyse(tmp_path, "rte", **changes)

@@ -1,14 +1,16 @@
+"""The written report: its page, its csv, its Markdown."""
+
 import csv
 import re
-import subprocess
-import sys
 
 import html5lib
+import pandas as pd
 import pytest
 
 from finetune.report.report import ReportSettings, main
-from finetune.results import SIMPLE_FEATURES, read_results, run_name
-from tiny_results import BERT, RECIPE, ROFORMER, grid, line, write
+from finetune.results import read_results, run_name
+from tiny import command
+from tiny_results import BERT, ROFORMER, grid, line, simple_features, write
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 
@@ -22,21 +24,17 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def document(folder):
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    return html5lib.HTMLParser(strict=True).parse(text)  # an error of the markup raises
+def parse(folder):
+    """The page; an error of the markup raises."""
+    return html5lib.HTMLParser(strict=True).parse((folder / "report.html").read_text("utf-8"))
 
 
 def elements(root, name: str) -> list:
     return list(root.iter(XHTML + name))
 
 
-def text_of(element) -> str:
-    return "".join(element.itertext())
-
-
-def test_the_page_is_one_valid_file_that_loads_and_runs_nothing(folder, document):
+def test_the_page_is_one_valid_file_that_loads_and_runs_nothing(folder):
+    document = parse(folder)
     tables = elements(document, "table")
     assert len(tables) == len(elements(document, "caption")) > 10
     for table in tables:
@@ -70,13 +68,10 @@ def test_csv_holds_every_metric_and_command_of_every_run(folder):
 
 
 def test_simple_features_alone_make_a_report(tmp_path):
-    recipe = dict.fromkeys(RECIPE)
-    lines = [line(SIMPLE_FEATURES, "cola", 0.1, model_type=SIMPLE_FEATURES, **recipe)]
-    main(ReportSettings(write(tmp_path, lines)))
+    main(ReportSettings(write(tmp_path, [simple_features("cola", 0.1)])))
     assert re.search(r"\| simple features +\| +10.0 ", (tmp_path / "report.md").read_text())
-    with (tmp_path / "report.csv").open(newline="") as stream:
-        (row,) = csv.DictReader(stream)
-    assert float(row["metrics validation matthews"]) == 0.1
+    table = pd.read_csv(tmp_path / "report.csv")
+    assert table["metrics validation matthews"].tolist() == [0.1]
 
 
 def test_a_report_says_the_same_twice_byte_for_byte(folder, tmp_path):
@@ -101,21 +96,18 @@ def test_one_seed_of_the_demo_task_makes_a_whole_report(tmp_path, capsys):
     text = main(ReportSettings(write(tmp_path, lines)))
     assert capsys.readouterr().out.startswith(text)
     assert "as printed" not in text
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    html5lib.HTMLParser(strict=True).parse(page)
+    parse(tmp_path)
     assert not (tmp_path / "report-demo-rates.png").exists()
 
 
 def test_names_that_are_markup_stay_text(tmp_path):
     name = "<script>alert(1)<b>&\"'$x$"
-    file = write(tmp_path, [line(name, "rte", 0.6), line("_b", "rte", 0.5)])
-    main(ReportSettings(file))
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    document = html5lib.HTMLParser(strict=True).parse(text)
+    main(ReportSettings(write(tmp_path, [line(name, "rte", 0.6), line("_b", "rte", 0.5)])))
+    document = parse(tmp_path)
     assert not elements(document, "script")
-    assert any("alert(1)" in text_of(cell) for cell in elements(document, "th"))
+    assert any("alert(1)" in "".join(cell.itertext()) for cell in elements(document, "th"))
 
 
 def test_a_report_starts_without_torch():
     code = "import sys, finetune.report.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert command("-c", code).returncode == 0
