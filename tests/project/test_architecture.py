@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny import ROOT
+from tiny import ROOT, command
 
 PACKAGES = ("roformer", "train", "finetune")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -48,12 +48,10 @@ LENGTHS = {
 }
 """Files, and bodies of functions, that may have more lines than the limits."""
 BANNED_NAMES = {
-    "told", "again", "said", "alone", "mine", "whole",
-    "borders", "Apart", "Unpadded", "arrange", "_Plan",
-    "head_width", "rotated_width",
-    "score_bias", "Features", "Sums", "FiniteSteps", "saw", "settle", "ReadLater",
-    "Journal", "Interruptions", "patient", "agree", "contest", "peers", "levers", "initialise",
-    "capacity", "board",
+    "told", "again", "said", "alone", "mine", "whole", "borders", "Apart", "Unpadded", "arrange",
+    "_Plan", "head_width", "rotated_width", "score_bias", "Features", "Sums", "FiniteSteps", "saw",
+    "settle", "ReadLater", "Journal", "Interruptions", "patient", "agree", "contest", "peers",
+    "levers", "initialise", "capacity", "board",
 }  # fmt: skip
 """Identifiers that give a reader nothing to search for."""
 BANNED_IN_MODEL = BANNED_NAMES | {"where", "words", "numbers", "longest", "places", "real"}
@@ -104,8 +102,8 @@ def definitions(tree):
 
 
 def tracked():
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
@@ -170,9 +168,7 @@ import roformer
 added = top() - before - {"roformer"}
 assert not added, added
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False
-    )
+    done = command("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -235,15 +231,11 @@ def test_identifiers_are_words_of_the_field():
     assert not found, "\n".join(sorted(found))
 
 
-def reading_orders():
-    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
-    for start, listed in re.findall(r"<!-- reading-order: (\S+) -->(.*?)<!-- end -->", text, re.S):
-        yield start, re.findall(r"^\d+\. `([^`]+)`", listed, re.M)
-
-
 @pytest.mark.parametrize(("start", "limit"), [("train/pretrain.py", 11), ("finetune/glue.py", 10)])
 def test_the_reading_order_follows_real_imports(start, limit):
-    order = dict(reading_orders())[start]
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    lists = dict(re.findall(r"<!-- reading-order: (\S+) -->(.*?)<!-- end -->", text, re.S))
+    order = re.findall(r"^\d+\. `([^`]+)`", lists[start], re.M)
     assert order[0] == start
     assert len(order) == len(set(order)) <= limit
     reached = {start}

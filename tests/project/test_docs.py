@@ -3,12 +3,10 @@
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from tiny import ROOT
+from tiny import ROOT, command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,8 +27,8 @@ def flags():
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     return {
-        command.removeprefix("python -m "): hooks.help_text(module, settings)
-        for command, (module, settings) in hooks.command_settings().items()
+        title.removeprefix("python -m "): hooks.help_text(module, settings)
+        for title, (module, settings) in hooks.command_settings().items()
     }
 
 
@@ -38,8 +36,8 @@ def documented_commands():
     """(page, module, flags) of every command of this project in a shell block."""
     for page in PAGES:
         for line in "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines():
-            command = r"(?:-m ((?:train|finetune)[\w.]*)|((?:train|finetune)/\w+)\.py)(?=\s|$)"
-            for found in re.finditer(command, line):
+            pattern = r"(?:-m ((?:train|finetune)[\w.]*)|((?:train|finetune)/\w+)\.py)(?=\s|$)"
+            for found in re.finditer(pattern, line):
                 module = (found[1] or found[2]).replace("/", ".")
                 yield name(page), module, re.findall(r"\s(--[\w.]+)", line[found.end() :])
 
@@ -69,11 +67,8 @@ def test_a_mistake_in_the_launched_commands_of_the_readme_is_all_that_they_print
     commands = [shlex.split(line) for line in lines if "accelerate launch" in line]
     assert len(commands) == 2
     for words in commands:
-        launch = words[words.index("launch") :]
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launch]
-        done = subprocess.run(
-            [*command, "--no_such_setting", "1"], cwd=ROOT, capture_output=True, text=True
-        )
+        flags = [*words[words.index("launch") + 1 :], "--no_such_setting", "1"]
+        done = command("-m", "accelerate.commands.launch", *flags, PYTHONWARNINGS="")
         assert done.returncode != 0
         assert re.fullmatch(r"error: .*--no_such_setting.*\n", done.stdout + done.stderr)
 
