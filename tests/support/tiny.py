@@ -5,13 +5,16 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
 
 import roformer
+from train.settings import InputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,3 +95,12 @@ def log_rows(run: Path, key: str = "loss") -> dict[int, float]:
     """step -> value of the rows of log.jsonl that hold the key."""
     rows = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     return {row["step"]: row[key] for row in rows if key in row}
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """Check that a call is refused in one line that has the words."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []

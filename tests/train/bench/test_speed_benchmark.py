@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from tiny import command
+from tiny import command, refused
 from train.bench import parts
 from train.bench.__main__ import main
 from train.bench.baselines import (
@@ -28,7 +28,6 @@ from train.bench.baselines import (
     random_batch,
 )
 from train.bench.timing import Benchmark, BenchSettings, time_models
-from train.settings import InputError
 
 
 def tiny(tmp_path, **changes):
@@ -84,16 +83,16 @@ def zero(model):
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    for key, value, match in (
-        ("device", "tpu", "device"),
-        ("parts", ["peak", "speed"], "parts .* got speed"),
-        ("rounds", 1, "rounds .* got 1"),
-        ("scale", "huge", "scale .* got huge"),
-        ("output", "speed.md", "output .* got speed.md"),
-        ("output", "/dev/null/speed.json", "output .* got /dev/null"),
+    for key, value, found in (
+        ("device", "tpu", "got"),
+        ("parts", ["peak", "speed"], "got speed"),
+        ("rounds", 1, "got 1"),
+        ("scale", "huge", "got huge"),
+        ("output", "speed.md", "got speed.md"),
+        ("output", "/dev/null/speed.json", "got /dev/null"),
     ):
-        with pytest.raises(InputError, match=match):
-            main(BenchSettings(**{"output": str(tmp_path / "x.json"), key: value}))
+        given = {"output": str(tmp_path / "x.json"), key: value}
+        refused(lambda given=given: main(BenchSettings(**given)), key, found)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """settings.yaml and environment.json: what a resumed run may change, and what it records."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -11,27 +10,42 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from tiny import refused
 from train import environment
 from train.loop.run_metadata import changed_settings, check_settings_unchanged, write_metadata
-from train.settings import InputError, OptimSettings, PretrainSettings, RunSettings
+from train.settings import OptimSettings, PretrainSettings, RunSettings
 
 
-def started(tmp_path, **optim):
-    folder, settings = tmp_path / "run", PretrainSettings(OptimSettings(steps=9, **optim))
-    folder.mkdir(exist_ok=True)
-    return folder, settings, Accelerator(cpu=True)
+def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
+    return PretrainSettings(OptimSettings(steps=9, **optim), run=run or RunSettings())
 
 
-def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch):
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    environment = json.loads((folder / "environment.json").read_text())
-    assert (environment["torch"], environment["parameters"]) == (torch.__version__, 7)
-    assert environment["commit"] != "unknown"
-    assert environment["machine"]
-    before = (folder / "settings.yaml").read_text()
-    _, other, _ = started(tmp_path, learning_rate=0.5)
-    assert changed_settings(folder, other, "no") == {"optim.learning_rate": (1e-3, 0.5)}
+def write(folder: Path, settings: PretrainSettings, step: int = 0, accelerator=None) -> None:
+    """Write the metadata as a launch that goes on from a step does."""
+    accelerator = accelerator or Accelerator(cpu=True)
+    changed = changed_settings(folder, settings, accelerator.mixed_precision)
+    write_metadata(folder, settings, accelerator, step, 7, changed)
+
+
+SETTINGS = settings_of()
+DRIFT = RunSettings(allow_drift=True)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The folder of a run that has begun."""
+    write(tmp_path, SETTINGS)
+    return tmp_path
+
+
+def test_a_kill_while_settings_change_leaves_the_old_ones(begun, monkeypatch):
+    about = json.loads((begun / "environment.json").read_text())
+    assert (about["torch"], about["parameters"]) == (torch.__version__, 7)
+    assert about["commit"] != "unknown"
+    assert about["machine"]
+    before = (begun / "settings.yaml").read_text()
+    other = settings_of(learning_rate=0.5)
+    assert changed_settings(begun, other, "no") == {"optim.learning_rate": (1e-3, 0.5)}
 
     def killed(path, target):
         raise KeyboardInterrupt
@@ -39,81 +53,64 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_metadata(folder, other, accelerator, 7, 7, changed_settings(folder, other, "no"))
-    assert (folder / "settings.yaml").read_text() == before
-    write_metadata(folder, other, accelerator, 7, 7, changed_settings(folder, other, "no"))
-    assert not changed_settings(folder, other, "no")
+            write(begun, other, 7)
+    assert (begun / "settings.yaml").read_text() == before
+    write(begun, other, 7)
+    assert not changed_settings(begun, other, "no")
 
 
-def test_another_precision_is_refused_and_noted_where_it_may_be(tmp_path):
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    with pytest.raises(
-        InputError, match="mixed_precision must stay 'no' for the run in .*, got 'bf16'; choose an"
-    ):
-        check_settings_unchanged(folder, settings, "bf16")
-    drifting = dataclasses.replace(settings, run=RunSettings(allow_drift=True))
-    check_settings_unchanged(folder, drifting, "bf16")
-    changed = changed_settings(folder, settings, "bf16")
-    other = SimpleNamespace(mixed_precision="bf16")
-    write_metadata(folder, settings, other, 7, 7, changed)
+def test_another_precision_is_refused_and_noted_where_it_may_be(begun):
+    def check():
+        check_settings_unchanged(begun, SETTINGS, "bf16")
+
+    refused(check, f"mixed_precision must stay 'no' for the run in {begun}, got 'bf16'; choose an")
+    check_settings_unchanged(begun, settings_of(DRIFT), "bf16")
+    write(begun, SETTINGS, 7, SimpleNamespace(mixed_precision="bf16"))
     note = "# run.allow_drift changed after step 7: mixed_precision from 'no' to 'bf16'"
-    assert (folder / "settings.yaml").read_text().splitlines()[0] == note
-    check_settings_unchanged(folder, settings, "bf16")  # from now on it is the run's
-    assert changed_settings(folder, settings, "no") == {"mixed_precision": ("bf16", "no")}
-    about = json.loads((folder / "environment.json").read_text())
+    assert (begun / "settings.yaml").read_text().splitlines()[0] == note
+    check()  # from now on it is the run's
+    assert changed_settings(begun, SETTINGS, "no") == {"mixed_precision": ("bf16", "no")}
+    about = json.loads((begun / "environment.json").read_text())
     assert (about["precision"], about["parameters"]) == ("bf16", 7)
-    for earlier in ("{}", None):  # a run that does not say goes on
-        (folder / "environment.json").unlink()
-        if earlier is not None:
-            (folder / "environment.json").write_text(earlier)
-        assert not changed_settings(folder, settings, "no")
+    (begun / "environment.json").write_text("{}")  # a run that does not say goes on
+    assert not changed_settings(begun, SETTINGS, "no")
 
 
-def test_an_environment_that_was_deleted_is_written_again(tmp_path):
+def test_an_environment_that_was_deleted_is_written_again(begun):
     """As the message about a broken one says; publishing a run needs it."""
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    before = (folder / "settings.yaml").read_text()
-    (folder / "environment.json").unlink()
-    write_metadata(folder, settings, accelerator, 5, 7, {})
-    assert json.loads((folder / "environment.json").read_text())["parameters"] == 7
-    assert (folder / "settings.yaml").read_text() == before
+    before = (begun / "settings.yaml").read_text()
+    (begun / "environment.json").unlink()
+    assert not changed_settings(begun, SETTINGS, "bf16")
+    write(begun, SETTINGS, 5)
+    assert json.loads((begun / "environment.json").read_text())["parameters"] == 7
+    assert (begun / "settings.yaml").read_text() == before
 
 
-def test_a_run_goes_on_under_another_name_of_its_folder(tmp_path):
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    check_settings_unchanged(folder, dataclasses.replace(settings, run=RunSettings(name="x")), "no")
+def test_a_run_goes_on_under_another_name_of_its_folder(begun):
+    check_settings_unchanged(begun, settings_of(RunSettings(name="x")), "no")
 
 
-def test_a_setting_added_after_a_run_began_had_its_default(tmp_path):
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    file = folder / "settings.yaml"
+def test_a_setting_added_after_a_run_began_had_its_default(begun):
+    file = begun / "settings.yaml"
     file.write_text(re.sub("  (name: adamw|muon_scale: .*)\n", "", file.read_text(), count=2))
     assert "adamw" not in file.read_text()
-    check_settings_unchanged(folder, settings, "no")
-    _, other, _ = started(tmp_path, muon_scale=0.5)
-    assert changed_settings(folder, other, "no") == {"optim.muon_scale": (0.8, 0.5)}
+    check_settings_unchanged(begun, SETTINGS, "no")
+    other = settings_of(muon_scale=0.5)
+    assert changed_settings(begun, other, "no") == {"optim.muon_scale": (0.8, 0.5)}
 
 
-def test_another_optimizer_is_refused_even_where_settings_may_change(tmp_path):
-    folder, settings, accelerator = started(tmp_path)
-    write_metadata(folder, settings, accelerator, 0, 7, {})
-    drifting = dataclasses.replace(
-        settings, optim=OptimSettings(steps=9, name="muon"), run=RunSettings(allow_drift=True)
-    )
-    with pytest.raises(InputError, match=r"optim.name must stay 'adamw' .* another run.name$"):
-        check_settings_unchanged(folder, drifting, "no")
+def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
+    def check():
+        check_settings_unchanged(begun, settings_of(DRIFT, name="muon"), "no")
+
+    refused(check, "optim.name must stay 'adamw'", "got 'muon'; choose another run.name")
 
 
 @pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
-def test_settings_that_cannot_be_read_are_named(torn, tmp_path):
-    folder, settings, _ = started(tmp_path)
-    (folder / "settings.yaml").write_text(torn)
-    with pytest.raises(InputError, match="settings.yaml must hold the settings of the run, got"):
-        changed_settings(folder, settings, "no")
+@pytest.mark.parametrize("name", ["settings.yaml", "environment.json"])
+def test_metadata_that_cannot_be_read_is_named(name, torn, begun):
+    (begun / name).write_text(torn)
+    refused(lambda: changed_settings(begun, SETTINGS, "no"), str(begun / name), "must hold the")
 
 
 def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
