@@ -18,9 +18,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 import roformer
-from launched_runs import process_starter
+from launched_runs import Launches, Start, process_starter
 from tiny import TINY_MODEL, sentences
+from train.command_line import parse_settings
 from train.data import vocabulary
+from train.pretrain import main
+from train.settings import PretrainSettings
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
@@ -65,6 +68,15 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> transformers.PreTrainedTokenizerBase:
     return vocabulary.load_tokenizer(str(tokenizer_folder))
+
+
+@pytest.fixture(scope="session")
+def swapped_tokenizer(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tokenizer with the same pieces, the last two in each other's place."""
+    pieces = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    folder = tmp_path_factory.mktemp("swapped") / "tokenizer"
+    vocabulary.save_tokenizer([*pieces[:-2], pieces[-1], pieces[-2]], folder)
+    return str(folder)
 
 
 @pytest.fixture
@@ -118,3 +130,19 @@ def start(tmp_path: Path) -> Iterator[Callable]:
     """Starts a command; whatever is started is gone when the test ends."""
     with process_starter(tmp_path) as begin:
         yield begin
+
+
+@pytest.fixture
+def launch(start: Start, pretrain_flags: list[str], tmp_path: Path) -> Launches:
+    """Starts the pretraining run in processes of their own."""
+    return Launches(start, pretrain_flags, tmp_path)
+
+
+@pytest.fixture
+def pretrain(pretrain_flags: list[str]) -> Callable[..., Path]:
+    """Pretrains in this process, with more flags, and returns the folder of the run."""
+
+    def run(*flags: str) -> Path:
+        return main(parse_settings(PretrainSettings, [*pretrain_flags, *flags])).parent
+
+    return run

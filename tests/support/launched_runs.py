@@ -1,6 +1,7 @@
 """Pretraining runs in processes of their own: start, watch, signal and clean up."""
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
 
 from tiny import ROOT, TINY_MODEL, log_rows
-from train.command_line import parse_settings
-from train.pretrain import main
-from train.settings import PretrainSettings
 
 SCRIPT = "train/pretrain.py"
 
@@ -27,9 +30,7 @@ CPU = {"ACCELERATE_USE_CPU": "1"}
 
 AS_LAUNCHED = CPU | {"ACCELERATE_MIXED_PRECISION": "bf16"}  # what cpu.yaml makes of a process
 
-NO_DROPOUT = json.dumps(
-    TINY_MODEL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-)
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
@@ -44,6 +45,11 @@ TWO_RANKS = [
 ]  # fmt: skip
 
 ENDLESS = ["--optim.steps=100000", "--run.save_every=100000"]
+
+
+def model_flag(**fields: object) -> str:
+    """The flag for the tiny model with other fields of its configuration."""
+    return f"--model.config={json.dumps(TINY_MODEL | fields)}"
 
 
 @contextmanager
@@ -85,54 +91,19 @@ def process_starter(tmp_path: Path) -> Iterator[Start]:
     try:
         yield begin
     finally:
-        for pid in child_processes(tmp_path):
-            os.kill(pid, signal.SIGKILL)
-        for process in started:
-            process.wait()
-        while remaining_processes(tmp_path):
-            time.sleep(0.01)
+        left = child_processes(tmp_path)
+        for process in left:
+            process.kill()
+        for launched in started:
+            launched.wait()
+        psutil.wait_procs(left)
         prctl(SUBREAPER, 0)
 
 
-def child_processes(folder: Path) -> list[int]:
+def child_processes(folder: Path) -> list[psutil.Process]:
     """Processes whose command line names the folder, which only this test uses."""
-    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-    return [pid for pid in pids if names_folder(pid, folder)]
-
-
-def names_folder(pid: int, folder: Path) -> bool:
-    """Whether the command line of another process names a folder."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return pid != os.getpid() and str(folder).encode() in command
-
-
-def remaining_processes(folder: Path) -> list[int]:
-    """Processes of the test that still run; ended ones are waited for."""
-    left = child_processes(folder)
-    for pid in left:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-    return left
-
-
-def rank_pids(folder: Path) -> dict[int, int]:
-    """Process id of each rank of the test's training processes."""
-    found: dict[int, int] = {}
-    for pid in child_processes(folder):
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        local = [v for v in variables if v.startswith(b"LOCAL_RANK=")]
-        if SCRIPT.encode() in arguments[:3] and local:
-            found[int(local[0].split(b"=")[1])] = pid
-    return found
-
-
-def child_pids(pid: int) -> list[int]:
-    """Process ids of the children of a process."""
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return [p for p in others if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
 def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
@@ -148,6 +119,42 @@ def read_output(tmp_path: Path) -> str:
     return (tmp_path / "output").read_text(errors="replace")
 
 
+def killed_at(moment: int, action: Callable[[], object]) -> bool:
+    """Whether a forked child that does `action` is killed at its n-th change of files.
+
+    A change is a file opened for writing, one half of a text, a flush, or a change of a folder.
+    """
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        return code != 0
+    moments = itertools.count(1)
+    write_text, fsync = Path.write_text, os.fsync
+
+    def change(event: str = "", arguments: tuple = ()) -> None:
+        folders = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (not event or writes or event in folders) and next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush(descriptor: int) -> None:
+        change()
+        fsync(descriptor)
+
+    def write_in_halves(path: Path, text: str, **options: str) -> None:
+        for part in (text[: len(text) // 2], text):
+            write_text(path, part, **options)
+            change()
+
+    try:
+        os.fsync, Path.write_text = flush, write_in_halves
+        sys.addaudithook(change)
+        action()
+    finally:
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
 def complete_rows(run: Path) -> list[dict]:
     """Complete rows of a log that may be being written."""
     log = run / "log.jsonl"
@@ -155,52 +162,9 @@ def complete_rows(run: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def last_logged_step(run: Path) -> int:
-    """Last step in log.jsonl, or 0."""
-    return max((row["step"] for row in complete_rows(run)), default=0)
-
-
-def log_mtime(run: Path) -> int:
-    """Modification time of log.jsonl in nanoseconds, or 0 without one."""
-    log = run / "log.jsonl"
-    return log.stat().st_mtime_ns if log.exists() else 0
-
-
 def list_checkpoints(run: Path) -> list[str]:
     """Names of the checkpoints of a run, sorted."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
-def newest_step(run: Path) -> int:
-    """Step of the newest checkpoint that has its final name."""
-    steps = (run / "checkpoints").glob("step-*[0-9]")
-    return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
-
-
-def train_until(victim: subprocess.Popen[bytes], run: Path, before: int, steps: int) -> int:
-    """Wait until a launch has logged `steps` steps of its own; return the last logged step.
-
-    Args:
-        victim: The launch, which must not end before.
-        run: Its folder.
-        before: `log_mtime(run)` before the launch.
-        steps: Number of steps.
-    """
-    begun = newest_step(run)
-
-    def far_enough() -> bool:
-        assert victim.poll() is None, "it ended by itself"
-        return log_mtime(run) != before and last_logged_step(run) >= begun + steps
-
-    wait_for(far_enough)
-    return last_logged_step(run)
-
-
-def run_in_process(flags: list[str], *more: str) -> PretrainSettings:
-    """Pretrain in this process."""
-    settings = parse_settings(PretrainSettings, [*flags, *more])
-    main(settings)
-    return settings
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -211,17 +175,92 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert weights[0] == weights[1]
 
 
-def start_ranks(start: Start, flags: list[str]) -> list[subprocess.Popen[bytes]]:
-    """Start two ranks in one process group, as `srun` does; the exit code of each is visible."""
-    port = free_port()
-    started: list[subprocess.Popen[bytes]] = []
-    for rank in range(2):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {name: str(value) for name, value in names.items()} | address | CPU
-        group = started[0].pid if started else 0
-        started.append(start(SCRIPT, *flags, group=group, **variables))
-    return started
+def assert_close_runs(one: Path, other: Path, *keys: str, rel: float = 1e-6) -> None:
+    """Check that two runs logged the same values at the same steps, up to rounding."""
+    for key in keys or ("loss", "validation_loss", "tokens"):
+        expected = log_rows(one, key)
+        assert expected, key
+        assert log_rows(other, key) == pytest.approx(expected, rel=rel), key
+
+
+@dataclass
+class Launches:
+    """Starts processes of the run of `pretrain_flags`, and watches them.
+
+    Attributes:
+        start: Starts a command.
+        flags: Flags of the run.
+        folder: The test's own folder; the command line of every process names it.
+    """
+
+    start: Start
+    flags: list[str]
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return self.folder / "runs" / "tiny"
+
+    def __call__(
+        self, *flags: str, launcher: tuple[str, ...] = (), **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start the script, without a launcher or with LAUNCH or TORCHRUN."""
+        return self.start(*launcher, SCRIPT, *self.flags, *flags, **(CPU | options))
+
+    def torchrun(self, *flags: str) -> subprocess.Popen[bytes]:
+        """Start two processes by torchrun."""
+        return self(*flags, launcher=TORCHRUN)
+
+    def ranks(self, *flags: str) -> list[subprocess.Popen[bytes]]:
+        """Start two ranks in one process group, as `srun` does; each has its own exit code."""
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        started: list[subprocess.Popen[bytes]] = []
+        for rank in range(2):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            variables = {name: str(value) for name, value in names.items()} | address
+            group = started[0].pid if started else 0
+            started.append(self(*flags, group=group, **variables))
+        return started
+
+    def train_until(self, victim: subprocess.Popen[bytes], steps: int) -> int:
+        """Wait until a launch, just started, has logged some steps of its own; return the last."""
+        begun, before = self.saved_step(), self.log_mtime()
+
+        def far_enough() -> bool:
+            assert victim.poll() is None, "it ended by itself"
+            return self.log_mtime() != before and self.logged_step() >= begun + steps
+
+        wait_for(far_enough)
+        return self.logged_step()
+
+    def output(self) -> str:
+        """Standard output and errors of all commands of the test."""
+        return read_output(self.folder)
+
+    def log_mtime(self) -> int:
+        """Modification time of log.jsonl in nanoseconds, or 0 without one."""
+        log = self.run / "log.jsonl"
+        return log.stat().st_mtime_ns if log.exists() else 0
+
+    def logged_step(self) -> int:
+        """Last step in log.jsonl, or 0."""
+        return max((row["step"] for row in complete_rows(self.run)), default=0)
+
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint that has its final name, or 0."""
+        steps = (self.run / "checkpoints").glob("step-*[0-9]")
+        return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes that run."""
+        return child_processes(self.folder)
+
+    def rank_processes(self) -> dict[int, psutil.Process]:
+        """The process of each rank."""
+        scripts = [p for p in self.processes() if SCRIPT in p.cmdline()[:3]]
+        ranks = {p.environ().get("LOCAL_RANK"): p for p in scripts}
+        return {int(rank): process for rank, process in ranks.items() if rank is not None}
 
 
 def free_port() -> str:

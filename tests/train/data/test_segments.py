@@ -7,14 +7,13 @@ import transformers
 from safetensors.torch import load_file
 
 import roformer
-from launched_runs import run_in_process as run
-from tiny import TINY_MODEL, log_rows
+from launched_runs import assert_same_run
+from tiny import TINY_MODEL
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.masking import IGNORE_INDEX
 from train.data.segments import find_cut
 from train.loop.objective import LanguageModel
-from train.settings import InputError
 
 
 @pytest.fixture
@@ -112,23 +111,16 @@ def test_the_first_token_learns_its_labels(kind, kernel, sequences):
 
 
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
-def test_a_run_with_an_objective_for_the_first_token_is_resumed_exactly(
-    kind, pretrain_flags, tmp_path
-):
-    flags = [*pretrain_flags, f"--model.type={kind}", "--corpus.segments=next"]
-    run(flags, "--run.name=whole")
-    run(flags, "--run.max_hours=1e-9")
-    run(flags)
-    assert log_rows(tmp_path / "runs" / "tiny") == log_rows(tmp_path / "runs" / "whole")
-    folder = tmp_path / "runs" / "tiny" / "model"
-    _, report = transformers.AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+def test_a_run_with_an_objective_for_the_first_token_is_resumed_exactly(kind, pretrain):
+    flags = [f"--model.type={kind}", "--corpus.segments=next"]
+    whole = pretrain(*flags, "--run.name=whole")
+    pretrain(*flags, "--run.max_hours=1e-9")
+    run = pretrain(*flags)
+    assert_same_run(whole, run)
+    _, report = transformers.AutoModelForMaskedLM.from_pretrained(
+        run / "model", output_loading_info=True
+    )
     assert not report["unexpected_keys"]
-    types = load_file(folder / "model.safetensors")[
-        f"{kind}.embeddings.token_type_embeddings.weight"
-    ]
+    weights = load_file(run / "model" / "model.safetensors")
+    types = weights[f"{kind}.embeddings.token_type_embeddings.weight"]
     assert not torch.equal(types[0], types[1])  # the second one was trained
-
-
-def test_a_decoder_has_no_segments(pretrain_flags):
-    with pytest.raises(InputError, match="^corpus.segments must be one for a decoder"):
-        run(pretrain_flags, "--model.config={is_decoder: true}", "--corpus.segments=next")

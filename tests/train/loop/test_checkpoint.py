@@ -2,35 +2,34 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import platform
-import signal
-import subprocess
-import sys
+import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from tiny import ROOT, command
+from launched_runs import killed_at, list_checkpoints, read_output, wait_for
+from tiny import ROOT, command, refused
 from train.loop import checkpoint
-from train.settings import InputError
 
 
-def trained(steps: int = 3):
+def trained():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        move(model, optimizer)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
     return model, optimizer
 
 
-def move(model, optimizer):
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
+def save(folder: Path, step: int) -> Path:
+    return checkpoint.save(folder, step, checkpoint.gather_state(*trained()), {})
 
 
 @pytest.mark.parametrize(
@@ -40,20 +39,20 @@ def move(model, optimizer):
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
     tmp_path, name, damage, capsys
 ):
-    for step in (3, 6):
-        checkpoint.save(tmp_path, step, checkpoint.gather_state(*trained(step)), {})
-    file = tmp_path / "checkpoints" / "step-00000006" / name
-    content = bytearray(file.read_bytes())
-    if damage == "deleted":
-        file.unlink()
-    else:
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
-    assert checkpoint.latest(tmp_path).name == "step-00000003"
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "step-00000006 is damaged" in line
-    assert name in line or name == "manifest.json"
-    checkpoint.save(tmp_path, 5, checkpoint.gather_state(*trained(5)), {})
+    save(tmp_path, 3)
+    for _ in range(2):  # the same step may be damaged again
+        file = save(tmp_path, 6) / name
+        content = bytearray(file.read_bytes())
+        if damage == "deleted":
+            file.unlink()
+        else:
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
+        assert checkpoint.latest(tmp_path).name == "step-00000003"
+        (line,) = capsys.readouterr().out.splitlines()
+        assert "step-00000006 is damaged" in line
+        assert name in line or name == "manifest.json"
+    save(tmp_path, 5)
     checkpoint.prune(tmp_path, 1)  # the damaged one does not count as kept
     assert checkpoint.latest(tmp_path).name == "step-00000005"
 
@@ -64,10 +63,47 @@ def test_a_folder_without_checkpoint_has_none(tmp_path):
     for content in (None, "{}", "[]"):
         if content is not None:
             (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(content)
-        with pytest.raises(
-            InputError, match="must hold a complete checkpoint, got .*step-00000001"
-        ):
-            checkpoint.latest(tmp_path)
+        rule = f"{tmp_path}/checkpoints must hold a complete checkpoint"
+        refused(lambda: checkpoint.latest(tmp_path), rule, "step-00000001")
+
+
+def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsys):
+    save(tmp_path, 3)
+    for name in ("step-00000009", "step-99-of-mine1"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / "step-99-of-mine1" / "notes.txt").write_text("do not lose me")
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
+    foreign, empty = capsys.readouterr().out.splitlines()
+    assert "step-99-of-mine1" in foreign
+    assert "step-00000009" in empty
+    assert list(tmp_path.rglob("notes.txt"))
+
+
+def save_and_prune(folder: Path, step: int) -> None:
+    save(folder, step)
+    checkpoint.prune(folder, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_path):
+    begun = tmp_path / "begun"
+    for step in (1, 2):
+        save(begun, step)
+    killed = []
+    for last in itertools.count(1):
+        run = tmp_path / f"killed-{last}"
+        shutil.copytree(begun, run)
+        was_killed = killed_at(last, partial(save_and_prune, run, 3))
+        path = checkpoint.latest(run)
+        killed.append(path.name)
+        assert checkpoint.load(path, *trained())["step"] == int(path.name[-1])
+        save_and_prune(run, 4)
+        assert list_checkpoints(run) == [path.name, "step-00000004"]
+        if not was_killed:
+            break
+    assert killed == sorted(killed)  # the new one is there from one moment on
+    assert set(killed) == {"step-00000002", "step-00000003"}
+    assert len(killed) > 15
 
 
 HOLDER = """
@@ -76,33 +112,26 @@ from accelerate import Accelerator
 from train.loop.checkpoint import lock_run_dir
 with lock_run_dir(pathlib.Path(sys.argv[1]), Accelerator(cpu=True)):
     if os.fork():  # what is left, like a data worker, must not keep the run from going on
-        print(flush=True)
+        print('locked', flush=True)
     time.sleep(600)
 """
 
 
-def test_a_run_folder_belongs_to_one_process_until_that_is_killed(tmp_path, monkeypatch, capsys):
+def test_a_run_folder_belongs_to_one_process_until_that_is_killed(
+    tmp_path, start, monkeypatch, capsys
+):
     monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 1.0)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, start_new_session=True
-    )
-    with holder:
-        try:
-            holder.stdout.readline()
-            found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()}"
-            with (
-                pytest.raises(InputError, match=f"run.folder must be free, {found}; end it"),
-                checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)),
-            ):
-                pass
-            assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
-            holder.kill()
-            holder.wait()
-            with checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)):
-                assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
-            assert not capsys.readouterr().out
-        finally:
-            os.killpg(holder.pid, signal.SIGKILL)
+    holder = start("-c", HOLDER, tmp_path)
+    wait_for(lambda: "locked" in read_output(tmp_path))
+    found = f"got {tmp_path} in use by process {holder.pid} on {platform.node()};"
+    lock = checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True))
+    refused(lock.__enter__, "run.folder must be free", found)
+    assert capsys.readouterr().out.count("waiting up to 1 s: ") == 1
+    holder.kill()
+    holder.wait()
+    with checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} ")
+    assert not capsys.readouterr().out
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
@@ -124,10 +153,9 @@ def test_tied_weights_are_saved_once(tmp_path):
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 1, checkpoint.gather_state(*trained(1)), {})
-    other = torch.nn.Linear(4, 4)
-    with pytest.raises(InputError, match="must hold this model, got another's"):
-        checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
+    path, other = save(tmp_path, 1), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(other.parameters())
+    refused(lambda: checkpoint.load(path, other, optimizer), "must hold this model", "got another")
 
 
 @pytest.mark.slow
