@@ -8,10 +8,12 @@ from train.settings import CorpusSettings
 TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister hears the song ."]
 
 
-def corpus(source, tmp_path, **changes) -> CorpusSettings:
-    return CorpusSettings(train=source, cache=str(tmp_path / "tokens"), **changes)
+def corpus(source, tmp_path: Path, **changes) -> CorpusSettings:
+    """Settings of a training text: a path, or what the setting may be."""
+    train = str(source) if isinstance(source, Path) else source
+    return CorpusSettings(train=train, cache=str(tmp_path / "tokens"), **changes)
 
 
-def texts(source: Path, tmp_path: Path) -> list[str]:
+def texts(source, tmp_path: Path) -> list[str]:
     """The documents of a training text."""
-    return list(read_documents(corpus(str(source), tmp_path), "train"))
+    return list(read_documents(corpus(source, tmp_path), "train"))

@@ -29,7 +29,6 @@ import yaml
 import launched_runs as runs
 from tiny import TINY_MODEL, log_rows, refused, sentences
 from train.command_line import parse_settings
-from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, StepDataset
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab

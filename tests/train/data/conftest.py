@@ -1,11 +1,13 @@
-"""Fixture: small files of text in every format."""
+"""Fixtures: small files of text in every format, and their token stores."""
 
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import TEXTS
+from small_files import TEXTS, corpus
+
+from train.data.corpus import tokenize_corpus
 
 
 @pytest.fixture
@@ -17,3 +19,13 @@ def written(tmp_path):
     (folder / "b.jsonl").write_text("".join(lines))
     (folder / "c.txt").write_text("\n\n".join(TEXTS) + "\n")
     return folder
+
+
+@pytest.fixture
+def tokenize(tmp_path, tokenizer):
+    """A function that returns the token store of a training text."""
+
+    def tokenize(source, tokenizer=tokenizer, part="train", **changes):
+        return tokenize_corpus(corpus(source, tmp_path, **changes), part, tokenizer)
+
+    return tokenize

@@ -1,17 +1,18 @@
 """Reading every format, folder and name; one line for everything that cannot be read."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import TEXTS, corpus, texts
+from small_files import TEXTS, texts
 
-from train.data import demo_corpus, vocabulary
-from train.data.corpus import tokenize_corpus
+from tiny import refused
+from train.data import demo_corpus
 from train.data.documents import check_disjoint_files, read_documents, read_source
-from train.settings import CorpusSettings, InputError
+from train.settings import CorpusSettings
 
 
 @pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
@@ -32,25 +33,27 @@ def pack(file: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gzip", "zstd"])
-def test_a_damaged_archive_is_one_line_that_names_it(written, tmp_path, tokenizer, kind):
+def test_a_damaged_archive_is_one_line_that_names_it(written, tokenize, kind):
     packed = pack(written / "b.jsonl", kind)
     whole = packed.read_bytes()
     for wrong in (whole[:-3], b"?" + whole[1:]):
         packed.write_bytes(wrong)
-        message = f"corpus.train must be a readable file, got .*{packed.name}: .*; mend the file"
-        with pytest.raises(InputError, match=message) as caught:
-            tokenize_corpus(corpus(str(packed), tmp_path), "train", tokenizer)
-        assert "\n" not in str(caught.value)
+        refused(
+            partial(tokenize, packed),
+            "corpus.train must be a readable file",
+            packed.name,
+            "; mend the file",
+        )
 
 
 def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):
     assert len(texts(written, tmp_path)) == 9
     assert len(texts(written / "*.*l*", tmp_path)) == 3
     both = [str(written / "c.txt"), str(written / "a.parquet")]
-    assert len(list(read_documents(corpus(both, tmp_path), "train"))) == 6
+    assert len(texts(both, tmp_path)) == 6
 
 
-def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path, tokenizer):
+def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path):
     (written / "d.jsonl").write_text("")
     (written / "e[0].jsonl").write_text('{"text": null}\n')
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), written / "f.parquet")
@@ -66,47 +69,40 @@ def test_a_txt_without_blank_lines_is_cut_not_held_in_memory(tmp_path):
 
 
 BAD_FILES = {
-    "t.csv": (b"text\nx\n", "corpus.train must be .*t.csv"),
-    "latin.txt": (b"caf\xe9 au lait", "corpus.train must be UTF-8, got line 1 of .*latin.txt"),
-    "latin.jsonl": (b'{"text": "caf\xe9"}', "corpus.train must be UTF-8, got line 1 of .*latin"),
-    "blank.txt": (b"\n\n", "corpus.train must hold text, got .*blank.txt"),
-    "column.jsonl": (
-        b'{"text": "x"}\n{"body": "x"}\n',
-        "corpus.text_column .* line 2 of .*'text'; it has body",
-    ),
-    "broken.parquet": (b"PAR1 nothing", "corpus.train .* got .*broken.parquet"),
-    "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train .* got line 2 of .*torn"),
-    "array.jsonl": (b'[{"text": "x"}]', "corpus.train .* got line 1 of .*array.jsonl: a list"),
-    "halves.jsonl": (
-        b'{"text": "x"}\n{"text": "cut \\ud83d"}\n',
-        "corpus.text_column must hold whole characters in line 2 of .*halves.jsonl",
-    ),
-    "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column .* line 1 of .*with 5;"),
+    "t.csv": (b"text\nx\n", "corpus.train must be", "t.csv"),
+    "latin.txt": (b"caf\xe9 au lait", "corpus.train must be UTF-8, got line 1 of", "latin.txt"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}', "corpus.train must be UTF-8, got line 1 of", "latin."),
+    "blank.txt": (b"\n\n", "corpus.train must hold text, got", "blank.txt"),
+    "column.jsonl": (b'{"text": ""}\n{"body": ""}\n', "corpus.text_column", "it has body"),
+    "broken.parquet": (b"PAR1 nothing", "corpus.train", "broken.parquet"),
+    "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train", "got line 2 of", "torn.jsonl"),
+    "array.jsonl": (b'[{"text": "x"}]', "corpus.train", "got line 1 of", "array.jsonl: a list"),
+    "halves.jsonl": (b'{"text": "\\ud83d"}\n', "corpus.text_column must hold whole characters"),
+    "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column", "line 1 of", "with 5;"),
 }
 
 
 BAD_NAMES = [
     ("/nowhere/x", "corpus.train must exist, got '/nowhere/x'"),
-    ("{0}/empty", "corpus.train must hold .*.parquet.* files, got none in"),
+    ("{0}/empty", "corpus.train must hold", ".parquet", "got none in"),
     ("{0}/none-*.parquet", "corpus.train must match a file, got none for"),
-    ("{0}/lists.parquet", r"corpus.text_column .*with \[1\];"),
+    ("{0}/lists.parquet", "corpus.text_column", "with [1];"),
     ([], "corpus.train must name a source, got an empty list"),
     (["no-such/dataset"], "corpus.train must be a folder, file, glob or hub data set"),
     ("no-such/dataset", "corpus.train must be a folder, file, glob or hub data set"),
-    *(("{0}/" + name, message) for name, (_, message) in BAD_FILES.items()),
+    *(("{0}/" + name, *words) for name, (_, *words) in BAD_FILES.items()),
 ]
 
 
-@pytest.mark.parametrize(("source", "message"), BAD_NAMES)
-def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenizer, source, message):
+@pytest.mark.parametrize("case", BAD_NAMES, ids=lambda case: str(case[0]))
+def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, tokenize, case):
     (tmp_path / "empty").mkdir()
-    for name, (content, _) in BAD_FILES.items():
+    for name, (content, *_) in BAD_FILES.items():
         (tmp_path / name).write_bytes(content)
     pq.write_table(pa.table({"text": [[1]]}), tmp_path / "lists.parquet")
+    source, *words = case
     source = source.format(tmp_path) if isinstance(source, str) else source
-    with pytest.raises(InputError, match=message) as caught:
-        tokenize_corpus(corpus(source, tmp_path), "train", tokenizer)
-    assert "\n" not in str(caught.value)
+    refused(partial(tokenize, source), *words)
     left = {path.name for path in (tmp_path / "tokens").glob("*")}
     assert left <= {"hashes"}  # hashes of files are valid whatever their content
 
@@ -120,8 +116,8 @@ def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
     settings = CorpusSettings(validation="owner/name:small", cache=str(tmp_path))
     assert list(read_documents(settings, "validation")) == [*TEXTS, ""]
     missing = CorpusSettings(validation="owner/name:small", text_column="body", cache=str(tmp_path))
-    with pytest.raises(InputError, match="corpus.text_column must name a column of owner/name"):
-        list(read_documents(missing, "validation"))
+    read = partial(read_documents, missing, "validation")
+    refused(lambda: list(read()), "corpus.text_column must name a column of owner/name")
 
 
 def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path, monkeypatch):
@@ -133,8 +129,8 @@ def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path
     for part, expected in (("train", ["c", "d", "e"]), ("validation", ["a", "b"])):
         assert list(read_source("owner/name", part, CorpusSettings())) == expected
     file.rename(file.with_name("test.jsonl"))
-    with pytest.raises(InputError, match="hub data set with a train split"):
-        list(read_source("owner/name", "train", CorpusSettings()))
+    read = partial(read_source, "owner/name", "train", CorpusSettings())
+    refused(lambda: list(read()), "hub data set with a train split")
 
 
 def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):
@@ -161,7 +157,7 @@ def test_docstrings_are_read_without_running_the_file(tmp_path):
     assert list(demo_corpus.docstrings(file)) == []
 
 
-def test_linked_files_and_folders_are_read_once(written, tmp_path):
+def test_linked_files_and_folders_are_read_once(written, tokenize, tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "d.txt").write_text("from elsewhere\n")
     (written / "linked").symlink_to(tmp_path / "more")
@@ -169,28 +165,21 @@ def test_linked_files_and_folders_are_read_once(written, tmp_path):
     (written / "again.txt").symlink_to(written / "c.txt")
     plain = ["a.parquet", "b.jsonl", "c.txt"]
     found = texts(written, tmp_path)
-    named = corpus([str(written / name) for name in plain], tmp_path)
-    assert sorted(found) == sorted([*read_documents(named, "train"), "from elsewhere\n"])
+    named = texts([str(written / name) for name in plain], tmp_path)
+    assert sorted(found) == sorted([*named, "from elsewhere\n"])
     (written / "lost.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"readable file, got .*lost\.txt"):
-        tokenize_corpus(corpus(str(written), tmp_path), "train", vocabulary.byte_tokenizer())
+    refused(partial(tokenize, written), "must be a readable file", "lost.txt")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train": "{0}"}, "must be 'embedded' for both parts or neither"),
-        ({"train": "{0}", "validation": "{0}/c.txt"}, r"no file of corpus\.train, got .*c\.txt"),
-        ({"train": ["{0}/a.parquet"], "validation": ["{0}/../text/a.parquet"]}, r"a\.parquet"),
-    ],
-)
-def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path, settings, message):
-    def filled(value):
-        return [filled(x) for x in value] if isinstance(value, list) else value.format(written)
-
-    given = {key: filled(value) for key, value in settings.items()}
-    with pytest.raises(InputError, match=message):
-        check_disjoint_files(CorpusSettings(**given, cache=str(tmp_path)))
+def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path):
+    folder, file = str(written), str(written / "c.txt")
+    for given, *words in (
+        ({"train": folder}, "must be 'embedded' for both parts or neither"),
+        ({"train": folder, "validation": file}, "no file of corpus.train", file),
+        ({"train": [file], "validation": [f"{folder}/../text/c.txt"]}, file),
+    ):
+        settings = CorpusSettings(**given, cache=str(tmp_path))
+        refused(partial(check_disjoint_files, settings), "corpus.validation", *words)
 
 
 @pytest.mark.parametrize(
