@@ -1,5 +1,6 @@
 """A tiny language, tiny models, and the project's commands run as a user would run them."""
 
+import copy
 import json
 import os
 import random
@@ -12,8 +13,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 
 import roformer
+from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
 from train.settings import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -33,18 +36,19 @@ TINY_MODEL = {
     "max_position_embeddings": 64,
 }
 
-
 ROPES = {
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "longrope": {
+        "rope_type": "longrope",
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
         "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
         "original_max_position_embeddings": 16,
         "factor": 4.0,
     },
     "llama3": {
+        "rope_type": "llama3",
         "factor": 4.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -52,11 +56,22 @@ ROPES = {
     },
 }
 
+VARIANTS: dict[str, dict[str, object]] = {
+    **{name: {"position_encoding": name} for name in POSITION_ENCODINGS},
+    **{name: {"linear_attention": name, "random_features": 32} for name in FEATURE_MAPS},
+}
+"""Fields of a configuration for each way in which positions and scores are computed."""
+
+HEADS = [getattr(roformer, name) for name in roformer.__all__ if name.startswith("RoFormerFor")]
+
+
+def tiny_config(**fields: object) -> roformer.RoFormerConfig:
+    return roformer.RoFormerConfig(**{"vocab_size": 60} | TINY_MODEL | fields)
+
 
 def rope_config(rope: str, **settings: object) -> roformer.RoFormerConfig:
     """Heads of 16 coordinates, made for 64 positions."""
-    given = {"rope_type": rope} | ROPES.get(rope, {}) | settings
-    return roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL, rope_parameters=given)
+    return tiny_config(rope_parameters=ROPES.get(rope, {"rope_type": rope}) | settings)
 
 
 def sentences(number: int, seed: int) -> list[str]:
@@ -75,6 +90,55 @@ def enlarge(model: torch.nn.Module) -> torch.nn.Module:
             elif p.ndim == 1:
                 p.add_(torch.randn_like(p), alpha=0.1)
     return model.eval()
+
+
+def build(
+    head: type, config: roformer.RoFormerConfig, kernel: str | None = None
+) -> torch.nn.Module:
+    """A model with the same large weights under each attention implementation."""
+    torch.manual_seed(0)  # for random features
+    # a copy: models made from one configuration share it, and with it the implementation
+    return enlarge(head._from_config(copy.deepcopy(config), attn_implementation=kernel))
+
+
+def inputs_with_labels(head: type, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Arguments of a head for [B, L] ids; tokens of padding have no label."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    classes = ids[:, 0] % 2
+    match head.__name__.removeprefix("RoFormerFor"):
+        case "MaskedLM" | "CausalLM":
+            return inputs | {"labels": ids.masked_fill(mask == 0, -100)}
+        case "TokenClassification":
+            return inputs | {"labels": (ids % 2).masked_fill(mask == 0, -100)}
+        case "SequenceClassification":
+            return inputs | {"labels": classes}
+        case "QuestionAnswering":
+            ends = ids[:, 1] % ids.shape[1]
+            ends[-1] = 99  # beyond the text: left out of the loss
+            return inputs | {"start_positions": ids[:, 0] % ids.shape[1], "end_positions": ends}
+        case "MultipleChoice":
+            choices = {name: torch.stack((x, x.flip(0)), dim=1) for name, x in inputs.items()}
+            return choices | {"labels": classes}
+    return inputs
+
+
+def hidden(model: torch.nn.Module, *arguments: Tensor, **options: object) -> Tensor:
+    with torch.no_grad():
+        return model(*arguments, **options).last_hidden_state
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = 5e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def rotation_matrices(positions: Tensor, width: int) -> Tensor:
+    """Equations 14 and 15 of the paper written down: [L, D, D], block-diagonal, float64."""
+    theta = 10000.0 ** (-2 * torch.arange(width // 2).double() / width)
+    angles = positions[:, None] * theta
+    cos, sin = angles.cos(), angles.sin()
+    blocks = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+    return torch.stack([torch.block_diag(*row) for row in blocks])
 
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

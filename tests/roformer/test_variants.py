@@ -1,0 +1,120 @@
+"""All position encodings and feature maps on the same paths: padding, gradients, files, compilers.
+
+Each against its equation: `test_rotary.py`, `test_position_encodings.py`,
+`test_linear_attention.py`; with a cache: `test_generation.py`.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from roformer import RoFormerForMaskedLM, RoFormerModel
+from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
+from tiny import VARIANTS, assert_near, build, hidden, tiny_config
+
+KERNELS = ["eager", "sdpa", "unpadded", "flex_attention"]
+ABSOLUTE = ("learned", "sinusoidal")
+
+
+def model_of(variant: str, kernel: str | None = "eager", **fields: object) -> RoFormerModel:
+    return build(RoFormerModel, tiny_config(**VARIANTS[variant] | fields), kernel)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(5, 60, (2, 20))
+
+
+@pytest.mark.usefixtures("flex_without_inductor")
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("variant", "kernel", "fields"),
+    [
+        *((name, kernel, {}) for name in POSITION_ENCODINGS for kernel in KERNELS),
+        *((name, None, {}) for name in FEATURE_MAPS),
+        *((name, None, {"position_encoding": "none"}) for name in FEATURE_MAPS),
+        *((name, None, {"is_decoder": True}) for name in FEATURE_MAPS),
+    ],
+)
+def test_padding_packing_and_kernels_change_nothing(variant, kernel, fields, ids):
+    model, plain = model_of(variant, kernel, **fields), model_of(variant, **fields)
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    separate = torch.cat((hidden(plain, ids[:1])[0], hidden(plain, ids[1:, :13])[0]))
+    assert_near(hidden(model, ids, attention_mask=mask)[mask.bool()], separate)
+    if variant not in ABSOLUTE:
+        left = hidden(model, ids[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
+        assert_near(left[0, 7:], separate[20:])
+    row = ids[mask.bool()][None]
+    positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
+    cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32)
+    assert_near(hidden(model, row, position_ids=positions)[0], separate)
+    assert_near(hidden(model, row, cu_seq_lens_q=cu_seqlens)[0], separate)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_relative_encodings_know_differences_alone_and_a_bag_of_words_none(variant, ids):
+    model, order = model_of(variant), torch.randperm(20)
+    expected = hidden(model, ids)
+    shifted = hidden(model, ids, position_ids=torch.arange(20)[None] + 20)
+    change = (shifted - expected).abs().max()
+    assert change > 1e-2 if variant in ABSOLUTE else change < 1e-4
+    change = (hidden(model, ids[:, order]) - expected[:, order]).abs().max()
+    assert change < 1e-4 if variant == "none" else change > 1e-2
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel, ids):
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model, gradients = model_of(variant, kernel, **no_dropout).train(), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            # transformers renamed it after 5.17
+            renamed = getattr(model, "activation_checkpointing_enable", None)
+            (renamed or model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        model(ids).last_hidden_state.pow(3).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        # adding one vector to all keys changes no probability of softmax
+        is_free = name.endswith("key.bias") and variant not in FEATURE_MAPS
+        assert is_free or gradient.abs().sum() > 0, name
+        assert_near(gradients[1][name], gradient, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields", [*VARIANTS.values(), {"type_vocab_size": 0}, {"use_bias": False}], ids=str
+)
+def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(fields, ids, tmp_path):
+    model = build(RoFormerForMaskedLM, tiny_config(**fields))
+    model.save_pretrained(tmp_path)
+    again, report = RoFormerForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    if fields == VARIANTS["rope"]:
+        assert (saved["model_type"], "position_encoding" in saved) == ("roformer", False)
+    else:
+        assert saved["model_type"] == "roformer_plus"
+        assert fields.items() <= saved.items()
+        assert isinstance(transformers.AutoModel.from_pretrained(tmp_path), RoFormerModel)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_and_in_half_precision_it_is_near(variant):
+    ids = torch.randint(5, 60, (2, 80))  # more than a chunk of linear attention
+    model = model_of(variant, "sdpa", num_hidden_layers=1, max_position_embeddings=80)
+    exact = hidden(model, ids)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_near(hidden(compiled, ids), exact)
+    half = hidden(model.bfloat16(), ids).float()
+    assert (half - exact).abs().mean() < 0.05
+    if variant in ("rope", "t5", "elu", "favor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert (hidden(compiled, ids).float() - half).abs().mean() < 0.025  # rounded elsewhere
