@@ -288,10 +288,25 @@ class RoFormerAttention(nn.Module):
             self.self = RoFormerLinearSelfAttention(config, layer_idx)
         self.output = RoFormerOutput(config, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """[B, L, E] to [B, L, E]; arguments as in `RoFormerSelfAttention.forward`."""
         # the probabilities of `output_attentions` are recorded by `_can_record_outputs`
-        context, _ = self.self(hidden_states, *args, **kwargs)
+        context, _ = self.self(
+            hidden_states,
+            attention_mask,
+            position_embeddings,
+            encoder_hidden_states,
+            past_key_values,
+            **kwargs,
+        )
         return self.output(context, hidden_states)
 
 
@@ -358,10 +373,20 @@ class RoFormerEncoder(nn.Module):
         )
         self.register_load_state_dict_pre_hook(_drop_sinusoid_table)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E]; other arguments as in `RoFormerLayer.forward`."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, L, E] to [B, L, E]; the other arguments, as in `RoFormerLayer`, go to all layers."""
+        # positional, because a checkpointed layer passes no gradient to keyword arguments
+        shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
         for layer in self.layer:
-            hidden_states = layer(hidden_states, *args, **kwargs)
+            hidden_states = layer(hidden_states, *shared, **kwargs)
         return hidden_states
 
 
@@ -654,7 +679,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if self.training and config.linear_attention is not None:
             count_training_call(self.encoder)  # random features are drawn again now and then
         hidden_states = self.encoder(
-            # positional, because a checkpointed layer passes no gradient to keyword arguments
             hidden_states,
             attn_inputs.attention_mask,
             position_embeddings,
