@@ -64,9 +64,7 @@ def progress_interval() -> float:
 class _StrictParser(jsonargparse.ArgumentParser):
     """Parser that refuses null and other values that jsonargparse accepts for every type.
 
-    Args:
-        examples: Text at the beginning of `--help`.
-        types: Type of each setting by key.
+    `types` are those of all settings by key; `--help` begins with the `examples`.
     """
 
     def __init__(

@@ -213,9 +213,8 @@ def all_reduce_step_info(
 ) -> tuple[Tensor, AsyncScalars]:
     """Reduce over processes what all of them have to know of a step, in one collective call.
 
-    Returns:
-        The number of predicted tokens of the step, at least 1, on the device; and seconds of the
-        run with the number of requests for each stop reason, for the host.
+    Returns the number of predicted tokens of the step, at least 1, on the device; and seconds of
+    the run with the number of requests for each stop reason, for the host.
     """
     predicted = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
     seconds = log.clock.seconds if accelerator.is_main_process else 0.0

@@ -123,8 +123,9 @@ def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, An
     """
     found: dict[str, dict[str, Any]] = {"as it is": {}}
     rope = getattr(config, "rope_parameters", None)
-    rotates = rope is not None and getattr(config, "position_encoding", "rope") == "rope"
-    if not rotates or rope["rope_type"] != "default" or scale <= 1:
+    if rope is None or rope["rope_type"] != "default" or scale <= 1:
+        return found
+    if getattr(config, "position_encoding", "rope") != "rope":
         return found
     if getattr(config, "linear_attention", None) != "favor":  # which allows the default type only
         linear = rope | {"rope_type": "linear", "factor": scale}

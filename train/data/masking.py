@@ -56,10 +56,12 @@ class Vocab:
         missing = [name for name, value in zip(names, ids) if value is None]
         rule, remedy = "must have [CLS], [SEP], [PAD] and [MASK]", "use a BERT tokenizer"
         require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
+        cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
-        pieces = tokenizer.get_vocab()
+        continuation, pieces = find_continuations(tokenizer), tokenizer.get_vocab()
         ends = tuple(pieces[mark] for mark in SENTENCE_ENDS if mark in pieces)
-        return cls(*ids, len(tokenizer), special_ids, find_continuations(tokenizer), ends)
+        size = len(tokenizer)
+        return cls(cls_id, sep_id, pad_id, mask_id, size, special_ids, continuation, ends)
 
 
 def mask_tokens(
