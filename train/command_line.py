@@ -168,7 +168,8 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
     if key in types and value:
         found = value[1].strip("'\"").replace("None", "null")
-        is_item = get_origin(types[key]) is list and not found.startswith("[")
+        is_list = get_origin(types[key]) is list
+        is_item = is_list and found != "null" and not found.startswith("[")
         remedy = f"write [{found}]" if is_item else "see --help"
         return f"{key} must be of type {_describe_type(types[key])}, got {found}; {remedy}"
     # unrecognized arguments: --optim.lr=1; or Group 'optim' does not accept option 'lr'
@@ -188,13 +189,22 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
 
 
 def _check_yaml(file: str) -> None:
-    """Refuse a YAML file with a repeated key, of which the parser would use only the last."""
+    """Refuse a file that is no mapping, or repeats a key, of which the parser would use the last.
+
+    A file that cannot be read is left to the parser.
+    """
     try:
-        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)]
+        root = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise InputError(f"{file} must be UTF-8, got {error}; convert it") from error
-    except (OSError, ValueError, yaml.YAMLError):
-        return  # the parser reports it
+    except yaml.YAMLError as error:
+        found = " ".join(str(error).split())
+        raise InputError(f"{file} must be YAML, got {found}; correct it") from error
+    except (OSError, ValueError):
+        return
+    rule, found = "must be a mapping of settings", "an empty file" if root is None else root.id
+    require(isinstance(root, yaml.MappingNode), file, rule, found, "write SECTION: {KEY: VALUE}")
+    nodes = [root]
     for node in nodes:  # the list grows by the children of each node
         if isinstance(node, yaml.MappingNode):
             keys = [key.value for key, _ in node.value]
