@@ -202,7 +202,8 @@ def _check_yaml(file: str) -> None:
         raise InputError(f"{file} must be YAML, got {found}; correct it") from error
     except (OSError, ValueError):
         return
-    rule, found = "must be a mapping of settings", "an empty file" if root is None else root.id
+    rule = "must be a mapping of settings"
+    found = "an empty file" if root is None else "a list or a value"
     require(isinstance(root, yaml.MappingNode), file, rule, found, "write SECTION: {KEY: VALUE}")
     nodes = [root]
     for node in nodes:  # the list grows by the children of each node

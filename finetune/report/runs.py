@@ -194,7 +194,10 @@ def _group(result: Result) -> str | None:
     """Key of `GROUPS`; None for a GLUE task whose rows were not counted."""
     if not recorded_task(result).official:
         return "demo" if result["task"] in TASKS else "own"
-    return {True: "official", False: "reduced"}.get(result.get("official"))
+    is_official = result.get("official")
+    if is_official is None:
+        return None
+    return "official" if is_official else "reduced"
 
 
 def _scores(results: pd.Series, field: str) -> pd.DataFrame:

@@ -134,7 +134,7 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(se
         ("stages: null", "stages must be of type list of section, got null; see --help"),
         ("optim: {learning_rate: null}", "optim.learning_rate must be of type float, got null"),
         ("optim: {steps: x}", "optim.steps must be of type int or null, got x"),
-        ("[1, 2]", "x.yaml must be a mapping of settings, got sequence"),
+        ("[1, 2]", "x.yaml must be a mapping of settings, got a list"),
         ("# nothing", "x.yaml must be a mapping of settings, got an empty file"),
         ("optim: {steps: 1", "x.yaml must be YAML"),
         (b"\xff", "x.yaml must be UTF-8"),
