@@ -7,14 +7,11 @@ import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
 from roformer import (
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
     RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
-    RoFormerForTokenClassification,
     RoFormerModel,
 )
+from tiny import HEADS, inputs_with_labels, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
 
@@ -55,6 +52,8 @@ IDS = torch.arange(5, 15).view(2, 5)
         ({"attention_mask": torch.ones(2, 1, 5, 5).tril()}, "attention_mask must be added to the"),
         ({"attention_mask": create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 5, 5, "cpu")},
          "attention_mask must be a tensor"),
+        ({"encoder_hidden_states": torch.zeros(2, 9, 32)},
+         "encoder_hidden_states must be None .* add_cross_attention"),
         ({"encoder_attention_mask": torch.ones(2, 5)},
          "encoder_attention_mask must be None without encoder_hidden_states"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9, 10])},
@@ -67,20 +66,41 @@ def test_impossible_arguments_are_refused_by_name(arguments, message, config):
         RoFormerModel(config)(**({"input_ids": IDS} | arguments))
 
 
-TOKENS, CLASSES = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+def test_a_mask_of_another_encoder_is_refused_by_name(config):
+    config.is_decoder = config.add_cross_attention = True
+    encoder = {"encoder_hidden_states": torch.zeros(2, 9, 32)}
+    with pytest.raises(ValueError, match="encoder_attention_mask must have the shape"):
+        RoFormerModel(config)(IDS, **encoder, encoder_attention_mask=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "built", "edited"),
+    [
+        ("is_decoder", False, True),
+        ("is_decoder", True, False),
+        ("position_encoding", "rope", "alibi"),
+        ("position_encoding", "none", "rope"),
+        ("position_encoding", "t5", "none"),
+        ("linear_attention", "elu", "relu"),
+    ],
+)
+def test_a_field_that_the_layers_were_built_from_cannot_be_edited(name, built, edited):
+    model = RoFormerModel(tiny_config(**{name: built}))
+    setattr(model.config, name, edited)
+    with pytest.raises(ValueError, match=f"{name} must stay {built} in a built model, got"):
+        model(IDS)
+
+
 LABELS = {
-    RoFormerForMaskedLM: TOKENS,
-    RoFormerForCausalLM: TOKENS,
-    RoFormerForTokenClassification: TOKENS,
-    RoFormerForSequenceClassification: CLASSES,
-    RoFormerForMultipleChoice: CLASSES,
+    head: torch.zeros_like(inputs_with_labels(head, IDS)["labels"])
+    for head in HEADS
+    if head is not RoFormerForQuestionAnswering
 }
 
 
 def loss_of(head, config, labels):
-    ids = IDS[:, None] if head is RoFormerForMultipleChoice else IDS
     torch.manual_seed(0)
-    return head(config).eval()(ids, labels=labels).loss
+    return head(config).eval()(**inputs_with_labels(head, IDS) | {"labels": labels}).loss
 
 
 @pytest.mark.parametrize(
@@ -111,16 +131,10 @@ def test_a_batch_without_labels_is_warned_of(head, labels, config, warnings_once
     assert "all labels of a batch are -100" in warnings_once.text
 
 
-@pytest.mark.parametrize(
-    ("problem", "labels"),
-    [
-        ("regression", [[0, 1, 1], [1, 0, 0]]),
-        ("multi_label_classification", [[0, 1, 1], [1, 0, 0]]),
-    ],
-)
-def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, labels, config):
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, config):
     config.num_labels, config.problem_type = 3, problem
-    labels = torch.tensor(labels)
+    labels = torch.tensor([[0, 1, 1], [1, 0, 0]])
     found = loss_of(RoFormerForSequenceClassification, config, labels)
     assert found == loss_of(RoFormerForSequenceClassification, config, labels.float())
     with pytest.raises(ValueError, match="labels must have the shape"):
@@ -129,12 +143,15 @@ def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, labels, confi
         loss_of(RoFormerForSequenceClassification, config, labels[:, 0].float())
 
 
+STARTS = IDS[:, 0]
+
+
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"start_positions": TOKENS, "end_positions": CLASSES}, "start_positions must have the"),
-        ({"start_positions": CLASSES, "end_positions": CLASSES.float()}, "end_positions must be i"),
-        ({"start_positions": CLASSES}, "start_positions and end_positions must be given together"),
+        ({"start_positions": IDS, "end_positions": STARTS}, "start_positions must have the shape"),
+        ({"start_positions": STARTS, "end_positions": STARTS.float()}, "end_positions must be"),
+        ({"start_positions": STARTS}, "start_positions and end_positions must be given together"),
     ],
 )
 def test_wrong_answers_are_refused_by_name(answers, message, config):
@@ -142,7 +159,7 @@ def test_wrong_answers_are_refused_by_name(answers, message, config):
         RoFormerForQuestionAnswering(config)(IDS, **answers)
 
 
-@pytest.mark.parametrize("head", [*LABELS, RoFormerForQuestionAnswering, RoFormerModel])
+@pytest.mark.parametrize("head", [*HEADS, RoFormerModel])
 def test_a_batch_in_place_of_its_tensors_is_refused_with_the_remedy(head, config):
     with pytest.raises(ValueError, match=r"input_ids must .* call model\(\*\*batch\)"):
         head(config)(transformers.BatchEncoding({"input_ids": IDS}))

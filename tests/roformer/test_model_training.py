@@ -12,15 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roformer import (
     RoFormerConfig,
-    RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForMultipleChoice,
-    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
     RoFormerModel,
 )
-from tiny import enlarge
+from tiny import HEADS, VARIANTS, assert_near, build, enlarge, inputs_with_labels, tiny_config
 
 
 def example(length: int = 24, rows: int = 3) -> dict[str, torch.Tensor]:
@@ -41,7 +39,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_one_random_state_draws_the_same_with_gradients_and_without(kernel, length, config):
     # what computes a forward pass twice relies on it: reentrant checkpoints, losses in parts
     config.attention_probs_dropout_prob = 0.3
-    model = enlarge(RoFormerModel._from_config(config, attn_implementation=kernel)).train()
+    model = build(RoFormerModel, config, kernel).train()
     ids, found = torch.randint(5, 60, (1, length)), []
     for learns in (False, True):
         torch.manual_seed(0)
@@ -63,8 +61,7 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(config):
 def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, config):
     batch, found = example(), []
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    model = enlarge(RoFormerForMaskedLM(config)).train()
-    model.set_attn_implementation(kernel)
+    model = build(RoFormerForMaskedLM, config, kernel).train()
     for sparse in (False, True):
         model.zero_grad()
         model.config.sparse_prediction = sparse
@@ -75,7 +72,7 @@ def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, conf
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-4)
     chosen = batch["labels"] != -100
     assert found[1][0].logits.shape == (int(chosen.sum()), 60)
-    torch.testing.assert_close(found[1][0].logits, found[0][0].logits[chosen], atol=1e-5, rtol=1e-4)
+    assert_near(found[1][0].logits, found[0][0].logits[chosen])
     model.eval()
     assert model(**batch).logits.shape == (*batch["labels"].shape, 60)
 
@@ -90,31 +87,16 @@ def test_sparse_prediction_is_saved_and_loads_in_transformers(config, tmp_path):
     torch.testing.assert_close(stock(**batch).loss, model.eval()(**batch).loss)
 
 
-def test_modules_of_dropout_say_all_about_it(config):
-    """Whoever turns the modules off turns all of it off, and on alike: transformers' idioms."""
-    config.hidden_dropout_prob, config.attention_probs_dropout_prob = 0.0, 0.5
-    model, batch = enlarge(RoFormerForMaskedLM(config)), example()
-    for kernel in ("eager", "sdpa", "unpadded"):
-        model.set_attn_implementation(kernel)
-        dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-        for training, moving in ((False, True), (True, False)):
-            model.train(training)
-            for dropout in dropouts:
-                dropout.train(moving)
-            twice = [model(**batch).logits for _ in range(2)]
-            assert torch.equal(*twice) != moving
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is_gradient_checkpointing",
                             "ignore::torch.jit.TracerWarning")  # fmt: skip
 def test_torch_func_and_tracing_work_with_gradients_on(config):
-    model = enlarge(RoFormerForMaskedLM(config)).eval()
-    model.set_attn_implementation("eager")  # torch's fused kernel has no such derivative
+    model = build(RoFormerForMaskedLM, config, "eager")  # torch's fused kernel has no derivative
     ids = example()["input_ids"]
     inputs_embeds = model.get_input_embeddings()(ids).detach()
     rows = torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits[0])(inputs_embeds)
     torch.testing.assert_close(rows, model(ids).logits, atol=1e-5, rtol=1e-4)
-    position_ids = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    counted = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    position_ids = counted.clone()
     position_ids[0, 3:] -= 3  # a packed row
     compute = torch.func.vmap(lambda x, p: model(x[None], position_ids=p[None]).logits[0])
     rows = compute(ids, position_ids)
@@ -125,7 +107,6 @@ def test_torch_func_and_tracing_work_with_gradients_on(config):
     near = [model(inputs_embeds=inputs_embeds + e * step).logits for e in (1e-3, -1e-3)]
     torch.testing.assert_close(slope, (near[0] - near[1]) / 2e-3, atol=2e-2, rtol=2e-2)
     model.config.return_dict = False
-    counted = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     for given in ({"input_ids": ids}, {"input_ids": ids, "position_ids": counted}):
         traced = torch.jit.trace(model, example_kwarg_inputs=given, strict=False)
         torch.testing.assert_close(traced(**given)[0], model(**given)[0])
@@ -140,27 +121,29 @@ def test_a_model_runs_on_tensors_without_values(config):
     assert found.shape == (*batch["input_ids"].shape, config.vocab_size)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rotary_value": True}, {"rope_interleave": False},
-                                    {"linear_attention": "elu"}, {"linear_attention": "favor"},
-                                    {"linear_attention": "relu", "is_decoder": True},
-                                    *({"position_encoding": x} for x in ("t5", "transformer_xl"))],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *VARIANTS.values(),
+        VARIANTS["relu"] | {"is_decoder": True},
+        {"rotary_value": True},
+        {"rope_interleave": False},
+    ],
+    ids=str,
+)
 def test_a_model_of_float64_computes_in_float64(fields):
     """Against differences of values: float32 anywhere inside would be off by 1e-2."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
-    config = RoFormerConfig(**sizes, intermediate_size=8, use_cache=False, **fields)
-    model = enlarge(RoFormerModel(config)).double().eval()
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "use_cache": False}
+    model = build(RoFormerModel, tiny_config(**sizes | fields)).double()
     inputs_embeds = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     for kernel in ("eager", "sdpa", "unpadded"):
         model.set_attn_implementation(kernel)
-        assert torch.autograd.gradcheck(
-            lambda x: model(inputs_embeds=x).last_hidden_state, inputs_embeds
-        )
+        assert torch.autograd.gradcheck(lambda x: model(inputs_embeds=x)[0], inputs_embeds)
 
 
 def test_torch_func_gives_the_gradient_of_each_row(config):
-    model, ids = enlarge(RoFormerForMaskedLM(config)), torch.randint(5, 60, (3, 9))
-    model.set_attn_implementation("eager")  # torch warns of sdpa's
+    model = build(RoFormerForMaskedLM, config, "eager")  # torch warns of sdpa's derivative
+    ids = torch.randint(5, 60, (3, 9))
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(values: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
@@ -176,62 +159,36 @@ def test_torch_func_gives_the_gradient_of_each_row(config):
 
 
 @pytest.mark.parametrize(
-    "head",
-    [RoFormerForMaskedLM, RoFormerForSequenceClassification, RoFormerForTokenClassification,
-     RoFormerForMultipleChoice],
-)  # fmt: skip
-def test_losses_of_accumulated_batches_add_up(head, config):
-    """As transformers' Trainer calls it: each part divided by the items of the whole."""
-    model = enlarge(head(config))
-    torch.manual_seed(3)
-    ids = torch.randint(5, 60, (8, 12))
-    labels = {
-        "RoFormerForMaskedLM": ids,
-        "RoFormerForTokenClassification": ids % 2,
-    }.get(head.__name__, torch.arange(8) % 2)
-    if head is RoFormerForMultipleChoice:
-        ids = torch.stack((ids, ids.flip(0)), dim=1)
-    assert_losses_add_up(model, ids, labels)
-
-
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("regression", 1), ("regression", 3), ("multi_label_classification", 3)],
+    ("head", "kind", "count"),
+    [
+        (RoFormerForMaskedLM, None, 2),
+        (RoFormerForTokenClassification, None, 2),
+        (RoFormerForMultipleChoice, None, 2),
+        (RoFormerForSequenceClassification, None, 2),
+        (RoFormerForSequenceClassification, "regression", 1),
+        (RoFormerForSequenceClassification, "regression", 3),
+        (RoFormerForSequenceClassification, "multi_label_classification", 3),
+    ],
 )
-def test_losses_of_accumulated_values_and_sets_of_labels_add_up(kind, count, config):
+def test_losses_of_accumulated_batches_add_up(head, kind, count, config):
+    """As transformers' Trainer calls it: each part divided by the items of the whole."""
     config.problem_type, config.num_labels = kind, count
-    model = enlarge(RoFormerForSequenceClassification(config))
-    ids = torch.randint(5, 60, (8, 12), generator=torch.Generator().manual_seed(3))
-    assert_losses_add_up(model, ids, (ids[:, :count] % 2).float().squeeze(-1))
+    model, ids = build(head, config), torch.randint(5, 60, (8, 12))
+    inputs = inputs_with_labels(head, ids)
+    if kind is not None:
+        inputs["labels"] = (ids[:, :count] % 2).float().squeeze(-1)
+    parts = [{name: x[i : i + 2] for name, x in inputs.items()} for i in range(0, 8, 2)]
+    items = torch.tensor(inputs["labels"].numel())
+    total = sum(model(**part, num_items_in_batch=items).loss for part in parts)
+    assert_near(total, model(**inputs).loss, 1e-5)
 
 
-def assert_losses_add_up(model, ids: torch.Tensor, labels: torch.Tensor) -> None:
-    whole = model(ids, labels=labels).loss
-    items = torch.tensor(labels.numel())
-    parts = sum(
-        model(ids[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=items).loss
-        for i in range(0, 8, 2)
-    )
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [RoFormerForMaskedLM, RoFormerForCausalLM, RoFormerForSequenceClassification,
-     RoFormerForTokenClassification, RoFormerForQuestionAnswering],
-)  # fmt: skip
+@pytest.mark.parametrize("head", HEADS)
 def test_a_head_by_another_name_has_the_same_loss(head, config):
     """transformers takes the loss from the name of the class."""
-    model = enlarge(head(config))
-    other = type("Mine", (head,), {})(config).eval()
-    other.load_state_dict(model.state_dict())
-    ids = torch.randint(5, 60, (4, 12))
-    labels = {"labels": ids % 2 if head is RoFormerForTokenClassification else ids}
-    if head is RoFormerForSequenceClassification:
-        labels = {"labels": ids[:, 0] % 2}
-    if head is RoFormerForQuestionAnswering:
-        labels = {"start_positions": ids[:, 0] % 12, "end_positions": ids[:, 1] % 12}
-    assert torch.equal(other(ids, **labels).loss, model(ids, **labels).loss)
+    inputs = inputs_with_labels(head, torch.randint(5, 60, (4, 12)))
+    model, other = (build(x, config) for x in (head, type("Mine", (head,), {})))
+    assert torch.equal(other(**inputs).loss, model(**inputs).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -254,21 +211,16 @@ def test_autocast_computes_the_loss_in_float32(config):
     torch.testing.assert_close(loss, model(**example()).loss, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("given", ["mask", "positions"])
+@pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
 def test_compilation_finds_no_graph_break(given, config):
-    model = enlarge(RoFormerForMaskedLM(config))
-    batch = example()
-    inputs = {"input_ids": batch["input_ids"]}
-    if given == "mask":
-        inputs["attention_mask"] = batch["attention_mask"]
-    else:  # packed: documents are found without looking at a value
-        inputs["position_ids"] = torch.cat((torch.arange(9), torch.arange(15)))[None].expand(3, -1)
+    model, batch = build(RoFormerForMaskedLM, config), example()
+    # packed: documents are found without looking at a value
+    batch["position_ids"] = torch.cat((torch.arange(9), torch.arange(15)))[None].expand(3, -1)
+    inputs = {name: batch[name] for name in ("input_ids", given)}
     torch._dynamo.reset()  # `fullgraph` below raises at the first graph break
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
-    kept = batch["attention_mask"].bool() if given == "mask" else slice(None)
-    torch.testing.assert_close(
-        compiled(**inputs)[0][kept], model(**inputs)[0][kept], atol=1e-5, rtol=1e-4
-    )
+    kept = batch["attention_mask"].bool() if given == "attention_mask" else slice(None)
+    assert_near(compiled(**inputs)[0][kept], model(**inputs)[0][kept])
     torch._dynamo.reset()
 
 

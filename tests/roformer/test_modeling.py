@@ -14,21 +14,32 @@ from roformer import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForMultipleChoice,
-    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerForTokenClassification,
     RoFormerModel,
 )
 from roformer.heads import RoFormerClassificationHead
-from tiny import ROPES, STOCK_IS_CAUSAL, command, enlarge, rope_config
+from tiny import (
+    HEADS,
+    ROPES,
+    STOCK_IS_CAUSAL,
+    TINY_MODEL,
+    assert_near,
+    build,
+    command,
+    enlarge,
+    hidden,
+    inputs_with_labels,
+    rope_config,
+    tiny_config,
+)
 
 PAIRS = [
-    (getattr(roformer, name), getattr(transformers, name))
-    for name in roformer.__all__
-    if name.startswith("RoFormerFor") or name == "RoFormerModel"
-    if name != "RoFormerForCausalLM" or STOCK_IS_CAUSAL
+    (head, getattr(transformers, head.__name__))
+    for head in (*HEADS, RoFormerModel)
+    if head is not RoFormerForCausalLM or STOCK_IS_CAUSAL
 ]
-VARIANTS = [
+FIELDS = [
     {},
     {"rotary_value": True},
     {"embedding_size": 16},
@@ -37,65 +48,43 @@ VARIANTS = [
 ]
 
 
-def batch(vocab: int = 60, length: int = 40) -> dict[str, torch.Tensor]:
+def inputs_for(head: type) -> dict[str, torch.Tensor]:
+    """Arguments with labels; rows with padding, and two token types."""
     torch.manual_seed(1)
-    mask = torch.ones(3, length, dtype=torch.long)
-    mask[0, 30:] = 0
-    mask[1, 12:] = 0
-    types = torch.randint(0, 2, (3, length))
-    ids = torch.randint(0, vocab, (3, length))
-    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    mask = (torch.arange(40) < torch.tensor([[30], [12], [40]])).long()
+    inputs = inputs_with_labels(head, torch.randint(0, 60, (3, 40)), mask)
+    return inputs | {"token_type_ids": torch.randint(0, 2, inputs["input_ids"].shape)}
 
 
-def inputs_for(model: type, stock: bool = False) -> dict[str, torch.Tensor]:
-    """Arguments with labels, shaped for that head; the position of padding where stock obeys it."""
-    inputs = batch()
-    name = model.__name__
-    if "MaskedLM" in name or "CausalLM" in name:
-        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        return inputs | {"labels": labels}
-    if "TokenClassification" in name:
-        labels = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
-        return inputs | {"labels": labels}
-    if "SequenceClassification" in name:
-        return inputs | {"labels": torch.tensor([0, 1, 1])}
-    if "QuestionAnswering" in name:
-        return inputs | {
-            "start_positions": torch.tensor([3, 0, 39]),
-            "end_positions": torch.tensor([5, 11, 99]),  # beyond the text: left out of the loss
-        }
-    if "MultipleChoice" in name:
-        choices = {k: torch.stack((v, v.flip(0)), dim=1) for k, v in inputs.items()}
-        return choices | {"labels": torch.tensor([0, 1, 1])}
-    return inputs
-
-
-def fields_for(model: type, fields: dict) -> dict:
-    return fields | ({"is_decoder": True} if "CausalLM" in model.__name__ else {})
+def stock_of(model: nn.Module) -> nn.Module:
+    """transformers' own model with the weights of ours."""
+    config = transformers.RoFormerConfig(**model.config.to_dict())
+    stock = getattr(transformers, type(model).__name__)(config)
+    stock.load_state_dict(model.state_dict(), strict=False)
+    return stock.eval()
 
 
 def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Whatever a head returns, padding left out."""
-    mask = inputs["attention_mask"].bool()
-    found = []
-    for value in model(**inputs, return_dict=False):
+    """Whatever a head returns, padding left out, as a tuple that the configuration asks for."""
+    model.config.return_dict = False
+    mask, outputs, found = inputs["attention_mask"].bool(), model(**inputs), []
+    assert type(outputs) is tuple
+    for value in outputs:
         if isinstance(value, torch.Tensor):
             per_token = value.ndim >= 2 and value.shape[:2] == mask.shape
             found.append(value[mask] if per_token and mask.ndim == 2 else value)
     return found
 
 
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
-    ours, stock, fields, saver, config, tmp_path
+    ours, stock, fields, saver, tmp_path
 ):
     first, second = (ours, stock) if saver == "ours" else (stock, ours)
-    values = {
-        k: v for k, v in config.to_diff_dict().items() if k not in ("model_type", "num_labels")
-    }
-    saved = enlarge(first(first.config_class(**(values | fields_for(ours, fields)))))
+    values = {"vocab_size": 60, "summary_type": "first", "is_decoder": ours is RoFormerForCausalLM}
+    saved = enlarge(first(first.config_class(**TINY_MODEL | values | fields)))
     saved.save_pretrained(tmp_path)
     loaded, report = second.from_pretrained(tmp_path, output_loading_info=True)
     missing = report.pop("missing_keys")
@@ -112,51 +101,33 @@ def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
         torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, largest), rtol=0)
     for outputs in compared:
         sum(x.sum() for x in outputs if x.requires_grad).backward()
-    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (saved, loaded)]
-    assert any(g is not None for g in gradients[0].values())
-    for name, gradient in gradients[0].items():
-        if gradient is not None:
-            largest = gradient.abs().max().item()
-            other = gradients[1][name]
-            torch.testing.assert_close(gradient, other, atol=1e-4 * max(1.0, largest), rtol=0)
+    gradients = {n: p.grad for n, p in saved.named_parameters() if p.grad is not None}
+    assert gradients
+    for name, gradient in gradients.items():
+        limit = 1e-4 * max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(loaded.get_parameter(name).grad, gradient, atol=limit, rtol=0)
 
 
 def test_logits_are_stocks_up_to_the_end_of_its_table(config):
     config.max_position_embeddings = 1536
-    ours = enlarge(RoFormerModel(config))
-    stock = transformers.RoFormerModel(transformers.RoFormerConfig(**config.to_dict())).eval()
-    stock.load_state_dict(ours.state_dict(), strict=False)
+    ours = build(RoFormerModel, config)
     ids = torch.randint(0, 60, (1, 1536))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids)[0], stock(ids)[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(hidden(ours, ids), hidden(stock_of(ours), ids), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_multiple_choice_reads_the_token_that_stock_reads(which, config):
-    config.summary_type = which
-    ours = enlarge(RoFormerForMultipleChoice(config))
-    stock = transformers.RoFormerForMultipleChoice(
-        transformers.RoFormerConfig(**config.to_dict())
-    ).eval()
-    stock.load_state_dict(ours.state_dict(), strict=False)
+def test_multiple_choice_reads_the_last_token_as_stock_does(config):
+    config.summary_type = "last"
+    ours = build(RoFormerForMultipleChoice, config)
     ids = torch.randint(1, 60, (2, 3, 9))  # stock takes the last token of the row: no padding here
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours(ids).logits, stock_of(ours)(ids).logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("fields", [{"type_vocab_size": 0}, {"use_bias": False}], ids=str)
-def test_variants_keep_their_weights_and_have_no_others(fields, config, tmp_path):
-    values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"}
-    model = enlarge(RoFormerForMaskedLM(RoFormerConfig(**(values | fields))))
-    names = dict(model.named_parameters())
-    if "use_bias" in fields:
-        assert not any(name.endswith("bias") for name in names)
-    else:
-        assert not any("token_type" in name for name in names)
-    model.save_pretrained(tmp_path)
-    again, report = RoFormerForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
-    ids = torch.randint(0, 60, (2, 9))
-    torch.testing.assert_close(model(ids).logits, again(ids).logits)
+@pytest.mark.parametrize(
+    ("fields", "part"), [({"type_vocab_size": 0}, "token_type"), ({"use_bias": False}, "bias")]
+)
+def test_variants_have_no_weights_that_they_do_not_use(fields, part):
+    model = RoFormerForMaskedLM(tiny_config(**fields))
+    assert not any(part in name for name, _ in model.named_parameters())
 
 
 def test_rms_norm_is_the_formula_without_gain(config):
@@ -168,20 +139,18 @@ def test_rms_norm_is_the_formula_without_gain(config):
     torch.testing.assert_close(model.embeddings.LayerNorm(x), expected)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rotary_value": True}], ids=str)
+@pytest.mark.parametrize("rotary_value", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_the_other_pairing_of_coordinates_is_the_same_model(fields, share, tmp_path):
+def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share, tmp_path):
     config = rope_config("default", partial_rotary_factor=share)
-    config.rotary_value = fields.get("rotary_value", False)
-    model = enlarge(RoFormerForMaskedLM(config))
+    config.rotary_value = rotary_value
+    model = build(RoFormerForMaskedLM, config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.randint(0, 60, (2, 30))
     expected = model(ids).logits
     model.set_rope_interleave(False)
-    assert not torch.equal(
-        before["roformer.encoder.layer.0.attention.self.query.weight"],
-        model.roformer.encoder.layer[0].attention.self.query.weight,
-    )
+    name = "roformer.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(model.state_dict()[name], before[name])
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-5)
     model.save_pretrained(tmp_path)
     again = RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
@@ -191,7 +160,7 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(fields, share, tmp_p
 
 
 def test_a_part_that_was_converted_is_saved_as_what_it_is(config, tmp_path):
-    model = enlarge(RoFormerForMaskedLM(config))
+    model = build(RoFormerForMaskedLM, config)
     ids = torch.randint(0, 60, (2, 30))
     model.roformer.set_rope_interleave(False)
     model.save_pretrained(tmp_path)
@@ -224,77 +193,50 @@ def test_a_configuration_of_stocks_class_will_do(ours, stock, config, tmp_path):
         ours(transformers.BertConfig())
 
 
-@pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
-def test_tuples_come_out_where_the_configuration_asks_for_them(ours, stock, config):
-    model = enlarge(ours(config))
-    inputs = inputs_for(ours)
-    expected = model(**inputs).to_tuple()
-    config.return_dict = False
-    assert torch.equal(model(**inputs)[0], expected[0])
-
-
-def test_the_half_split_layout_is_llamas(config):
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
-
-    x = torch.randn(2, 9, 3, 16)
-    table = rotary_embeddings(torch.arange(9), compute_inv_freq(16))
-    cos, sin = (torch.cat((t, t), dim=-1)[None] for t in table)
-    q, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
-    torch.testing.assert_close(apply_rotary(x, *table, interleave=False), q.transpose(1, 2))
-
-
 def test_position_ids_are_obeyed(config):
-    model = enlarge(RoFormerModel(config))
+    model = build(RoFormerModel, config)
     ids, order = torch.randint(0, 60, (2, 30)), torch.randperm(30)
-    straight = model(ids).last_hidden_state
-    torch.testing.assert_close(
-        model(ids[:, order], position_ids=order).last_hidden_state, straight[:, order],
-        atol=1e-4, rtol=1e-4,
-    )  # fmt: skip
+    straight = hidden(model, ids)
+    assert_near(hidden(model, ids[:, order], position_ids=order), straight[:, order], 1e-4)
     gaps = torch.arange(30) * 2
-    stretched = model(ids, position_ids=gaps).last_hidden_state
+    stretched = hidden(model, ids, position_ids=gaps)
     assert (stretched - straight).abs().max() > 0.1
     sparse = torch.randint(0, 60, (2, 59))
     sparse[:, gaps] = ids
     mask = torch.zeros(2, 59)
     mask[:, gaps] = 1  # the same gaps, as masked tokens in between
-    whole = model(sparse, attention_mask=mask).last_hidden_state[:, gaps]
-    torch.testing.assert_close(stretched, whole, atol=1e-4, rtol=1e-4)
+    assert_near(stretched, hidden(model, sparse, attention_mask=mask)[:, gaps], 1e-4)
 
 
 @pytest.mark.parametrize("rope", ["default", *ROPES])
 @pytest.mark.parametrize("shift", [700, 100_000, -50, -7])
 def test_shifting_all_positions_changes_nothing(rope, shift):
-    model = enlarge(RoFormerModel(rope_config(rope)))
+    model = build(RoFormerModel, rope_config(rope))
     ids = torch.randint(0, 60, (2, 30))
-    shifted = model(ids, position_ids=torch.arange(30) + shift).last_hidden_state
-    torch.testing.assert_close(shifted, model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+    assert_near(hidden(model, ids, position_ids=torch.arange(30) + shift), hidden(model, ids), 1e-4)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_the_length_that_counts_is_the_rows(rope):
-    model = enlarge(RoFormerModel(rope_config(rope)))
+    model = build(RoFormerModel, rope_config(rope))
     short, long = torch.randint(0, 60, (1, 12)), torch.randint(0, 60, (1, 200))
-    separate = [model(ids).last_hidden_state for ids in (short, long)]
-    padded = torch.zeros(2, 200, dtype=torch.long)
-    padded[0, :12], padded[1] = short[0], long[0]
+    separate = [hidden(model, ids) for ids in (short, long)]
+    padded = torch.cat((F.pad(short, (0, 188)), long))
     mask = torch.arange(200) < torch.tensor([[12], [200]])
-    together = model(padded, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(together[:1, :12], separate[0], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(together[1:], separate[1], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(model(short).last_hidden_state, separate[0])  # nothing was stored
-    left = model(padded.flip(1), attention_mask=mask.flip(1)).last_hidden_state[:1, -12:]
-    torch.testing.assert_close(left, model(short.flip(1))[0], atol=2e-4, rtol=1e-4)
-    plain = enlarge(RoFormerModel(rope_config("default")))
-    assert (plain(long).last_hidden_state - separate[1]).abs().max() > 0.1
+    together = hidden(model, padded, attention_mask=mask)
+    assert_near(together[:1, :12], separate[0], 2e-4)
+    assert_near(together[1:], separate[1], 2e-4)
+    torch.testing.assert_close(hidden(model, short), separate[0])  # nothing was stored
+    left = hidden(model, padded.flip(1), attention_mask=mask.flip(1))[:1, -12:]
+    assert_near(left, hidden(model, short.flip(1)), 2e-4)
+    plain = build(RoFormerModel, rope_config("default"))
+    assert (hidden(plain, long) - separate[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("rope", [r for r in ROPES if r not in ("dynamic", "longrope")])
 def test_rope_settings_reach_the_attention(rope):
     ids = torch.randint(0, 60, (1, 30))
-    outputs = [enlarge(RoFormerModel(rope_config(r)))(ids)[0] for r in ("default", rope)]
+    outputs = [build(RoFormerModel, rope_config(r))(ids)[0] for r in ("default", rope)]
     assert (outputs[0] - outputs[1]).abs().max() > 0.1
 
 
@@ -331,7 +273,7 @@ def test_a_masked_language_model_that_sees_one_side_says_so(config, tmp_path, ca
 
 
 def test_labels_are_of_the_tokens_that_are_scored(config):
-    model, ids = enlarge(RoFormerForCausalLM(config)), torch.randint(0, 60, (2, 7))
+    model, ids = build(RoFormerForCausalLM, config), torch.randint(0, 60, (2, 7))
     whole = model(ids)
     expected = F.cross_entropy(whole.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
     found = model(ids, labels=ids[:, 4:], logits_to_keep=3).loss
@@ -342,22 +284,15 @@ def test_labels_are_of_the_tokens_that_are_scored(config):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_sequence_heads_never_read_padding(side, config):
-    ids, start = torch.randint(1, 60, (1, 10)), 6 if side == "left" else 0
-    padded = torch.zeros(1, 16, dtype=torch.long)
-    padded[:, start : start + 10] = ids
-    mask = torch.zeros(1, 16)
-    mask[:, start : start + 10] = 1
-    model = enlarge(RoFormerForSequenceClassification(config))
-    torch.testing.assert_close(
-        model(padded, attention_mask=mask).logits, model(ids).logits, atol=1e-4, rtol=1e-4
-    )
+    ids, sides = torch.randint(1, 60, (1, 10)), (6, 0) if side == "left" else (0, 6)
+    padded, mask = F.pad(ids, sides), F.pad(torch.ones_like(ids), sides)
+    model = build(RoFormerForSequenceClassification, config)
+    assert_near(model(padded, attention_mask=mask).logits, model(ids).logits, 1e-4)
     for which in ("first", "last"):
         config.summary_type = which
-        model = enlarge(RoFormerForMultipleChoice(config))
-        torch.testing.assert_close(
-            model(padded[:, None], attention_mask=mask[:, None]).logits,
-            model(ids[:, None]).logits, atol=1e-4, rtol=1e-4,
-        )  # fmt: skip
+        model = build(RoFormerForMultipleChoice, config)
+        found = model(padded[:, None], attention_mask=mask[:, None]).logits
+        assert_near(found, model(ids[:, None]).logits, 1e-4)
 
 
 def test_hidden_states_and_attentions_are_returned(config):
@@ -373,15 +308,6 @@ def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
     assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_an_edit_that_would_make_a_decoder_of_an_encoder_or_back_is_refused(built, config):
-    config.is_decoder = built
-    model = RoFormerForMaskedLM(config)
-    model.config.is_decoder = not built
-    with pytest.raises(ValueError, match=f"is_decoder must stay {built} in a built model, got"):
-        model(torch.zeros(1, 5, dtype=torch.long))
 
 
 def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
@@ -412,15 +338,10 @@ def test_converting_one_model_leaves_another_of_the_same_configuration(config, t
     torch.testing.assert_close(saved(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-FOLDERS = [{}, {"embedding_size": 16}, {"eos_token_id": 80}]
-
-
-@pytest.mark.parametrize("fields", FOLDERS, ids=str)
+@pytest.mark.parametrize("fields", [{}, {"embedding_size": 16}, {"eos_token_id": 80}], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_resized_vocabulary_survives_saving(tied, fields, config, tmp_path):
-    values = {k: v for k, v in config.to_diff_dict().items() if k != "model_type"} | fields
-    model = RoFormerForMaskedLM(RoFormerConfig(**values | {"tie_word_embeddings": tied}))
-    model = enlarge(model)
+def test_a_resized_vocabulary_survives_saving(tied, fields, tmp_path):
+    model = build(RoFormerForMaskedLM, tiny_config(tie_word_embeddings=tied, **fields))
     model.resize_token_embeddings(70)
     model.save_pretrained(tmp_path)
     ids = torch.randint(0, 70, (2, 9))
@@ -430,7 +351,7 @@ def test_a_resized_vocabulary_survives_saving(tied, fields, config, tmp_path):
 
 
 def test_weights_can_stay_on_disk(config, tmp_path):
-    model = enlarge(RoFormerForMaskedLM(config))
+    model = build(RoFormerForMaskedLM, config)
     model.save_pretrained(tmp_path / "model")
     lazy = RoFormerForMaskedLM.from_pretrained(
         tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
@@ -441,7 +362,7 @@ def test_weights_can_stay_on_disk(config, tmp_path):
 
 @pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
 def test_token_types_of_one_row_are_those_of_all(kernel, config):
-    model = enlarge(RoFormerModel._from_config(config, attn_implementation=kernel))
+    model = build(RoFormerModel, config, kernel)
     ids, mask = torch.randint(5, 60, (3, 6)), torch.ones(3, 6)
     types = torch.tensor([[0] * 3 + [1] * 3])
     mask[1, 4:] = 0
@@ -485,39 +406,31 @@ def test_transformers_classes_load_quietly_after_the_auto_classes_build_ours():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_every_head_has_its_auto_class(config):
-    heads = {
-        "AutoModel": RoFormerModel,
-        "AutoModelForMaskedLM": RoFormerForMaskedLM,
-        "AutoModelForCausalLM": RoFormerForCausalLM,
-        "AutoModelForSequenceClassification": RoFormerForSequenceClassification,
-        "AutoModelForTokenClassification": RoFormerForTokenClassification,
-        "AutoModelForQuestionAnswering": RoFormerForQuestionAnswering,
-        "AutoModelForMultipleChoice": RoFormerForMultipleChoice,
-        "AutoModelForTextEncoding": RoFormerModel,
-    }
-    autos = {
-        name: getattr(transformers, name) for name in transformers.__all__ if name[:4] == "Auto"
-    }
-    mappings = {name: getattr(auto, "_model_mapping", None) for name, auto in autos.items()}
-    stock = {name for name, x in mappings.items() if x and transformers.RoFormerConfig in x}
-    assert stock == heads.keys()  # one that we lack would build stock's from a folder of ours
-    for auto, ours in heads.items():
-        assert type(getattr(transformers, auto).from_config(config)) is ours
+def test_every_auto_class_of_stocks_heads_builds_ours(config):
+    autos = [getattr(transformers, name) for name in transformers.__all__ if name[:4] == "Auto"]
+    mappings = {auto: getattr(auto, "_model_mapping", None) or {} for auto in autos}
+    heads = {auto: x.get(transformers.RoFormerConfig, None) for auto, x in mappings.items()}
+    built = {auto: auto.from_config(config) for auto, head in heads.items() if head}
+    assert len(built) == 8  # seven heads, one of them as a text encoder, too
+    for auto, model in built.items():
+        assert type(model) is getattr(roformer, heads[auto].__name__)
 
 
-def test_every_dropout_module_is_used(config):
-    """One at a time: the others are turned off."""
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
+@pytest.mark.parametrize("training", [False, True])
+def test_each_dropout_module_decides_for_itself(training, kernel, config):
+    """Turning modules off and on, as libraries do, has its effect in either mode of the model."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
     ids = torch.arange(5, 17)[None]
     for head in (RoFormerForSequenceClassification, RoFormerForTokenClassification):
-        model = head(config).train()
-        dropouts = [x for x in model.named_modules() if isinstance(x[1], torch.nn.Dropout)]
+        model = build(head, config, kernel).train(training)
+        dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         assert len(dropouts) == 2 + 3 * config.num_hidden_layers
-        for name, dropout in dropouts:
-            for _, other in dropouts:
-                other.train(other is dropout)
-            assert not torch.equal(model(ids).logits, model(ids).logits), name
+        for used in (None, *dropouts):
+            for module in dropouts:
+                module.train(module is used)
+            is_random = not torch.equal(model(ids).logits, model(ids).logits)
+            assert is_random == (used is not None)
 
 
 def test_the_classification_head_drops_before_both_projections(config):

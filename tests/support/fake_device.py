@@ -8,6 +8,7 @@ torch registers such a device for the life of the process.
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,15 @@ from torch.utils.backend_registration import (
 )
 from transformers import BertConfig, BertForMaskedLM
 
-import roformer
-from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
-from tiny import TINY_MODEL, enlarge
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
+from roformer.configuration_rules import FEATURE_MAPS, POSITION_BIASES, POSITION_ENCODINGS
+from tiny import HEADS, TINY_MODEL, build, inputs_with_labels, tiny_config
 from train.data.batching import IGNORE_INDEX
 from train.loop.objective import LanguageModel
 
 SYNCHRONISING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
 ACROSS_DEVICES = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")
 syncs: list[str] = []
-ONE_LAYER = TINY_MODEL | {"num_hidden_layers": 1}
 
 
 class Module(_DummyBackendModule):
@@ -114,52 +114,35 @@ def text(rows: int = 3, length: int = 20) -> dict[str, Tensor]:
 def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]]]:
     """Yield (name, function that builds the model, inputs)."""
 
-    def model(head: str, kernel: str, **fields: Any) -> Callable[[], torch.nn.Module]:
-        def make() -> torch.nn.Module:
-            config = roformer.RoFormerConfig(vocab_size=60, **ONE_LAYER | fields)
-            made = enlarge(getattr(roformer, f"RoFormerFor{head}")(config))
-            made.set_attn_implementation(kernel)
-            return made
+    def model(kernel: str, head: type = RoFormerForMaskedLM, **fields: Any) -> Callable:
+        return partial(build, head, tiny_config(num_hidden_layers=1, **fields), kernel)
 
-        return make
-
-    masked = text()
-    masked["labels"] = masked["input_ids"].masked_fill(masked["attention_mask"] == 0, IGNORE_INDEX)
+    masked = inputs_with_labels(RoFormerForMaskedLM, *text().values())
+    packed = {name: masked[name][:1] for name in ("input_ids", "labels")}
+    packed["position_ids"] = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    borders = {name: masked[name] for name in ("input_ids", "labels")}
+    borders["cu_seq_lens_q"] = torch.tensor([0, 20, 40, 48, 60], dtype=torch.int32)
+    left = {name: x.flip(1) for name, x in masked.items()}
     for kernel in ("eager", "sdpa", "unpadded"):
         for encoding in POSITION_ENCODINGS:
             if kernel == "unpadded" and encoding in POSITION_BIASES:
                 continue  # computed by sdpa
-            options = {"position_encoding": encoding}
-            yield f"{encoding}, {kernel}", model("MaskedLM", kernel, **options), masked
-        packed = {"input_ids": masked["input_ids"], "labels": masked["labels"]}
-        packed = {name: x[:1] for name, x in packed.items()}
-        packed["position_ids"] = torch.cat([torch.arange(8), torch.arange(12)])[None]
-        yield f"packed rows, {kernel}", model("MaskedLM", kernel), packed
-        borders = {"cu_seq_lens_q": torch.tensor([0, 20, 40, 48, 60], dtype=torch.int32)}
-        borders |= {name: masked[name] for name in ("input_ids", "labels")}
-        yield f"borders, {kernel}", model("MaskedLM", kernel), borders
-        left = {name: x.flip(1) for name, x in masked.items()}
-        yield f"padding on the left, {kernel}", model("MaskedLM", kernel), left
-        sparse = model("MaskedLM", kernel, sparse_prediction=True)
-        yield f"sparse prediction, {kernel}", sparse, masked
-        decoder = model("CausalLM", kernel, is_decoder=True)
-        yield f"decoder, {kernel}", decoder, masked | {"use_cache": False}
-        classes = text() | {"labels": torch.tensor([0, 1, 1])}
-        yield f"sequences, {kernel}", model("SequenceClassification", kernel), classes
-    for features in ("elu", "relu", "favor"):
-        linear = model("MaskedLM", "eager", linear_attention=features)
+            yield f"{encoding}, {kernel}", model(kernel, position_encoding=encoding), masked
+        yield f"packed rows, {kernel}", model(kernel), packed
+        yield f"borders, {kernel}", model(kernel), borders
+        yield f"padding on the left, {kernel}", model(kernel), left
+        yield f"sparse prediction, {kernel}", model(kernel, sparse_prediction=True), masked
+        for head in HEADS:
+            inputs = inputs_with_labels(head, *text().values())
+            yield f"{head.__name__}, {kernel}", model(kernel, head, use_cache=False), inputs
+    for features in FEATURE_MAPS:
+        linear = model("eager", linear_attention=features)
         yield features, linear, masked
         yield f"packed rows, {features}", linear, packed
-    tokens = text() | {"labels": masked["input_ids"] % 2}
-    yield "tokens", model("TokenClassification", "sdpa"), tokens
-    spans = {"start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([4, 50, 4])}
-    yield "spans", model("QuestionAnswering", "sdpa"), text() | spans
-    choices = {name: x[None] for name, x in text().items()} | {"labels": torch.tensor([1])}
-    yield "choices", model("MultipleChoice", "sdpa"), choices
-    bert = BertConfig(vocab_size=60, **ONE_LAYER)
+    bert = BertConfig(vocab_size=60, **TINY_MODEL | {"num_hidden_layers": 1})
     wanted = masked["labels"].flatten().ne(IGNORE_INDEX).nonzero()[::3, 0]
     step = text() | {"label_positions": wanted, "labels": masked["input_ids"].flatten()[wanted]}
-    yield "a step of RoFormer", lambda: LanguageModel(model("MaskedLM", "sdpa")()), step
+    yield "a step of RoFormer", lambda: LanguageModel(model("sdpa")()), step
     yield "a step of BERT", lambda: LanguageModel(BertForMaskedLM(bert)), step
 
 
@@ -193,10 +176,8 @@ def check_generation() -> int:
     number = 0
     for cache in ("dynamic", "static"):
         for features in (None, "elu"):
-            config = roformer.RoFormerConfig(
-                vocab_size=60, is_decoder=True, linear_attention=features, **ONE_LAYER
-            )
-            model = enlarge(roformer.RoFormerForCausalLM(config)).eval()
+            config = tiny_config(num_hidden_layers=1, linear_attention=features)
+            model = build(RoFormerForCausalLM, config)
             inputs = {name: x.flip(1) for name, x in text(length=7).items()}
             options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
             options["disable_compile"] = True
@@ -211,8 +192,7 @@ def check_generation() -> int:
 def check_syncs() -> None:
     """A step never synchronises, neither with a mask nor without."""
     torch.manual_seed(0)
-    config = roformer.RoFormerConfig(vocab_size=60, **ONE_LAYER)
-    objective = LanguageModel(roformer.RoFormerForMaskedLM(config))
+    objective = LanguageModel(RoFormerForMaskedLM(tiny_config(num_hidden_layers=1)))
     step = text() | {"label_positions": torch.arange(9), "labels": torch.arange(9)}
     with FakeDeviceMode():
         objective, step = objective.to("fake:0"), to_fake_device(step)

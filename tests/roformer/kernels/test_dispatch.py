@@ -9,20 +9,9 @@ import torch
 import roformer
 from roformer import kernels
 from roformer.kernels import linear
-from tiny import enlarge, rope_config
+from tiny import HEADS, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
-LABELS = {
-    "RoFormerForMaskedLM": {"labels": IDS},
-    "RoFormerForCausalLM": {"labels": IDS},
-    "RoFormerForSequenceClassification": {"labels": torch.tensor([0, 1, 0])},
-    "RoFormerForTokenClassification": {"labels": IDS % 2},
-    "RoFormerForQuestionAnswering": {
-        "start_positions": torch.tensor([1, 2, 3]),
-        "end_positions": torch.tensor([4, 5, 6]),
-    },
-    "RoFormerForMultipleChoice": {"labels": torch.tensor([0])},
-}
 
 
 @pytest.fixture
@@ -32,20 +21,17 @@ def _kernels_off_afterwards(monkeypatch):
     kernels.set_kernels_enabled(True)
 
 
-def outputs(head: str, layout: str, kernel: str | None, enabled: bool) -> list[torch.Tensor]:
+def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[torch.Tensor]:
     """Loss, outputs at real tokens and gradients of one call."""
     kernels.set_kernels_enabled(enabled)
-    config = rope_config("default")
-    model = enlarge(getattr(roformer, head)._from_config(config, attn_implementation=kernel))
+    model = build(head, tiny_config(), kernel)
     lengths = torch.tensor([[12], [7], [1]])
     mask = torch.arange(12) < (lengths if layout == "padded" else torch.full((3, 1), 12))
-    inputs = {"input_ids": IDS, "attention_mask": mask.long()} | LABELS[head]
-    if head == "RoFormerForMultipleChoice":
-        inputs |= {k: x[None] for k, x in inputs.items() if k != "labels"}
-    if inputs.get("labels", IDS[0]).shape == mask.shape:
-        inputs["labels"] = inputs["labels"].masked_fill(~mask, -100)
+    inputs = inputs_with_labels(head, IDS, mask.long())
     if layout == "packed":
-        inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 12, 17, 24, 29, 36])
+        tokens = inputs["input_ids"].numel()
+        edges = sorted([*range(0, tokens + 1, 12), *range(5, tokens, 12)])
+        inputs["cu_seq_lens_q"] = torch.tensor(edges)
     output = model(**inputs)
     loss, logits = output[:2]
     if logits.shape[:2] == mask.shape:
@@ -59,7 +45,7 @@ def outputs(head: str, layout: str, kernel: str | None, enabled: bool) -> list[t
 @pytest.mark.usefixtures("_kernels_off_afterwards")
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded", None])
 @pytest.mark.parametrize("layout", ["full", "padded", "packed"])
-@pytest.mark.parametrize("head", LABELS)
+@pytest.mark.parametrize("head", HEADS)
 def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
     on, off = (outputs(head, layout, kernel, enabled) for enabled in (True, False))
     for a, b in zip(on, off, strict=True):
@@ -73,7 +59,7 @@ def test_no_kernel_is_called_when_they_are_off(monkeypatch):
     monkeypatch.setattr(attention, "_full_attention", lambda *x: pytest.fail("was called"))
     monkeypatch.setattr("roformer.kernels.dropout._keep_mask", lambda *x: pytest.fail("was called"))
     kernels.set_kernels_enabled(False)
-    model = roformer.RoFormerForMaskedLM(rope_config("default"))
+    model = roformer.RoFormerForMaskedLM(tiny_config())
     model.train()(IDS, labels=IDS).loss.backward()
 
 
