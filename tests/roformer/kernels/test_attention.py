@@ -5,7 +5,7 @@ import torch
 
 from roformer import RoFormerModel
 from roformer.kernels import attention
-from tiny import rope_config
+from tiny import tiny_config
 
 SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
 KERNELS = {
@@ -81,8 +81,7 @@ def test_dropout_of_chunks_keeps_the_expected_output():
 def test_documents_of_mixed_lengths_have_the_gradients_of_single_rows(kernel):
     """Runs of equal lengths are computed in one call; the parts must fit together again."""
     torch.manual_seed(0)
-    model = RoFormerModel._from_config(rope_config("default"), attn_implementation=kernel)
-    model = model.double().eval()
+    model = RoFormerModel._from_config(tiny_config(), attn_implementation=kernel).double().eval()
     lengths = [3, 3, 5, 1, 1, 5, 2]
     ids = torch.randint(5, 60, (1, sum(lengths)))
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)

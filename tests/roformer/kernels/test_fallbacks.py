@@ -7,15 +7,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, vmap
 
-from roformer import (
-    RoFormerConfig,
-    RoFormerForCausalLM,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel
 from roformer.kernels import attention
 from roformer.kernels.dispatch import has_hooks
-from tiny import TINY_MODEL, enlarge
+from tiny import build, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
@@ -37,40 +32,57 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         monkeypatch.setattr(holder, name, record)
 
     spy(attention, "_full_attention")
+    spy(attention, "_chunked_attention")
     spy(torch.nn.functional, "scaled_dot_product_attention")
     return found
 
 
 def model_of(kernel: str | None, head: type = RoFormerModel, **fields: Any) -> Any:
-    config = RoFormerConfig(vocab_size=60, **TINY_MODEL | {"num_hidden_layers": 1} | fields)
-    return enlarge(head._from_config(config, attn_implementation=kernel)).bfloat16().eval()
+    return build(head, tiny_config(num_hidden_layers=1, **fields), kernel).bfloat16()
 
 
-FULL, SDPA = "full_attention", "scaled_dot_product_attention"
-CASES: dict[str, tuple[dict[str, Any], list[tuple[str, int]]]] = {
-    "no padding": ({}, [(FULL, 36)]),
-    "padding": ({"attention_mask": PADDED}, [(FULL, 12), (FULL, 7), (FULL, 3)]),
-    "packed": ({"input_ids": IDS[:1], "position_ids": PACKED}, [(FULL, 5), (FULL, 7)]),
+FULL, CHUNKED, SDPA = "full_attention", "chunked_attention", "scaled_dot_product_attention"
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, int]]]] = {
+    "no padding": ({}, {}, [(FULL, 36)]),
+    "padding": ({}, {"attention_mask": PADDED}, [(FULL, 12), (FULL, 7), (FULL, 3)]),
+    "packed": ({}, {"input_ids": IDS[:1], "position_ids": PACKED}, [(FULL, 5), (FULL, 7)]),
     "output_hidden_states": (
-        {"attention_mask": PADDED, "output_hidden_states": True},
-        [(FULL, 36)],
+        {}, {"attention_mask": PADDED, "output_hidden_states": True}, [(FULL, 36)]
     ),
-    "output_attentions": ({"attention_mask": PADDED, "output_attentions": True}, []),
-    "four dimensions": ({"attention_mask": PADDED[:, None, None].bool()}, [(FULL, 36)]),
-}
+    "output_attentions": ({}, {"attention_mask": PADDED, "output_attentions": True}, []),
+    "position bias": ({"position_encoding": "alibi"}, {"attention_mask": PADDED}, [(FULL, 36)]),
+    "four dimensions": ({}, {"attention_mask": PADDED[:, None, None].bool()}, [(FULL, 36)]),
+}  # fmt: skip
+"""Fields of the configuration, arguments, and kernels with their number of queries."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_call_is_computed_by_the_kernel_of_the_table(case, calls):
-    changes, expected = CASES[case]
+@pytest.mark.parametrize(
+    ("length", "dtype", "dropout", "kernel"),
+    [
+        (512, torch.float32, 0.0, SDPA),
+        (512, torch.float32, 0.1, FULL),
+        (512, torch.bfloat16, 0.0, FULL),
+        (512, torch.float16, 0.1, SDPA),
+        (2048, torch.float32, 0.1, CHUNKED),
+        (2048, torch.bfloat16, 0.0, CHUNKED),
+    ],
+)
+def test_length_dtype_and_dropout_decide_the_kernel(length, dtype, dropout, kernel, calls):
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "attention_probs_dropout_prob": dropout}
+    model = model_of(None, **sizes).to(dtype).train()
+    with torch.no_grad():
+        model(torch.randint(5, 60, (2, length)))
+    assert calls[0][0] == kernel
+
+
+@pytest.mark.parametrize(("fields", "changes", "expected"), CASES.values(), ids=CASES)
+def test_each_call_is_computed_by_the_kernel_of_the_table(fields, changes, expected, calls):
     inputs = {"input_ids": IDS} | changes
     with torch.no_grad():
-        output = model_of(None)(**inputs)[0]
+        output = model_of(None, **fields)(**inputs)[0]
         assert calls == expected
-        eager = model_of("eager")(**inputs)[0]
-    mask = (
-        PADDED.bool() if "attention_mask" in changes else torch.ones_like(inputs["input_ids"]) > 0
-    )
+        eager = model_of("eager", **fields)(**inputs)[0]
+    mask = PADDED.bool() if "attention_mask" in changes else slice(None)
     torch.testing.assert_close(output[mask], eager[mask], atol=0.1, rtol=0.1)
 
 
@@ -112,12 +124,6 @@ def test_a_decoder_leaves_padding_out_of_its_loss_and_then_has_no_cache(calls):
     assert cached.past_key_values is not None
     assert sum(lengths) == PADDED.sum()
     torch.testing.assert_close(outputs.loss, cached.loss, rtol=1e-2, atol=1e-2)
-
-
-def test_a_bias_on_the_scores_is_added_to_the_mask(calls):
-    with torch.no_grad():
-        model_of(None, position_encoding="alibi")(IDS, attention_mask=PADDED)
-    assert calls == [(FULL, 36)]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")

@@ -9,13 +9,13 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
-from roformer.kernels import attention
+from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train.data.batching import packed_layout
 from train.loop.flops import step_flops
 from train.loop.objective import LanguageModel
 
 LENGTHS = np.array([64, 40, 24, 3])
+TOKENS, SQUARES = float(LENGTHS.sum()), float((LENGTHS**2).sum())
 FIELDS = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
           "intermediate_size": 256, "max_position_embeddings": 64}  # fmt: skip
 
@@ -47,7 +47,7 @@ def batch():
     label_positions = torch.arange(0, len(row), 7)
     packed = packed_layout(LENGTHS) | {"input_ids": row[None]}
     padded = {"input_ids": ids, "attention_mask": mask.long()}
-    return padded, packed, label_positions, row[label_positions]
+    return padded, packed, {"label_positions": label_positions, "labels": row[label_positions]}
 
 
 def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:
@@ -59,13 +59,12 @@ def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:
 
 def test_a_step_does_the_arithmetic_of_the_formula_and_no_more(batch):
     """Nothing for padding, and the vocabulary layer at predicted tokens only."""
-    _, packed, label_positions, targets = batch
+    _, packed, labels = batch
     model = objective()
     with FlopCounterMode(display=False) as counted:
-        loss, _ = model(label_positions=label_positions, labels=targets, **packed)
+        loss, _ = model(**packed, **labels)
         loss.backward()
-    squares = float((LENGTHS**2).sum())
-    formula = step_flops(model.model.config, float(LENGTHS.sum()), squares, len(label_positions))
+    formula = step_flops(model.model.config, TOKENS, SQUARES, len(labels["labels"]))
     assert counted.get_total_flops() == pytest.approx(formula, rel=1e-6)
 
 
@@ -79,75 +78,40 @@ def test_sines_are_computed_once_for_all_layers(layers):
 
 
 def test_dropout_draws_four_numbers_at_a_time(batch):
-    padded, _, label_positions, targets = batch
+    padded, _, labels = batch
     model = objective("eager")
     with Calls() as calls:
-        model(label_positions=label_positions, labels=targets, **padded)
+        model(**padded, **labels)
     assert not {"bernoulli", "bernoulli_", "native_dropout"} & set(calls.number)
     assert calls.largest["random_"] == 4 * 4 * 64 * 64 // 4  # the weights of a layer
 
 
-@pytest.mark.parametrize(
-    ("length", "dtype", "dropout", "kernel"),
-    [
-        (512, torch.float32, 0.0, "scaled_dot_product_attention"),
-        (512, torch.float32, 0.1, "_full_attention"),
-        (512, torch.bfloat16, 0.0, "_full_attention"),
-        (512, torch.float16, 0.1, "scaled_dot_product_attention"),
-        (2048, torch.float32, 0.1, "_chunked_attention"),
-        (2048, torch.bfloat16, 0.0, "_chunked_attention"),
-    ],
-)
-def test_attention_on_a_cpu_is_computed_by_the_kernel_of_the_table(
-    length, dtype, dropout, kernel, monkeypatch
-):
-    calls = []
-    for holder, name in (
-        (attention, "_chunked_attention"),
-        (attention, "_full_attention"),
-        (attention.F, "scaled_dot_product_attention"),
-    ):
-        function = getattr(holder, name)
-        monkeypatch.setattr(
-            holder, name, lambda *x, f=function, n=name, **kw: calls.append(n) or f(*x, **kw)
-        )
-    fields = {"num_hidden_layers": 1, "vocab_size": 500, "hidden_size": 16, "intermediate_size": 4}
-    fields |= {"num_attention_heads": 4, "attention_probs_dropout_prob": dropout}
-    model = RoFormerModel(RoFormerConfig(**fields)).to(dtype).train()
-    with torch.no_grad():
-        model(torch.randint(5, 500, (2, length)))
-    assert calls[0] == kernel
-
-
 @pytest.mark.parametrize("training", [False, True])
-def test_by_default_padding_costs_nothing_and_unlabelled_tokens_no_backward_pass(training):
-    torch.manual_seed(0)
-    ids = torch.randint(5, 500, (4, 64))
-    mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
-    labels = ids.masked_fill(~mask | (torch.rand(ids.shape) > 0.15), -100)
+def test_by_default_padding_costs_nothing_and_unlabelled_tokens_no_backward_pass(training, batch):
+    padded, ids = batch[0], batch[0]["input_ids"]
+    is_unlabelled = (padded["attention_mask"] == 0) | (torch.rand(ids.shape) > 0.15)
+    labels = ids.masked_fill(is_unlabelled, -100)
     flops = {}
     for sparse in (False, True):
         config = RoFormerConfig(**FIELDS, sparse_prediction=sparse)
         model = RoFormerForMaskedLM(config).train(training)
         with FlopCounterMode(display=False) as counted, torch.set_grad_enabled(training):
-            loss = model(ids, attention_mask=mask.long(), labels=labels).loss
+            loss = model(**padded, labels=labels).loss
             if training:
                 loss.backward()
         flops[sparse] = counted.get_total_flops()
-    squares, labelled = float((LENGTHS**2).sum()), int((labels != -100).sum())
-    head = 2 * (64**2 + 500 * 64)
-    step = step_flops(config, float(LENGTHS.sum()), squares, labelled)
-    every_logit = head * ids.numel()
+    step = step_flops(config, TOKENS, SQUARES, int((labels != -100).sum()))
+    every_logit = 2 * (64**2 + 500 * 64) * ids.numel()
     if training:
         assert flops[True] == pytest.approx(step, rel=1e-6)
         assert flops[False] == pytest.approx(step + every_logit, rel=1e-6)
     else:
-        encoder = step_flops(config, float(LENGTHS.sum()), 0, 0) / 3  # sdpa is not counted
+        encoder = step_flops(config, TOKENS, 0, 0) / 3  # sdpa is not counted
         assert flops[False] == flops[True] == pytest.approx(encoder + every_logit, rel=1e-6)
 
 
 def test_stock_does_what_is_counted_here_so_the_counters_can_fail(batch):
-    padded, _, _, _ = batch
+    padded, _, _ = batch
     stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**FIELDS)).train()
     with Calls() as calls, FlopCounterMode(display=False) as counted:
         stock(**padded, labels=padded["input_ids"]).loss.backward()
