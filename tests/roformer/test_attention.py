@@ -1,8 +1,6 @@
 """Every attention kernel gives the eager one's numbers, for masks of all kinds and packed rows."""
 
-import copy
 import itertools
-import logging
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from roformer import (
 )
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
-from tiny import enlarge, rope_config
+from tiny import assert_near, build, hidden, rope_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 
@@ -31,14 +29,12 @@ KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 def cu_seqlens_attention(module, query, key, value, attention_mask, scaling, **kwargs):
     """As flash_attention_2 is called: a row of tokens and cumulative lengths, without a mask."""
     assert attention_mask is None
-    if "cu_seq_lens_q" not in kwargs:  # whole rows
-        length = query.shape[2]
-        future = torch.full((length, length), -1e30).triu(1) if module.is_causal else None
-        return eager_attention_forward(module, query, key, value, future, scaling)[0], None
-    edges = kwargs["cu_seq_lens_q"].tolist()
-    assert kwargs["cu_seq_lens_k"].tolist() == edges
-    assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
-    owner = torch.bucketize(torch.arange(query.shape[2]), torch.tensor(edges[1:]), right=True)
+    owner = torch.zeros(query.shape[2])  # whole rows
+    if "cu_seq_lens_q" in kwargs:
+        edges = kwargs["cu_seq_lens_q"].tolist()
+        assert kwargs["cu_seq_lens_k"].tolist() == edges
+        assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
+        owner = torch.bucketize(torch.arange(query.shape[2]), torch.tensor(edges[1:]), right=True)
     seen = owner[:, None] == owner
     if module.is_causal:
         seen = seen.tril()
@@ -52,8 +48,7 @@ AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
 
 def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Module:
     """The same weights under each kernel."""
-    # a copy: models made from one configuration share it, and with it the kernel
-    model = enlarge(head._from_config(copy.deepcopy(config), attn_implementation="eager"))
+    model = build(head, config, "eager")
     # not through `set_attn_implementation`, which looks for an installed library
     model.config._attn_implementation = "flash_stand_in" if kernel == "cu_seqlens" else kernel
     return model
@@ -84,7 +79,7 @@ def test_padding_masks_give_eager_outputs_and_gradients(kernel, kind, decoder, c
         output = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         output.square().sum().backward()
         results.append((output, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-4)
+    assert_near(results[1][0], results[0][0], 1e-4)
     for a, b in zip(results[0][1], results[1][1]):
         largest = max(1.0, a.abs().max().item())
         torch.testing.assert_close(a, b, atol=1e-5 * largest, rtol=1e-3)
@@ -107,7 +102,7 @@ def test_ready_made_masks_mean_the_same_everywhere(kernel, form, config):
     model = model_with(config, kernel)
     expected = model_with(config, "eager")(ids, attention_mask=mask).last_hidden_state
     result = model(ids, attention_mask=ready).last_hidden_state
-    torch.testing.assert_close(result[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+    assert_near(result[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.parametrize(
@@ -143,18 +138,19 @@ def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, rope):
-    config = rope_config(rope, **({"factor": 4.0} if rope == "dynamic" else {}))
+    config = rope_config(rope)
     config.is_decoder, config.use_cache, config.max_position_embeddings = decoder, False, 10
     config.hidden_act = "tanh"  # bounded, so that errors do not grow with these large weights
     model = model_with(config, kernel)
     torch.manual_seed(3)
     parts = [torch.randint(0, 60, (1, n)) for n in (7, 1, 20, 20, 3)]
-    ids = torch.cat(parts, dim=1)
-    positions = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+    collate = DataCollatorWithFlattening(return_tensors="pt")  # transformers' own packed rows
+    row = collate([{"input_ids": part[0].tolist()} for part in parts])
+    ids, positions = row["input_ids"], row["position_ids"]
     cu_seqlens = torch.tensor([0, 7, 8, 28, 48, 51], dtype=torch.int32)
     arguments = {"position_ids": positions, "cu_seq_lens_q": cu_seqlens}
     if given.startswith("padded"):  # the positions of padding mean nothing
-        ids, positions = (torch.nn.functional.pad(x, (0, 5)) for x in (ids, positions))
+        ids, positions = (F.pad(x, (0, 5)) for x in (ids, positions))
         inputs = {"attention_mask": torch.arange(56)[None] < 51, "position_ids": positions}
         if given == "padded rows":  # two, which only lengths can describe
             inputs = {name: x.view(2, 28) for name, x in inputs.items()}
@@ -163,7 +159,7 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, r
     else:
         output = model(ids, **{k: v for k, v in arguments.items() if given in (k, "both")})[0]
     separate = torch.cat([model(part)[0] for part in parts], dim=1)
-    torch.testing.assert_close(output, separate, atol=1e-5, rtol=1e-4)
+    assert_near(output, separate)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,7 @@ def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options,
     output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
     assert output.past_key_values is None  # nothing can follow such a row
     separate = torch.cat([model(part, **more)[0] for part in parts], dim=1)
-    torch.testing.assert_close(output[0], separate, atol=1e-5, rtol=1e-4)
+    assert_near(output[0], separate)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -202,10 +198,9 @@ def test_empty_documents_are_nothing(kernel, config):
 )
 @pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
 def test_lengths_that_do_not_fit_are_refused_by_name(kernel, cu_seqlens, config):
+    model, ids = model_with(config, kernel), torch.zeros(1, 10, dtype=torch.long)
     with pytest.raises(ValueError, match="cu_seq_lens_q must"):
-        model_with(config, kernel)(
-            torch.zeros(1, 10, dtype=torch.long), cu_seq_lens_q=torch.tensor(cu_seqlens)
-        )
+        model(ids, cu_seq_lens_q=torch.tensor(cu_seqlens))
 
 
 @pytest.mark.parametrize(
@@ -241,17 +236,7 @@ def test_lengths_make_one_document_of_positions_that_start_again(config):
     single = model(ids.expand(2, -1), position_ids=position_ids)[0][:1]  # never packed
     assert not torch.allclose(model(ids, position_ids=position_ids)[0], single, atol=1e-3)
     found = model(ids, position_ids=position_ids, cu_seq_lens_q=lengths)[0]
-    torch.testing.assert_close(found, single, atol=1e-5, rtol=1e-4)
-
-
-def test_rows_of_transformers_flattening_collator_are_packed(config):
-    parts = [torch.randint(1, 60, (n,)).tolist() for n in (4, 1, 6)]
-    collate = DataCollatorWithFlattening(return_tensors="pt")
-    batch = collate([{"input_ids": part} for part in parts])
-    model = model_with(config, "sdpa")
-    output = model(batch["input_ids"], position_ids=batch["position_ids"])[0]
-    separate = torch.cat([model(torch.tensor([part]))[0] for part in parts], dim=1)
-    torch.testing.assert_close(output, separate, atol=1e-5, rtol=1e-4)
+    assert_near(found, single)
 
 
 def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refused(config):
@@ -266,31 +251,16 @@ def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refus
         model_with(config, "maskless")(ids, position_ids=positions)
 
 
-def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, caplog):
+def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, warnings_once):
     ids, mask = padded("right")
     model = model_with(config, "sdpa")
     expected = model_with(config, "eager")(ids, attention_mask=mask, output_attentions=True)
-    with caplog.at_level(logging.WARNING):
-        logging.getLogger("transformers").propagate = True
-        for _ in range(2):
-            output = model(ids, attention_mask=mask, output_attentions=True)
-    warnings = [r for r in caplog.records if "computed by eager attention" in r.getMessage()]
-    assert len(warnings) == 1
+    for _ in range(2):
+        output = model(ids, attention_mask=mask, output_attentions=True)
+    assert warnings_once.text.count("computed by eager attention") == 1
     assert model.config._attn_implementation == "sdpa"
     for a, b in zip(output.attentions, expected.attentions):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-def test_the_kernel_can_be_changed_at_run_time(config):
-    ids, mask = padded("holes")
-    model = model_with(config, "eager", RoFormerForMaskedLM)
-    outputs = []
-    for kernel in ("eager", "sdpa", "unpadded"):
-        model.set_attn_implementation(kernel)
-        assert model.roformer.config._attn_implementation == kernel
-        outputs.append(model(ids, attention_mask=mask).logits[mask.bool()])
-    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(outputs[2], outputs[0], atol=1e-4, rtol=1e-4)
+        assert_near(a, b)
 
 
 def test_padding_makes_no_nan_of_large_scores_in_float16(config):
@@ -308,13 +278,16 @@ def test_padding_makes_no_nan_of_large_scores_in_float16(config):
     assert model.half()(ids, mask).last_hidden_state.isfinite().all()
 
 
-def test_unpadded_attention_computes_no_padding(config):
+def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
     seen = []
-    model = model_with(config, "unpadded")
-    model.encoder.layer[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+    model = model_with(config, "eager", RoFormerForMaskedLM)
+    layer = model.roformer.encoder.layer[0]
+    layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     ids, mask = padded("right")
-    output = model(ids, attention_mask=mask).last_hidden_state
-    assert seen == [(1, int(mask.sum()), 32)]
+    for kernel in ("eager", "unpadded"):
+        model.set_attn_implementation(kernel)
+        output = model.roformer(ids, attention_mask=mask).last_hidden_state
+    assert seen == [(4, 24, 32), (1, int(mask.sum()), 32)]
     assert not output[mask == 0].any()
 
 
@@ -333,16 +306,16 @@ def test_flex_attention_gives_eager_outputs_also_for_packed_rows(decoder, backen
     config.is_decoder, config.use_cache = decoder, False
     ids, mask = padded("right")
     positions = torch.cat((torch.arange(4), torch.arange(20)))
+    heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
+    heads[:, 1, 1:, 0] = False
     eager, flex = model_with(config, "eager"), model_with(config, "flex_attention")
-    with torch.no_grad():
-        a, b = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (eager, flex))
-        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
-        a, b = (m(ids[:1], position_ids=positions)[0] for m in (eager, flex))
-        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
-        heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
-        heads[:, 1, 1:, 0] = False
-        a, b = (m(ids, attention_mask=heads)[0] for m in (eager, flex))
-        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+    for rows, options, kept in (
+        (ids, {"attention_mask": mask}, mask.bool()),
+        (ids[:1], {"position_ids": positions}, slice(None)),
+        (ids, {"attention_mask": heads}, slice(None)),
+    ):
+        expected, found = (hidden(model, rows, **options)[kept] for model in (eager, flex))
+        assert_near(found, expected)
 
 
 @pytest.mark.usefixtures("flex_without_inductor")
@@ -356,7 +329,7 @@ def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
         choices = mask[:, None] if head is RoFormerForMultipleChoice else mask
         with torch.no_grad():
             a, b = (model(input_ids, attention_mask=m).logits for m in (choices, block_mask))
-        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4)
+        assert_near(b, a)
 
 
 @pytest.mark.parametrize(
@@ -402,11 +375,11 @@ def test_torchs_kernel_for_documents_is_called_with_their_lengths(decoder, confi
 
 @pytest.mark.parametrize("kernel", ["eager", "unpadded"])
 def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
-    model = enlarge(RoFormerModel._from_config(rope_config("dynamic"), attn_implementation=kernel))
+    model = build(RoFormerModel, rope_config("dynamic"), kernel)
     ids = torch.randint(5, 60, (3, 4))
     found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
     separate = model(ids.view(12, 1))[0]
-    torch.testing.assert_close(found.view(12, 1, -1), separate, atol=1e-5, rtol=1e-4)
+    assert_near(found.view(12, 1, -1), separate)
 
 
 @pytest.mark.parametrize("length", [7, 600])

@@ -113,9 +113,8 @@ def test_a_rope_setting_that_breaks_its_rule_is_named(rope, key, settings):
     ],
 )
 def test_a_rope_type_that_cannot_be_combined_is_refused(key, rope, fields):
-    settings = ROPES[rope] | {"rope_type": rope}
     with pytest.raises(ValueError, match=f"^{key} must "):
-        RoFormerConfig(**SIZES, rope_parameters=settings, **fields)
+        RoFormerConfig(**SIZES, rope_parameters=ROPES[rope], **fields)
 
 
 @pytest.mark.parametrize(("key", "value"), [("summary_use_proj", True), ("summary_type", "mean")])

@@ -12,20 +12,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import roformer
 from roformer import (
-    RoFormerConfig,
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
     RoFormerForSequenceClassification,
     RoFormerModel,
     RoFormerPreTrainedModel,
 )
-from tiny import TINY_MODEL, enlarge, rope_config, sentences
+from tiny import ROPES, VARIANTS, build, sentences, tiny_config
 from train.data import vocabulary
 
 AXES = {0: Dim("batch"), 1: Dim("length")}
 EXAMPLE = (2, 10)  # what an exporter sees
 OTHERS = [(1, 1), (3, 7), (4, 1), (2, 100)]  # rows, tokens; the configuration says 64 positions
-HEADS = [RoFormerForMaskedLM, RoFormerForSequenceClassification]
 pytestmark = [
     # torch pickles its own tree specifications when it copies an exported program for ONNX
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
@@ -53,20 +51,13 @@ def padded(rows: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def exported(
-    model: RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
-) -> torch.nn.Module:
-    shapes = shapes or dict.fromkeys(inputs, AXES)
-    return torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
-
-
 def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
     assert wanted.abs().max() > 0.1
     torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
 
 
 def tiny(head: type, tokenizer: PreTrainedTokenizerBase, **fields: object) -> torch.nn.Module:
-    return enlarge(head(RoFormerConfig(vocab_size=len(tokenizer), **TINY_MODEL, **fields)))
+    return build(head, tiny_config(vocab_size=len(tokenizer), **fields))
 
 
 @pytest.fixture
@@ -92,40 +83,39 @@ def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBa
 # torch.export
 
 
-@pytest.mark.parametrize("head", HEADS, ids=lambda c: c.__name__)
+def exported(
+    model: RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
+) -> torch.nn.Module:
+    """An exported program; the model then computes padding, as programs do."""
+    shapes = shapes or dict.fromkeys(inputs, AXES)
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+    model.set_attn_implementation("sdpa")
+    return program
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "is_padded"),
+    [
+        (RoFormerForMaskedLM, {}, True),
+        (RoFormerForSequenceClassification, {}, True),
+        (RoFormerModel, {}, False),
+        (RoFormerModel, VARIANTS["elu"], True),
+        (RoFormerModel, VARIANTS["favor"], True),
+        *(  # lengths below and above both limits, 16 and 64
+            (RoFormerModel, {"rope_parameters": ROPES[rope]}, True)
+            for rope in ("dynamic", "longrope", "yarn")
+        ),
+    ],
+)
 @torch.no_grad()
-def test_an_exported_program_takes_any_batch_and_length(head, config):
-    config.num_hidden_layers = 1
-    model = enlarge(head(config))
-    program = exported(model, padded(*EXAMPLE))
-    model.set_attn_implementation("sdpa")  # computes padding, as exported programs do
+def test_an_exported_program_takes_any_batch_length_and_padding(head, fields, is_padded):
+    model, inputs = build(head, tiny_config(num_hidden_layers=1, **fields)), padded(*EXAMPLE)
+    if not is_padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    program = exported(model, inputs)
     for shape in (EXAMPLE, *OTHERS):
         inputs = padded(*shape)
         assert_close(program(**inputs)[0], model(**inputs)[0])
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope", "yarn"])
-@torch.no_grad()
-def test_rope_settings_are_exported_with_their_dependence_on_the_length(rope):
-    config = rope_config(rope)
-    config.num_hidden_layers = 1
-    model = enlarge(RoFormerModel(config))
-    program = exported(model, padded(*EXAMPLE))
-    model.set_attn_implementation("sdpa")  # computes padding, as exported programs do
-    for shape in ((3, 12), (2, 100)):  # on either side of both limits, 16 and 64
-        inputs = padded(*shape)
-        assert_close(program(**inputs)[0], model(**inputs)[0])
-
-
-@torch.no_grad()
-def test_a_program_exported_without_padding_obeys_padding(config):
-    config.num_hidden_layers = 1
-    model = enlarge(RoFormerModel(config))
-    full = padded(*EXAMPLE)
-    program = exported(model, full | {"attention_mask": torch.ones_like(full["attention_mask"])})
-    model.set_attn_implementation("sdpa")  # computes padding, as exported programs do
-    inputs = padded(3, 30)
-    assert_close(program(**inputs)[0], model(**inputs)[0])
 
 
 PACKED = {
@@ -150,9 +140,8 @@ def packed(key: str, rows: int, first: int, second: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("key", PACKED)
 @torch.no_grad()
-def test_an_exported_program_keeps_packed_documents_apart(key, config):
-    config.num_hidden_layers = 1
-    model = enlarge(RoFormerModel(config))
+def test_an_exported_program_keeps_packed_documents_apart(key):
+    model = build(RoFormerModel, tiny_config(num_hidden_layers=1))
     # positions tell documents apart in a batch of one row only
     rows, axes = ((1, 1), PACKED[key]) if key == "position_ids" else ((2, 3), AXES)
     program = exported(model, packed(key, rows[0], 4, 6), {"input_ids": axes, key: PACKED[key]})
@@ -165,35 +154,20 @@ def test_an_exported_program_keeps_packed_documents_apart(key, config):
 # ONNX
 
 
-class Runtime:
-    """A model as onnxruntime runs it."""
-
-    def __init__(self, model: RoFormerPreTrainedModel, inputs: dict[str, Tensor]) -> None:
-        import onnxruntime  # here: a test of pipelines need not wait for it
-
-        shapes = dict.fromkeys(inputs, AXES)
-        program = torch.onnx.export(model, kwargs=inputs, dynamic_shapes=shapes, verbose=False)
-        self.session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-
-    def __call__(self, **inputs: Tensor) -> Tensor:
-        arrays = {name: value.numpy() for name, value in inputs.items()}
-        return torch.from_numpy(self.session.run(None, arrays)[0])
-
-
 @torch.no_grad()
-def test_onnxruntime_computes_the_same_at_any_batch_length_and_position(config):
-    config.num_hidden_layers = 1
-    model = enlarge(RoFormerForMaskedLM(config))
+def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
+    model = build(RoFormerForMaskedLM, tiny_config(num_hidden_layers=1))
     inputs = padded(*EXAMPLE)
-    positions = torch.arange(EXAMPLE[1]).repeat(EXAMPLE[0], 1)
-    run = Runtime(model, inputs | {"position_ids": positions})
+    inputs["position_ids"] = torch.arange(EXAMPLE[1]).repeat(EXAMPLE[0], 1)
+    shapes = dict.fromkeys(inputs, AXES)
+    run = torch.onnx.export(model, kwargs=inputs, dynamic_shapes=shapes, verbose=False)
     model.set_attn_implementation("sdpa")  # computes padding, as exported programs do
     for rows, length in (EXAMPLE, *OTHERS):
         inputs, positions = padded(rows, length), torch.arange(length).repeat(rows, 1)
         expected = model(**inputs)[0]
-        assert_close(run(**inputs, position_ids=positions), expected, atol=1e-4)
-        # scores depend on distances only, so inexact angles would show
-        assert_close(run(**inputs, position_ids=positions + 1_000_000), expected, atol=1e-4)
+        for start in (0, 1_000_000):  # scores depend on distances only: inexact angles would show
+            found = run(**inputs, position_ids=positions + start)[0]
+            assert_close(found, expected, atol=1e-4)
 
 
 # sentence-transformers
@@ -235,11 +209,9 @@ def make_pipeline(request, tokenizer, tmp_path, registry):
     """(task, head) to a pipeline, given a model or its folder, and the model it must agree with."""
 
     def make(task: str, head: type):
-        fields = {"num_labels": 3} if "classification" in task else {}
+        model = tiny(head, tokenizer, num_labels=3, **TYPES.get(request.param, {}))
         if request.param == "object":
-            model = tiny(head, tokenizer, **fields)
             return pipeline(task, model=model, tokenizer=tokenizer, device="cpu"), model
-        model = tiny(head, tokenizer, **fields, **TYPES[request.param])
         saved(tmp_path, model, tokenizer)
         made = pipeline(task, model=str(tmp_path), device="cpu")
         assert type(made.model) is head

@@ -4,8 +4,6 @@ Not run on a GPU so far. The tests marked `host` look at host code only (synchro
 breaks, recompilations) and pass as well over a CUDA runtime that computes nothing.
 """
 
-import copy
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from roformer import RoFormerForMaskedLM, RoFormerModel
 from roformer.kernels import attention
-from tiny import enlarge
+from tiny import build
 from train.data.batching import packed_layout
 from train.loop.flops import measure_peak_flops
 from train.loop.objective import LanguageModel
@@ -40,9 +38,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Module:
-    model = enlarge(head._from_config(copy.deepcopy(config), attn_implementation="eager"))
-    model.set_attn_implementation(kernel)
-    return model.cuda()
+    return build(head, config, kernel).cuda()
 
 
 def make_batch(lengths: tuple[int, ...], packed: bool) -> dict:

@@ -1,10 +1,9 @@
 """Rotary embeddings against the paper's matrices in float64, and their properties."""
 
-import math
-
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from roformer.rotary import (
     apply_rotary,
@@ -12,21 +11,7 @@ from roformer.rotary import (
     compute_rope_parameters,
     rotary_embeddings,
 )
-from tiny import ROPES, rope_config
-
-
-def matrix_form(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
-    """Equations 14 and 15 written down: a block-diagonal float64 matrix for every position."""
-    width = x.shape[-1]
-    result = torch.empty_like(x, dtype=torch.float64)
-    for row, m in enumerate(positions.tolist()):
-        R = torch.zeros(width, width, dtype=torch.float64)  # noqa: N806
-        for i in range(width // 2):
-            angle = m * base ** (-2 * i / width)
-            c, s = math.cos(angle), math.sin(angle)
-            R[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.tensor([[c, -s], [s, c]])
-        result[:, row] = x[:, row].double() @ R.T
-    return result
+from tiny import ROPES, rope_config, rotation_matrices
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -37,7 +22,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def test_rotation_is_the_papers_matrix_product(start):
     x = torch.randn(2, 9, 3, 16)
     positions = torch.arange(start, start + 9)
-    exact = matrix_form(x, positions)
+    exact = torch.einsum("lmn,blhn->blhm", rotation_matrices(positions, 16), x.double())
     torch.testing.assert_close(rotated(x, positions).double(), exact, atol=2e-6, rtol=0)
 
 
@@ -76,11 +61,8 @@ def test_a_partial_rotation_leaves_the_other_coordinates():
 @pytest.mark.parametrize("rope", list(ROPES))
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_rope_types_have_transformers_frequencies(rope, share):
-    if rope == "longrope" and share < 1:
-        halves = {name: ROPES[rope][name][:4] for name in ("short_factor", "long_factor")}
-        config = rope_config(rope, partial_rotary_factor=share, **halves)
-    else:
-        config = rope_config(rope, partial_rotary_factor=share)
+    factors = {k: v[: int(8 * share)] for k, v in ROPES[rope].items() if isinstance(v, list)}
+    config = rope_config(rope, partial_rotary_factor=share, **factors)
     lengths = torch.tensor([[16] * 3, [17] * 3]) if config.has_dynamic_rope else None
     theta, scaling = compute_rope_parameters(config, lengths, torch.device("cpu"))
     for row, length in enumerate((16, 17)):
@@ -89,10 +71,8 @@ def test_rope_types_have_transformers_frequencies(rope, share):
         ours = theta if lengths is None else theta[row, 1]
         torch.testing.assert_close(ours.float(), expected)
         assert scaling == factor
-    table = rotary_embeddings(
-        torch.arange(3)[None], theta[:1] if theta.ndim > 1 else theta, scaling
-    )
-    norms = torch.hypot(*table)
+    first = theta if lengths is None else theta[:1]
+    norms = torch.hypot(*rotary_embeddings(torch.arange(3)[None], first, scaling))
     torch.testing.assert_close(norms, torch.full_like(norms, scaling), atol=1e-5, rtol=0)
     assert (scaling > 1) == (rope in ("yarn", "longrope"))
 
@@ -103,6 +83,14 @@ def test_default_frequencies_follow_theta_and_share():
     expected = [500 ** (-2 * i / 8) for i in range(4)]
     torch.testing.assert_close(theta, torch.tensor(expected, dtype=torch.float64))
     assert scaling == 1.0
+
+
+def test_the_half_split_layout_is_llamas():
+    x = torch.randn(2, 9, 3, 16)
+    table = rotary_embeddings(torch.arange(9), compute_inv_freq(16))
+    cos, sin = (torch.cat((t, t), dim=-1)[None] for t in table)
+    q, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
+    torch.testing.assert_close(apply_rotary(x, *table, interleave=False), q.transpose(1, 2))
 
 
 def test_odd_width_is_refused_by_name():
