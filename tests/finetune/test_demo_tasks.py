@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.demo_tasks import DemoTasksSettings, main
-from tiny_glue import refused
+from tiny import refused
 from train.data import demo_corpus
 
 

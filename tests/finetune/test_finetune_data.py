@@ -14,7 +14,8 @@ from finetune import data
 from finetune.data import check_tokenizer, epoch_batches
 from finetune.task_data import read_split_columns
 from finetune.tasks import TASKS
-from tiny_glue import load_examples, refused, tiny_tokenizer, write_split, write_sst2, write_stsb
+from tiny import refused
+from tiny_glue import load_examples, tiny_tokenizer, write_split, write_sst2, write_stsb
 
 
 def lengths(rows=1037):

@@ -17,7 +17,8 @@ from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, read_output, wait_for
-from tiny_glue import PAIR, RECIPE, refused, run_paths, tiny_model, write_split, write_sst2
+from tiny import refused
+from tiny_glue import PAIR, RECIPE, run_paths, tiny_model, write_split, write_sst2
 
 
 def ask(folder: Path, **changes) -> GridSettings:

@@ -26,8 +26,8 @@ from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.task_data import hash_task_files, read_split_columns
 from finetune.tasks import VALUE_METRICS, Task, load_task, recorded_task
-from tiny import ROOT
-from tiny_glue import refused, run_settings, sentences, tiny_model
+from tiny import ROOT, refused
+from tiny_glue import run_settings, sentences, tiny_model
 from train.command_line import run_command
 
 NAMES = ("negative", "positive")

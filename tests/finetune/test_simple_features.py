@@ -11,7 +11,8 @@ from finetune.metrics import score
 from finetune.results import SIMPLE_FEATURES, read_results
 from finetune.simple_features import SimpleFeaturesSettings, features, score_tasks
 from finetune.tasks import TASKS
-from tiny_glue import predictions_of, refused, write_split
+from tiny import refused
+from tiny_glue import predictions_of, write_split
 
 
 def ask(folder, *tasks) -> SimpleFeaturesSettings:

@@ -2,7 +2,7 @@ import pytest
 
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
-from tiny_glue import refused
+from tiny import refused
 from train.command_line import parse_settings
 
 

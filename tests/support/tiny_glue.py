@@ -1,11 +1,9 @@
 """Tiny models, a tiny tokenizer and tiny task folders for the tests of finetune/."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow
-import pytest
 from numpy.typing import NDArray
 from pyarrow import parquet
 from transformers import AutoConfig, AutoModelForMaskedLM, BertTokenizerFast
@@ -16,7 +14,6 @@ from finetune.results import prediction_file, read_predictions
 from finetune.settings import GlueSettings
 from finetune.task_data import read_split_columns
 from finetune.tasks import TASKS
-from train.settings import InputError
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -101,15 +98,6 @@ def predictions_of(
 ) -> tuple[NDArray, NDArray]:
     """Labels and logits that a run has written."""
     return read_predictions(prediction_file(run.output, line, split))
-
-
-def refused(call: Callable[[], object], *words: str) -> None:
-    """Check that a call is refused in one line that has the words."""
-    with pytest.raises(InputError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert [word for word in words if word not in message] == []
 
 
 PAIR = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}

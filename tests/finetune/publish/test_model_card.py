@@ -17,8 +17,8 @@ import roformer
 from finetune.publish import model_card
 from finetune.publish.model_card import check_save_folder, save_model
 from finetune.tasks import CLASS_METRICS, METRIC_NAMES, TASKS, VALUE_METRICS
-from tiny import command, enlarge
-from tiny_glue import SHAPE, refused, tiny_model, tiny_tokenizer
+from tiny import command, enlarge, refused
+from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
 from tiny_results import line
 
 COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from finetune.publish.pretrained import PublishSettings, main
 from launched_runs import run_in_process as pretrain
 from roformer import RoFormerForMaskedLM
-from tiny_glue import refused
+from tiny import refused
 
 
 @pytest.fixture

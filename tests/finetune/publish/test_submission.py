@@ -14,7 +14,7 @@ import pytest
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
 from finetune.results import prediction_file, write_predictions
-from tiny_glue import refused
+from tiny import refused
 from tiny_results import line as a_line
 
 MODEL = "runs/a/model"

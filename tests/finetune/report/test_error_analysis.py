@@ -12,7 +12,8 @@ from sklearn.metrics import confusion_matrix
 from finetune.report.error_analysis import MAX_CHARACTERS, NUM_MISTAKES, ErrorAnalysisSettings, main
 from finetune.results import prediction_file, read_results, run_name, write_predictions
 from finetune.tasks import TASKS
-from tiny_glue import refused, write_split
+from tiny import refused
+from tiny_glue import write_split
 from tiny_results import line as results_line
 
 NAMES = TASKS["mnli"].labels

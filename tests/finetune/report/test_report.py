@@ -9,7 +9,7 @@ import pytest
 from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
 from finetune.report.runs import GLUE_TASKS, average
 from finetune.report.tables import group_tables, paper_table, problem_table, score_table
-from tiny_glue import refused
+from tiny import refused
 from tiny_results import BERT, ROFORMER, diverged, failed, line, report, seeds, texts, write
 from train.tables import escape_cell, markdown_table
 
