@@ -27,6 +27,7 @@ from finetune.results import (
     SIMPLE_FEATURES,
     Result,
     append_result,
+    delete_stale_predictions,
     inputs_differ,
     prediction_file,
     read_finished,
@@ -106,6 +107,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         **score_splits(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),
     }
+    delete_stale_predictions(settings.output, record, kept=logits)
     for split, values in logits.items():
         write_predictions(prediction_file(settings.output, record, split), labels[split], values)
     append_result(settings.output, record)

@@ -8,7 +8,7 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from finetune.metrics import score
-from finetune.results import SIMPLE_FEATURES, read_results
+from finetune.results import SIMPLE_FEATURES, prediction_file, read_results
 from finetune.simple_features import SimpleFeaturesSettings, features, score_tasks
 from finetune.tasks import TASKS
 from tiny import refused
@@ -54,11 +54,15 @@ def test_a_task_is_scored_once_for_the_same_data(folder, capsys):
     settings = ask(folder, "sst2", "mnli")
     for _ in range(2):
         score_tasks(settings)
+    [record, _] = read_results(settings.output)
+    stale = prediction_file(settings.output, record, "test")  # would be taken for the new data's
+    stale.write_bytes(b"")
     texts = {"sentence": ["good film", "bad film", "sad day"], "label": [1, 0, 0]}
     write_split(folder / "glue", "sst2", "train", texts)
     score_tasks(settings)
     lines = [json.loads(x)["task"] for x in (folder / "results.jsonl").read_text().splitlines()]
     assert Counter(lines) == {"sst2": 2, "mnli": 1}
+    assert not stale.exists()
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
