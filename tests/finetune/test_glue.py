@@ -29,12 +29,11 @@ from finetune.run_info import format_result
 from finetune.shared_head import SharedHeadClassifier
 from finetune.tasks import TASKS
 from launched_runs import TORCHRUN
-from tiny import command
+from tiny import command, refused
 from tiny_glue import (
     NO_DROPOUT,
     PAIR,
     predictions_of,
-    refused,
     run_settings,
     tiny_model,
     write_mnli,

@@ -11,14 +11,8 @@ from finetune import glue
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
 from finetune.tasks import TASKS
-from tiny_glue import (
-    predictions_of,
-    refused,
-    run_settings,
-    tiny_model,
-    tiny_tokenizer,
-    write_stsb,
-)
+from tiny import refused
+from tiny_glue import predictions_of, run_settings, tiny_model, tiny_tokenizer, write_stsb
 
 MEAN = {"pooling": "mean"}
 APART = {"pooling": "mean", "pair_encoding": "separate"}

@@ -10,16 +10,15 @@ import transformers
 from huggingface_hub import ModelCard
 
 from finetune.publish.pretrained import PublishSettings, main
-from launched_runs import run_in_process as pretrain
 from roformer import RoFormerForMaskedLM
 from tiny import refused
 
+RATE = "--optim.learning_rate=5e-3"
+
 
 @pytest.fixture
-def finished(pretrain_flags, tmp_path):
-    pretrain_flags.append("--optim.learning_rate=5e-3")
-    pretrain(pretrain_flags)
-    return tmp_path / "runs" / "tiny"
+def finished(pretrain):
+    return pretrain(RATE)
 
 
 def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, capsys):
@@ -67,10 +66,10 @@ def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain_flags, tmp_path):
-    more = ["--optim.steps=24", "--run.allow_drift=true"]
-    pretrain(pretrain_flags, *more, "--run.max_hours=1e-9")
+def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain, tmp_path):
+    more = [RATE, "--optim.steps=24", "--run.allow_drift=true"]
+    pretrain(*more, "--run.max_hours=1e-9")
     settings = PublishSettings(str(finished), str(tmp_path / "new"), "x")
     refused(lambda: main(settings), "run must")  # its log is newer than the weights that were here
-    pretrain(pretrain_flags, *more)
+    pretrain(*more)
     assert "| steps | 24 |" in (main(settings) / "README.md").read_text()
