@@ -29,13 +29,13 @@ KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 def cu_seqlens_attention(module, query, key, value, attention_mask, scaling, **kwargs):
     """As flash_attention_2 is called: a row of tokens and cumulative lengths, without a mask."""
     assert attention_mask is None
-    owner = torch.zeros(query.shape[2])  # whole rows
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)  # whole rows
     if "cu_seq_lens_q" in kwargs:
         edges = kwargs["cu_seq_lens_q"].tolist()
         assert kwargs["cu_seq_lens_k"].tolist() == edges
         assert kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(edges))
         owner = torch.bucketize(torch.arange(query.shape[2]), torch.tensor(edges[1:]), right=True)
-    seen = owner[:, None] == owner
+        seen = owner[:, None] == owner
     if module.is_causal:
         seen = seen.tril()
     mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)
