@@ -29,7 +29,7 @@ from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
 
 Result = dict[str, Any]
-"""A line of the results."""
+"""A line of the results; `finetune.run_info.describe_run` lists its fields."""
 
 RECIPE_FIELDS = {
     "learning_rate": "rate {:g}",

@@ -119,7 +119,7 @@ class GlueSettings(Recipe):
         normalize_paths(self, "model", "tokenizer", "mnli", "task")
         task = load_task(self.task)
         check_seed(self.seed, "seed")
-        has_data = self.glue_dir is not None or task.official or task.is_own
+        has_data = self.glue_dir is not None or task.is_glue or task.is_own
         rule = "must name the folder of a demo task"
         require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")
         valid = self.mnli is None or not self.random_weights

@@ -112,7 +112,7 @@ class Task(TaskSettings):
         return OFFICIAL_ROWS.get(self.name, own)
 
     @property
-    def official(self) -> bool:
+    def is_glue(self) -> bool:
         """Whether GLUE has this task."""
         return self.name in OFFICIAL_ROWS
 
@@ -138,11 +138,11 @@ class Task(TaskSettings):
 
     def is_official(self, rows: Mapping[str, int]) -> bool:
         """Whether this is a GLUE task and each split in `rows` has its official number of rows."""
-        return self.official and all(self.splits[split] == count for split, count in rows.items())
+        return self.is_glue and all(self.splits[split] == count for split, count in rows.items())
 
     def result_label(self, rows: Mapping[str, int]) -> str:
         """Name a result by its data: `mnli`, or `mnli (9k)` when rows are missing."""
-        if not self.official or self.is_official(rows):
+        if not self.is_glue or self.is_official(rows):
             return self.name
         train = rows["train"]
         return f"{self.name} ({f'{train / 1000:.0f}k' if train >= 1000 else train})"

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import has_hidden_values, has_hooks, is_plain, is_traced
+from .kernels.dispatch import has_hooks, is_plain, is_traced, values_are_unreadable
 from .padding import (
     BatchMetadata,
     SplitLayout,
@@ -120,11 +120,11 @@ def may_unpad(
     other devices would have to be waited for; only where every row has a token, so that heads read
     no zeros; and not under forward hooks, which expect the rows of the batch.
     """
-    if output_hidden_states or is_traced() or has_hidden_values(hidden_states):
+    if output_hidden_states or is_traced() or values_are_unreadable(hidden_states):
         return False
     if requested != AUTO:
         return True
-    if not is_plain(hidden_states) or batch.padding_mask is None:
+    if not is_plain(hidden_states) or batch.padding_mask is None:  # not on a CPU
         return False
     return not has_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
 
@@ -180,8 +180,10 @@ def self_attention_mask(
 ) -> tuple[str, Any]:
     """Create the mask of a self-attention, in the form of the implementation that will take it.
 
-    That is the one selected for this call, or sdpa if it keeps no documents apart. Of
-    `hidden_states` only shape, dtype and device are read.
+    Of `hidden_states` only shape, dtype and device are read.
+
+    Returns:
+        The selected `implementation`, or sdpa if that cannot keep documents apart; and its mask.
 
     Raises:
         ValueError: The implementation takes no such mask, or none that keeps documents apart.

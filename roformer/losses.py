@@ -10,7 +10,7 @@ from transformers.utils import logging
 from .configuration_roformer import RoFormerConfig
 from .input_checks import Sizes, check_shape
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import has_hidden_values, is_plain
+from .kernels.dispatch import is_plain, values_are_unreadable
 
 logger = logging.get_logger(__name__)
 
@@ -116,7 +116,7 @@ def loss_ignores_padding(
     # other devices would have to be waited for, which "auto" never does
     if implementation not in (AUTO, UNPADDED) or (implementation == AUTO and not is_plain(labels)):
         return True
-    if has_hidden_values(labels):
+    if values_are_unreadable(labels):
         return True
     at_padding = attention_mask[:, : labels.shape[1] - shift] == 0
     return not bool((labels[:, shift:][at_padding] != IGNORE_INDEX).any())

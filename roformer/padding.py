@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from .kernels.dispatch import has_hidden_values, is_plain
+from .kernels.dispatch import is_plain, values_are_unreadable
 
 logger = logging.get_logger(__name__)
 
@@ -134,7 +134,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
     is_packed = (counts_up | is_start | ~padding_mask).all()
     is_packed = is_packed & (position_ids * padding_mask != 0).any()
     document_ids = (is_start.long().cumsum(dim=-1) - 1).clamp(min=0) * is_packed
-    if not has_hidden_values(position_ids) and not document_ids.any():
+    if not values_are_unreadable(position_ids) and not document_ids.any():
         return None
     return document_ids
 

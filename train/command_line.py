@@ -87,7 +87,7 @@ class _StrictParser(jsonargparse.ArgumentParser):
             value, is_section = parsed.get(key), is_dataclass(kind)
             fits = isinstance(value, jsonargparse.Namespace) if is_section else value is not None
             if not fits and NoneType not in get_args(kind) and key in parsed:
-                self.error(f'"{key}": Got value: {value}')
+                self.error(f'"{key}": Got value: {value}')  # as `_describe_parser_error` expects
         return parsed
 
 
@@ -179,6 +179,7 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     section = prefix or "".join(re.findall(r"^(?:Group '|\")(\w+)", message))
     leaves = [key for key, kind in types.items() if not is_dataclass(kind)]
     keys = [key for key in leaves if key.startswith(f"{section}.")] or leaves
+    # of keys that end alike, the first one is suggested
     names = {key.rpartition(".")[2]: key for key in reversed(keys)}
     similar = difflib.get_close_matches(word, names, n=1)
     if similar:

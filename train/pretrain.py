@@ -261,12 +261,12 @@ def build_dataset(
         mask_rate = None if language_model.causal else corpus.mask_rate
         limit = batching.max_predictions(optim.micro_batch * corpus.length, mask_rate)
         batch_format = batching.BatchFormat(
-            Vocab.from_tokenizer(tokenizer),
-            mask_rate,
-            batching.stage_seed(stage.run.seed, number),
-            corpus.whole_word,
-            corpus.segments,
-            language_model.packed,
+            vocab=Vocab.from_tokenizer(tokenizer),
+            mask_rate=mask_rate,
+            seed=batching.stage_seed(stage.run.seed, number),
+            whole_word=corpus.whole_word,
+            segments=corpus.segments,
+            packed=language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,
         )

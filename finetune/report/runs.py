@@ -25,7 +25,7 @@ GROUPS = {
     "own": "tasks of your own",
     "unplaced": "tasks of which every run failed",
 }
-GLUE_TASKS = {name for name, task in TASKS.items() if task.official and "train" in task.splits}
+GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 RECORDED_COLUMNS = [
     *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "data",
@@ -49,20 +49,22 @@ class TaskGroup:
         titles: Label of a task -> title of its column.
         runs: One row for each run of each configuration, configurations in the order of the table.
             The rows of best rates and of the majority class repeat runs. Beside
-            `RECORDED_COLUMNS` and `metrics` it has the columns
+            `RECORDED_COLUMNS` and `metrics` it has the columns (a `label` is the name of a task in
+            the report, as `mnli`, or `mnli (9k)` where rows are missing; see `Task.result_label`)
 
             - `result`: the run's line; `run_id`: the last ten characters of the run's name
             - `group`: key of `GROUPS`; `kind`: `model`, or a key of `CONTROLS`
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
             - `score`: headline metric, mean over validation splits; NaN without a score
             - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
-            - `best_of`: number of rates of which this is the best; empty for a single rate
-            - `task_order`, `tasks_less`: for sorting rows
+            - `best_of`: text, the number of rates of which this is the best; empty for one rate
+            - `task_order`, `tasks_less` (minus the number of tasks): for sorting rows
 
             and texts, which are empty where there is nothing to tell apart:
 
             - `model_text`: model, tokenizer if it is not the model's own, random weights
-            - `origin`: other initial weights, data or precision; `data_origin`: the last two of it
+            - `origin`: initial weights, data and precision, of those that differ between runs that
+              are otherwise alike; `data_origin`: the last two of it
             - `rate_text`: the learning rate; `recipe_text`: other fields of the recipe
             - `protocol`: origin, rate and recipe: how the model was fine-tuned
             - `configuration`: model and protocol, the unique name of the row
@@ -192,7 +194,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
 
 def _group(result: Result) -> str | None:
     """Key of `GROUPS`; None for a GLUE task whose rows were not counted."""
-    if not recorded_task(result).official:
+    if not recorded_task(result).is_glue:
         return "demo" if result["task"] in TASKS else "own"
     is_official = result.get("official")
     if is_official is None:
@@ -217,28 +219,31 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
 def _origins(networks: pd.DataFrame) -> pd.DataFrame:
     """Make `origin`, and `data_origin` for the controls, which have no initial weights.
 
-    Folders change between runs: results of the weights or data that a folder held before are not
-    further seeds of what it holds now. Each seed that starts from MNLI has weights of its own.
+    A folder may hold other weights or data than when an earlier run read it. Runs of both are not
+    seeds of one configuration, so each gets the hash of what it read in its name. Runs that start
+    from MNLI are compared with those of the same seed only, because each seed has a start of its
+    own.
     """
     labels = networks.loc[networks["task"] == "mnli", "label"].unique()
     mnli = labels[0].replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
     is_start = networks["mnli"] != ""
     is_hashed = networks.groupby("label")["data"].transform("count") > 0
     networks = networks.assign(
-        start=networks["seed"].where(is_start, -1),
+        start=networks["seed"].where(is_start, -1),  # -1: not from MNLI
         data=networks["data"].where(is_hashed, networks["glue_dir"]),
     )
 
     def differing(name: str, *keys: str) -> pd.Series:
+        """The text "NAME VALUE" where the column varies among the rows with the same keys."""
         varies = networks.groupby(list(keys))[name].transform("nunique") > 1
         texts = networks[name].map(f"{name} {{}}".format, na_action="ignore")
         return texts.where(varies, "").fillna("")
 
     start = is_start.map({True: f"started from {mnli}", False: ""})
     weights = differing("weights", "model", "random_weights", "start")
-    data = differing("data", "label"), differing("precision", "group")
-    origin = list(map(_join, start, weights, *data))
-    columns = {"origin": origin, "data_origin": list(map(_join, *data))}
+    conditions = differing("data", "label"), differing("precision", "group")
+    origin = list(map(_join, start, weights, *conditions))
+    columns = {"origin": origin, "data_origin": list(map(_join, *conditions))}
     return pd.DataFrame(columns, index=networks.index)
 
 
@@ -271,10 +276,11 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
 
 
 def _model_texts(runs: pd.DataFrame) -> list[str]:
-    """Names of the models; random weights of one architecture are one row, whoever lent them.
+    """Names of the models; random weights of one architecture are one row.
 
-    Random weights do not depend on the pretraining. A second source for a task, and models of
-    several sizes, which names such as roformer-128 do not tell from seeds, keep their names.
+    Random weights do not depend on the pretraining, so that those of bert-0 and bert-1 are called
+    bert. If both were run on one task, the second keeps its full name; so do models of several
+    sizes, because `split_seed` reads roformer-128 as seed 128 of roformer.
     """
     sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
     sizes = runs.groupby(["base_name", "label"])["parameters"].transform("nunique")

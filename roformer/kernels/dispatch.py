@@ -79,7 +79,7 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or is_exporting or _is_functorch_active()
 
 
-def has_hidden_values(x: Tensor) -> bool:
+def values_are_unreadable(x: Tensor) -> bool:
     """Return whether the values of x cannot be read: compiled, transformed, fake or on meta."""
     is_fake = x.is_meta or hasattr(x, "fake_mode")
     return torch.compiler.is_compiling() or is_fake or _is_functorch_active()

@@ -16,6 +16,8 @@ from tiny import VARIANTS, assert_near, build, hidden, tiny_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "flex_attention"]
 ABSOLUTE = ("learned", "sinusoidal")
+COMPILED = ("rope", "t5", "elu", "favor")
+"""One variant of each kind of code, as compilation takes long."""
 
 
 def model_of(variant: str, kernel: str | None = "eager", **fields: object) -> RoFormerModel:
@@ -114,7 +116,7 @@ def test_compiled_and_in_half_precision_it_is_near(variant):
     assert_near(hidden(compiled, ids), exact)
     half = hidden(model.bfloat16(), ids).float()
     assert (half - exact).abs().mean() < 0.05
-    if variant in ("rope", "t5", "elu", "favor"):
+    if variant in COMPILED:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert (hidden(compiled, ids).float() - half).abs().mean() < 0.025  # rounded elsewhere

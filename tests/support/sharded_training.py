@@ -95,11 +95,11 @@ def check_checkpoints(folder, name, tolerance):
     assert most_gathered_at_once(*sharded, keep=False) <= 2
     assert most_gathered_at_once(*sharded, keep=True) > 20
     if is_main:
-        checkpoint.save(folder, 3, before, {})
+        checkpoint.write_checkpoint(folder, 3, before, {})
     dist.barrier()
     expected = train(*sharded, batches[3:])
     for resumed in (build(mesh, name=name), build(name=name)):
-        checkpoint.load(checkpoint.latest(folder), *resumed)
+        checkpoint.read_checkpoint(checkpoint.latest(folder), *resumed)
         norms = train(*resumed, batches[3:])
         if hasattr(resumed[0], "reshard"):
             assert torch.equal(norms, expected)

@@ -41,7 +41,7 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "collapsed": False,
         "model_type": "bert" if "bert" in model else "roformer",
         "label": task,
-        "official": row.official,
+        "official": row.is_glue,
         "rows": {split: count or 100 for split, count in row.splits.items()},
         "headline_metric": row.headline,
         "metrics": {

@@ -141,7 +141,10 @@ def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> 
     """Select full sequences [n] inside the first `longest` tokens of the first long documents.
 
     Every length is so measured on the same text, except for a remainder at its end. Special tokens
-    count in `longest`. An `InputError` says that no document is long enough.
+    count in `longest`.
+
+    Raises:
+        InputError: No document is long enough.
     """
     tokens_needed = longest - 2
     ends = sequences.store.document_ends

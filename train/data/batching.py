@@ -5,6 +5,10 @@ processes, so that the state of the loader is one integer. A batch has one of tw
 same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
+Three numbers of a sequence: `sequence_id` counts the sequences of the text, `entry` those of an
+epoch before they are shuffled, `sample` those of the run in the order of training. `epochs` of
+sequences are how often each was read before, which is the epoch unless the sources have weights.
+
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
 
@@ -35,8 +39,8 @@ GROUP = 8
 """Least number of sequences of similar length that stay neighbours."""
 
 GROUPS_PER_STEP = 4
-"""Groups in a step that is large enough, so that it holds several lengths; micro-batches of at most
-this share of a step have hardly any padding."""
+"""A step of B sequences has groups of at least B / 4: it holds several lengths, and micro-batches
+of up to B / 4 sequences hold one, with hardly any padding."""
 
 BLOCK = 16
 """Documents per entry of the table of sequences that is kept in memory."""
@@ -103,10 +107,11 @@ class SequenceIndex:
         offset = sequence_ids - self._block_starts[block]
         row, column = np.arange(len(sequence_ids)), (after <= offset[:, None]).sum(axis=1)
         start, end = start[row, column], end[row, column]
-        start += (offset - after[row, column] + self._count(start, end)) * self._content
+        index_in_document = offset - after[row, column] + self._count(start, end)
+        start += index_in_document * self._content
         return start, np.minimum(self._content, end - start)
 
-    def sample_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
+    def sequences_of_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
         """Return sequences of an epoch [n], and how often each was taken before [n].
 
         `entry` [n] are numbers in [0, epoch_size). With weights, each source is read cyclically in
@@ -148,7 +153,7 @@ def training_order(
 ) -> tuple[Indices, Indices]:
     """Return the sequences [n] of training samples [n], and the epoch of each [n].
 
-    Samples are counted from 0 at the start of the run, epochs as by `SequenceIndex.sample_epoch`.
+    Samples are counted from 0 at the start of the run, epochs as by `sequences_of_epoch`.
     Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
     sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
     neighbours, and the groups are shuffled.
@@ -168,7 +173,7 @@ def _window_order(
     size = sequences.epoch_size
     entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
     entry = stateless_rng.permute(entry, size, seed, epoch)
-    sequence_ids, epochs = sequences.sample_epoch(entry, epoch, seed)
+    sequence_ids, epochs = sequences.sequences_of_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
@@ -185,12 +190,14 @@ class BatchFormat:
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             the tokens before it, and corrupts nothing.
         seed: Seed of masks and segments.
-        whole_word: Whether whole words are masked instead of single tokens; an `InputError` says
-            that the tokens do not show them.
+        whole_word: Whether whole words are masked instead of single tokens.
         segments: As in `corpus.segments`.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
+
+    Raises:
+        InputError: `whole_word` is set and the tokens do not show where words begin.
     """
 
     vocab: Vocab

@@ -19,7 +19,10 @@ IGNORE_INDEX = -100
 """Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
-"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
+"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token.
+
+3 to 5 are those of `train.data.segments`; the next free one is 6.
+"""
 
 
 SENTENCE_ENDS = ".!?\u3002\uff01\uff1f"

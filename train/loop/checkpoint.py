@@ -62,8 +62,10 @@ def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock the run's folder for this launch; a collective call.
 
     The kernel unlocks it however the main process ends. fcntl's locks are not inherited by forked
-    data workers, which may outlive a killed process; flock's are. An `InputError` says that another
-    launch still holds the lock after `LOCK_TIMEOUT`.
+    data workers, which may outlive a killed process; flock's are.
+
+    Raises:
+        InputError: Another launch still holds the lock after `LOCK_TIMEOUT`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as stream:
@@ -110,6 +112,9 @@ def any_process(condition: bool, accelerator: Accelerator) -> bool:
 class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
+    The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the store
+    names with which the run began), and `RunLog.state`, among it the `seconds` trained.
+
     `store_names` are the names of the token stores, which are hashes of text and tokenizer.
     """
 
@@ -136,7 +141,7 @@ class Checkpoints:
             path = latest(self.folder)
         state = INITIAL_STATE | {"step": 0, "data": self.store_names}
         if path is not None:
-            state |= load(path, self.model, self.optimizer)
+            state |= read_checkpoint(path, self.model, self.optimizer)
             self.accelerator.print(f"going on after step {state['step']}")
         self._check_resumable(state, total)
         if self.accelerator.is_main_process:
@@ -171,6 +176,8 @@ class Checkpoints:
     def save(self, step: int, run_log: RunLog, last: bool) -> None:
         """Save a checkpoint and delete old ones; a collective call.
 
+        After the `last` one this launch trains no more.
+
         Raises:
             InputError: The last checkpoint could not be written; of others this is a warning.
         """
@@ -179,7 +186,7 @@ class Checkpoints:
         tensors = gather_state(self.model, self.optimizer, keep=is_main)
         if is_main:
             try:
-                save(self.folder, step, tensors, state)
+                write_checkpoint(self.folder, step, tensors, state)
             except OSError as failure:
                 error = str(failure)
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
@@ -275,16 +282,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a moment as its parameter; counters such as AdamW's `step` stay as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     tensor = tensor.to(parameter.device)
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
 
 
-def save(folder: Path, step: int, training_state: TrainingState, state: dict[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path, step: int, training_state: TrainingState, state: dict[str, Any]
+) -> Path:
     """Write `checkpoints/step-N` of a run after N optimizer steps, atomically, and return it.
 
-    `training_state` is from `gather_state`, and `state` holds JSON values, which `load` returns.
+    `training_state` is from `gather_state`; `state` holds JSON values, which `read_checkpoint`
+    returns.
 
     Raises:
         OSError: It could not be written, for example on a full disk; nothing is left of it.
@@ -305,8 +316,10 @@ def save(folder: Path, step: int, training_state: TrainingState, state: dict[str
 def latest(folder: Path) -> Path | None:
     """Return the newest intact checkpoint, or None if there is none.
 
-    Damaged checkpoints newer than it are renamed to `damaged-step-N`, with a warning. An
-    `InputError` says that all are damaged.
+    Damaged checkpoints newer than it are renamed to `damaged-step-N`, with a warning.
+
+    Raises:
+        InputError: All checkpoints are damaged.
     """
     damaged: list[tuple[Path, str]] = []
     for path in sorted((folder / "checkpoints").glob("step-*[0-9]"), reverse=True):
@@ -337,7 +350,9 @@ def _find_damage(path: Path) -> str | None:
     return None
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def read_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state` and `step`.
 
     Raises:

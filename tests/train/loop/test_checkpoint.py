@@ -29,7 +29,7 @@ def trained():
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, step, checkpoint.gather_state(*trained()), {})
+    return checkpoint.write_checkpoint(folder, step, checkpoint.gather_state(*trained()), {})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
         was_killed = killed_at(last, partial(save_and_prune, run, 3))
         path = checkpoint.latest(run)
         killed.append(path.name)
-        assert checkpoint.load(path, *trained())["step"] == int(path.name[-1])
+        assert checkpoint.read_checkpoint(path, *trained())["step"] == int(path.name[-1])
         save_and_prune(run, 4)
         assert list_checkpoints(run) == [path.name, "step-00000004"]
         if not was_killed:
@@ -148,14 +148,18 @@ def test_tied_weights_are_saved_once(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
     held = checkpoint.gather_state(model, torch.optim.AdamW(model.parameters()))
-    path = checkpoint.save(tmp_path, 1, held, {})
+    path = checkpoint.write_checkpoint(tmp_path, 1, held, {})
     assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
     path, other = save(tmp_path, 1), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(other.parameters())
-    refused(lambda: checkpoint.load(path, other, optimizer), "must hold this model", "got another")
+    refused(
+        lambda: checkpoint.read_checkpoint(path, other, optimizer),
+        "must hold this model",
+        "got another",
+    )
 
 
 @pytest.mark.slow
