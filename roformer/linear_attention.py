@@ -103,9 +103,9 @@ class FeatureMap(nn.Module):
         return self._features(query)
 
     def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute phi(k) * exp(-log_scale), [B, L, H, M], and log_scale, [B, H].
+        """Compute phi(k) * exp(-log_scale), [B, L, H, M], and log_scale, [B, H], for each key.
 
-        The features of padding, where the [B, L] mask is False, are 0.
+        Keys are [B, L, H, D]. The features of padding, where the [B, L] mask is False, are 0.
         """
         features = self._features(key)
         if padding_mask is not None:

@@ -153,7 +153,10 @@ def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> N
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Return the position of each token in its document, [B, L], counting from 0."""
+    """Return the position of each token in its document, [B, L], counting from 0.
+
+    No two rows of the batch may have a document id in common.
+    """
     flat = document_ids.flatten()
     tokens = torch.arange(flat.shape[0], device=flat.device)
     is_start = F.pad(flat.diff() != 0, (1, 0), value=True)

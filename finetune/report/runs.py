@@ -169,7 +169,8 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     task on the same data, and of its model.
     """
     names = shorten_names(dict.fromkeys(result["model"] for result in results))
-    runs = pd.DataFrame(results).reindex(columns=RECORDED_COLUMNS)
+    # None, not NaN, where a field is missing: a column without values takes texts later
+    runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
     runs["result"] = results
     runs = runs.join(_scores(runs["result"], "metrics"))
     runs["run_id"] = [run_name(result)[-10:] for result in results]

@@ -168,7 +168,7 @@ import roformer
 added = top() - before - {"roformer"}
 assert not added, added
 """
-    done = command("-c", code)
+    done = command("-c", f"import os; os.chdir('/')\n{code}")
     assert done.returncode == 0, done.stderr
 
 

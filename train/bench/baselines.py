@@ -62,7 +62,8 @@ IN_OUR_LOOP = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT)
 class Workload:
     """Model size (a key of `SIZES`), batch and precision of a measured step.
 
-    With `bf16`, training is under autocast, and inference has its weights in bfloat16. The lengths
+    With `bf16`, training is under autocast, and inference has its weights in bfloat16. `dropout` is
+    that of embeddings, projections and attention probabilities. The lengths
     of a padded batch differ, so that `PADDING_SHARE` of the rows is padding. transformers'
     RoFormer, which breaks graphs, is never compiled.
     """

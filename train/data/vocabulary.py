@@ -149,7 +149,10 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokenizerBase:
-    """Load a fast tokenizer: `bytes`, a folder, a vocab.txt or a hub id; errors name `key`."""
+    """Load a fast tokenizer: `bytes`, a folder, a vocab.txt or a hub id; errors name `key`.
+
+    Its truncation and padding are switched off.
+    """
     vocab_file = _find_vocab_file(Path(name))
     try:
         if name == BYTES:

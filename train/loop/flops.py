@@ -49,10 +49,10 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     seconds = []
     synchronize = torch.get_device_module(device).synchronize
     for _ in range(6):
-        synchronize()
+        synchronize(device)
         started = time.perf_counter()
         with torch.no_grad():
             layer(rows)
-        synchronize()
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / min(seconds)

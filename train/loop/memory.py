@@ -140,6 +140,7 @@ def dry_run(
 ) -> None:
     """Print what a run would take, as JSON, and write nothing.
 
+    Printed are parameters, micro-batches, tokens per step, steps, hours, memory and disk in GB.
     Time and memory are measured on one micro-batch of each of its `stages`.
     """
     language_model = _untrained_model(settings).to(accelerator.device)

@@ -149,13 +149,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 class AsyncScalars:
-    """A small tensor [n] that is copied to the host now, and read later, without waiting for a GPU.
-
-    `to` allocates pinned memory for such a copy.
-    """
+    """A small tensor [n], copied to the host now and read later, without waiting for a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.host = tensor.to("cpu", non_blocking=True)
+        self.host = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
         self.event = torch.cuda.Event() if tensor.is_cuda else None
         if self.event is not None:
             self.event.record()

@@ -150,6 +150,8 @@ def test_a_task_of_which_every_run_failed_still_stands_somewhere():
     unplaced = report(lines, group="unplaced")
     titles = [table.title for table in group_tables(unplaced.group, unplaced.pairs)]
     assert titles == ["tasks of which every run failed: scores", "Runs that diverged or failed: 1"]
+    only_failed = {"small-bert": {"CoLA, Matthews": f"{DASH} (0 of 1; 1 failed)"}}
+    assert scores([failed(BERT, "cola")], group="unplaced") == only_failed
 
 
 def test_a_failed_run_goes_to_the_data_it_was_meant_for():

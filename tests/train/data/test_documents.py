@@ -73,11 +73,20 @@ BAD_FILES = {
     "latin.txt": (b"caf\xe9 au lait", "corpus.train must be UTF-8, got line 1 of", "latin.txt"),
     "latin.jsonl": (b'{"text": "caf\xe9"}', "corpus.train must be UTF-8, got line 1 of", "latin."),
     "blank.txt": (b"\n\n", "corpus.train must hold text, got", "blank.txt"),
-    "column.jsonl": (b'{"text": ""}\n{"body": ""}\n', "corpus.text_column", "it has body"),
+    "column.jsonl": (
+        b'{"text": "x"}\n{"body": "x"}\n',
+        "corpus.text_column",
+        "line 2 of",
+        "'text'; it has body",
+    ),
     "broken.parquet": (b"PAR1 nothing", "corpus.train", "broken.parquet"),
     "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train", "got line 2 of", "torn.jsonl"),
     "array.jsonl": (b'[{"text": "x"}]', "corpus.train", "got line 1 of", "array.jsonl: a list"),
-    "halves.jsonl": (b'{"text": "\\ud83d"}\n', "corpus.text_column must hold whole characters"),
+    "halves.jsonl": (
+        b'{"text": "x"}\n{"text": "cut \\ud83d"}\n',
+        "corpus.text_column must hold whole characters in line 2 of",
+        "halves.jsonl",
+    ),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column", "line 1 of", "with 5;"),
 }
 
