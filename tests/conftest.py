@@ -94,6 +94,7 @@ def warnings_once(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 @pytest.fixture
 def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile flex_attention with aot_eager: the same masks, without minutes of C++ compilation."""
+    torch._dynamo.reset()  # after several shapes, dynamo would not compile another one
     compiled = torch.compile(flex_attention, backend="aot_eager")
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: compiled)
 
