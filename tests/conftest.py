@@ -92,11 +92,13 @@ def warnings_once(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.fixture
-def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile flex_attention with aot_eager: the same masks, without minutes of C++ compilation."""
-    torch._dynamo.reset()  # after several shapes, dynamo would not compile another one
     compiled = torch.compile(flex_attention, backend="aot_eager")
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: compiled)
+    # all tests of a process share the compiled function, and dynamo gives up after eight shapes
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 @pytest.fixture
