@@ -43,7 +43,7 @@ def build(mesh=None, parallel=False, name="adamw"):
     if parallel:
         model = DistributedDataParallel(model)
     inner = model.module if parallel else model
-    return model, build_optimizer(inner, dataclasses.replace(OPTIM, name=name))
+    return model, build_optimizer(LanguageModel(inner), dataclasses.replace(OPTIM, name=name))
 
 
 def train(model, optimizer, batches, factor=1.0):
