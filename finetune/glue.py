@@ -62,7 +62,7 @@ class DivergedError(ArithmeticError):
 def main(
     settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
 ) -> Result:
-    """Fine-tune, score, write the predictions, append the line to the results.
+    """Fine-tune, score, write the predictions, append the result.
 
     Args:
         settings: The run.
@@ -70,7 +70,7 @@ def main(
         slot: Number of the grid's worker that makes the run; None for a single run.
 
     Returns:
-        The line. The scores of a diverged run are None.
+        The result. The scores of a diverged run are None.
 
     Raises:
         InputError: Settings, model and data do not fit together.
@@ -214,7 +214,7 @@ def write_outcome(
     logits: Logits,
     labels: dict[str, NDArray],
 ) -> None:
-    """Write all predictions, then append the line; predictions of an earlier run are deleted."""
+    """Write all predictions, then append the result; predictions of an earlier run are deleted."""
     delete_stale_predictions(settings.output, result, kept=logits)
     for split, values in logits.items():
         write_predictions(prediction_file(settings.output, result, split), labels[split], values)

@@ -1,7 +1,7 @@
 """Many fine-tuning runs: `accelerate launch --quiet -m finetune.grid --models '[a]' ...`.
 
 This process validates everything first and then hands out the runs to worker processes. A run that
-has a line in the results is skipped, so the same command continues after any interruption, and
+has a result is skipped, so the same command continues after any interruption, and
 several grids may share a results file. The launcher decides the precision; launch one process and
 set `--workers`, as a run is too small to gain from several processes.
 """
@@ -48,7 +48,7 @@ POLL_SECONDS = 0.5
 
 
 def main(settings: GridSettings) -> None:
-    """Make every run that has no line in the results yet.
+    """Make every run that has no result yet.
 
     Raises:
         InputError: A run cannot be made (before any run starts), or runs failed (at the end).
@@ -74,10 +74,10 @@ def main(settings: GridSettings) -> None:
     phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
     failures, started = 0, time.perf_counter()
     outcomes = chain.from_iterable(make_runs(phase, settings.workers) for phase in phases)
-    for done, (run, line) in enumerate(outcomes, start=1):
+    for done, (run, result) in enumerate(outcomes, start=1):
         seconds = (time.perf_counter() - started) / done * (len(pending) - done)
-        print_outcome(run, line, f"{done}/{len(pending)}", seconds)
-        failures += line is not None and line["status"] == "failed"
+        print_outcome(run, result, f"{done}/{len(pending)}", seconds)
+        failures += result is not None and result["status"] == "failed"
     if failures:
         raise InputError(
             f"grid must finish every run, got {failures} of {len(pending)} that failed (above); "
@@ -85,11 +85,11 @@ def main(settings: GridSettings) -> None:
         )
 
 
-def print_outcome(run: GlueSettings, line: Result | None, count: str, seconds: float) -> None:
+def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
     text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
-    if line is not None:
-        text = format_result(line)
+    if result is not None:
+        text = format_result(result)
     erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
     print(f"{erase}[{count}] {text}; {seconds / 60:.0f} min left", flush=True)
 
@@ -125,14 +125,14 @@ def mnli_folder(run: GlueSettings) -> str:
 
 
 def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
-    """Whether a run has its line, for its current inputs, and all files that are asked for."""
-    line = finished.get(run_key(asdict(run)))
-    if line is None or has_changed(run, finished):
+    """Whether a run has its result, for its current inputs, and all files that are asked for."""
+    result = finished.get(run_key(asdict(run)))
+    if result is None or has_changed(run, finished):
         return False
-    if line["status"] == "diverged":
+    if result["status"] == "diverged":
         return True
     splits = glue.test_splits(run) if run.test else ()
-    files = [prediction_file(run.output, line, split) for split in splits]
+    files = [prediction_file(run.output, result, split) for split in splits]
     return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 
 
@@ -175,7 +175,7 @@ def make_runs(
     replaced, and the other workers go on.
 
     Yields:
-        A run that has ended, and its line as from `make_run`.
+        A run that has ended, and its result as from `make_run`.
     """
     pending, count = deque(runs), min(workers, len(runs))
     pools = {slot: start_worker(slot, count) for slot in range(count)}
@@ -192,7 +192,7 @@ def make_runs(
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 _, run = running.pop(future)
-                yield run, collect_line(future, run)
+                yield run, collect_result(future, run)
         for pool in pools.values():
             pool.shutdown()  # Python warns of the semaphores that a killed worker leaves
     except KeyboardInterrupt:
@@ -249,8 +249,8 @@ def make_run(run: GlueSettings, slot: int) -> Result | None:
             accelerator.free_memory()
 
 
-def collect_line(future: Future, run: GlueSettings) -> Result | None:
-    """Get the line of a finished future; that of a failed run is appended to the results here."""
+def collect_result(future: Future, run: GlueSettings) -> Result | None:
+    """Get the result of a finished future; that of a failed run is appended to the file here."""
     error = future.exception()
     if error is None:
         return future.result()
@@ -258,7 +258,7 @@ def collect_line(future: Future, run: GlueSettings) -> Result | None:
     if isinstance(error, BrokenProcessPool):
         message = "its process died, which a kill or a lack of memory can cause"
     values = asdict(run)
-    line = {
+    result = {
         **values,
         **describe_task(load_task(run.task)),
         **hash_inputs(run),
@@ -267,8 +267,8 @@ def collect_line(future: Future, run: GlueSettings) -> Result | None:
         "settings": values,
         "command": rerun_command(run, launch_precision(), cpu=not torch.cuda.is_available()),
     }
-    append_result(run.output, line)
-    return line
+    append_result(run.output, result)
+    return result
 
 
 if __name__ == "__main__":

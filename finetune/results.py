@@ -29,7 +29,7 @@ from train.atomic_dir import model_name, report_full_disk
 from train.settings import InputError, first_line, require
 
 Result = dict[str, Any]
-"""A line of the results; `finetune.run_info.describe_run` lists its fields."""
+"""A run's line of results.jsonl; `finetune.run_info.describe_run` lists its fields."""
 
 RECIPE_FIELDS = {
     "learning_rate": "rate {:g}",
@@ -46,7 +46,7 @@ RECIPE_FIELDS = {
 """Fields that a protocol fixes for all its models, tasks and seeds, as tables print them."""
 
 RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
-"""What records mean that were made before these fields; a run's name has other values only."""
+"""What results mean that were made before these fields; a run's name has other values only."""
 
 RUN_KEY = (
     "model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE_FIELDS,
@@ -54,11 +54,11 @@ RUN_KEY = (
 """Fields that identify a run: runs that agree on all of them are the same run."""
 
 SIMPLE_FEATURES = "simple-features"
-"""`model` of the lines of `finetune.simple_features`."""
+"""`model` of the results of `finetune.simple_features`."""
 
 
 def run_key(values: Mapping[str, Any]) -> tuple:
-    """Get the key of a run from its line or its settings."""
+    """Get the key of a run from its result or its settings."""
     defaults = RECIPE_DEFAULTS
     return tuple(
         values[name]
@@ -98,17 +98,17 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def inputs_differ(hashes: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
-    """Whether a line records other hashes of weights or data; an unknown hash differs from none."""
-    pairs = [(hashes.get(name), line.get(name)) for name in ("weights", "data")]
+def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
+    """Whether a result has other hashes of weights or data; an unknown hash differs from none."""
+    pairs = [(hashes.get(name), result.get(name)) for name in ("weights", "data")]
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
-def prediction_file(results: str, line: Mapping[str, Any], split: str) -> Path:
+def prediction_file(results: str, result: Result, split: str) -> Path:
     """Locate the predictions of a run on a split."""
     file = Path(results)
     folder = "predictions" if file.stem == "results" else f"{file.stem}-predictions"
-    return file.parent / folder / run_name(line) / f"{split}.parquet"
+    return file.parent / folder / run_name(result) / f"{split}.parquet"
 
 
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
@@ -136,9 +136,9 @@ def write_answers(
     csv.write_csv(pyarrow.table(columns), file)
 
 
-def delete_stale_predictions(results: str, line: Mapping[str, Any], kept: Collection[str]) -> None:
+def delete_stale_predictions(results: str, result: Result, kept: Collection[str]) -> None:
     """Delete predictions of an earlier run with the same key, except for the splits `kept`."""
-    for file in prediction_file(results, line, "any").parent.glob("*.*"):
+    for file in prediction_file(results, result, "any").parent.glob("*.*"):
         if file.stem not in kept:
             file.unlink()
 
@@ -169,8 +169,8 @@ def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
     return FileLock(folder / f".{run_name(values)}.lock")
 
 
-def append_result(results: str, line: Mapping[str, Any]) -> None:
-    """Append a line and flush it to disk; an incomplete last line is cut off first.
+def append_result(results: str, result: Result) -> None:
+    """Append a result and flush it to disk; an incomplete last line is cut off first.
 
     Raises:
         InputError: The disk is full. What was written of the line is cut off by the next call.
@@ -187,13 +187,13 @@ def append_result(results: str, line: Mapping[str, Any]) -> None:
             stream.truncate(end)
             rest = content[end:][:40].decode(errors="replace")
             print(f"warning: {results} ended in a torn line, cut off: {rest}", file=sys.stderr)
-        stream.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        stream.write((json.dumps(result, allow_nan=False) + "\n").encode())
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def read_results(path: str) -> list[Result]:
-    """Read the results: for each run its last line, unless that failed with the same inputs.
+    """Read the results: for each run its last one, unless that failed with the same inputs.
 
     Lines that cannot be parsed are ignored with one warning.
 
@@ -223,6 +223,6 @@ def read_results(path: str) -> list[Result]:
 
 
 def read_finished(path: str) -> dict[tuple, Result]:
-    """Read the lines of all runs that did not fail, by their key; none if there is no file yet."""
+    """Read the results of runs that did not fail, by their key; none if there is no file yet."""
     results = read_results(path) if Path(path).is_file() else []
-    return {run_key(line): line for line in results if line["status"] != "failed"}
+    return {run_key(result): result for result in results if result["status"] != "failed"}

@@ -1,4 +1,4 @@
-"""What a line of the results says of a run beside its scores, and how to repeat the run."""
+"""What a result says of a run beside its scores, and how to repeat the run."""
 
 import dataclasses
 import shlex
@@ -47,7 +47,7 @@ def describe_run(
 
 
 def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
-    """Describe the data of a record: name, rows, majority baseline.
+    """Describe the data of a result: name, rows, majority baseline.
 
     `labels` are those of train and the validation splits, [N] each; other splits are ignored.
     """
@@ -104,7 +104,7 @@ def describe_truncation(result: Result) -> list[str]:
 
 
 def format_result(result: Result) -> str:
-    """Format a line of the results for the terminal."""
+    """Format a result for the terminal."""
     control = ", random weights," if result["random_weights"] else ""
     control += " from MNLI" if result["mnli"] else ""
     name = (

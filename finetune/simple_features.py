@@ -48,7 +48,7 @@ WORD = r"[\u3400-\u9fff]|\b\w\w+\b"
 
 @dataclass(frozen=True)
 class SimpleFeaturesSettings:
-    """Score simple features on tasks and append a record for each to the results."""
+    """Score simple features on tasks and append a result for each."""
 
     tasks: list[str]
     """Tasks by name, or YAML files of your own tasks."""
@@ -67,7 +67,7 @@ class SimpleFeaturesSettings:
 
 
 def score_tasks(settings: SimpleFeaturesSettings) -> None:
-    """Score each task that has no record for the data as they are."""
+    """Score each task that has no result for the data as they are."""
     for name in settings.tasks:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
@@ -78,12 +78,12 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         if settings.test and task.test is not None:
             is_current &= prediction_file(settings.output, key, "test").exists()
         if not is_current:
-            record = score_task(task, settings, {**key, "weights": None, "data": data})
-            print(f"{name} {SIMPLE_FEATURES}: {100 * record['headline']:.1f}", flush=True)
+            result = score_task(task, settings, {**key, "weights": None, "data": data})
+            print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
 
 
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
-    """Fit, score, write the predictions and append the record, which is returned."""
+    """Fit, score, write the predictions and append the result, which is returned."""
     started = time.perf_counter()
     splits = ["train", *task.validation_splits]
     splits += ["test"] if settings.test and task.test is not None else []
@@ -97,7 +97,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{key['task']}]", *folder]
     command += ["--test", "true"] if "test" in splits else []
-    record = {
+    result = {
         **key,
         "model_type": SIMPLE_FEATURES,
         **describe_data(task, labels),
@@ -107,11 +107,11 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         **score_splits(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    delete_stale_predictions(settings.output, record, kept=logits)
+    delete_stale_predictions(settings.output, result, kept=logits)
     for split, values in logits.items():
-        write_predictions(prediction_file(settings.output, record, split), labels[split], values)
-    append_result(settings.output, record)
-    return record
+        write_predictions(prediction_file(settings.output, result, split), labels[split], values)
+    append_result(settings.output, result)
+    return result
 
 
 def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.float32]]:

@@ -77,7 +77,7 @@ class Task(TaskSettings):
         metrics = tuple(self.metrics or known[:2])
         values = {
             "title": self.title or self.name,
-            "columns": tuple(self.columns),  # a line of the results has lists
+            "columns": tuple(self.columns),  # a result has lists
             "labels": None if self.labels is None else tuple(self.labels),
             "metrics": metrics,
             "headline": self.headline or metrics[0],
@@ -240,10 +240,10 @@ def own_task(values: Mapping[str, Any], file: str) -> Task:
 
 
 def recorded_task(result: Mapping[str, Any]) -> Task:
-    """Get the task of a line of the results: a row of `TASKS`, or the description in the line."""
+    """Get the task of a result: a row of `TASKS`, or the description in it."""
     return TASKS.get(result["task"]) or Task(**result["description"])
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Make the field `description` of a line of the results; rows of `TASKS` need none."""
+    """Make the field `description` of a result; rows of `TASKS` need none."""
     return {} if task.name in TASKS else {"description": dataclasses.asdict(task)}

@@ -1,6 +1,6 @@
 """Model folders for publication: a fine-tuned model with its tokenizer and its model card.
 
-A card contains what the line in results.jsonl contains. Data with rows missing keep their own label
+A card contains what the result contains. Data with rows missing keep their own label
 and get no metadata by which the hub would rank them. `hf upload` sends a folder.
 """
 
@@ -36,7 +36,7 @@ MODEL_FILES = (
 def save_model(folder: str, model: Any, tokenizer: Any, result: Result) -> None:
     """Write model, tokenizer and card, completely or not at all; an earlier save is replaced.
 
-    `result` is the run's line in results.jsonl, with scores.
+    `result` is the run's, with scores.
 
     Raises:
         InputError: The folder holds something else, or cannot be written.

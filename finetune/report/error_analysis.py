@@ -80,7 +80,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
 
 
 def find_run(settings: ErrorAnalysisSettings) -> Result:
-    """Find the one scored line that the settings name.
+    """Find the one scored result that the settings name.
 
     Raises:
         InputError: There is none, there are several, or it has no scores.

@@ -141,12 +141,12 @@ def latex_tables(tables: Iterable[Table]) -> str:
 
 
 def csv_report(reports: Sequence[GroupReport]) -> str:
-    """One line for each run: what its record says of it, every metric of every split, its command.
+    """One line for each run: what its result says of it, every metric of every split, its command.
 
-    Beside the fields of a record it has the report's name of the row, `configuration`.
+    Beside the fields of a result it has the report's name of the row, `configuration`.
     """
     runs = pd.concat([x.group.recorded() for x in reports])
-    records = pd.json_normalize(runs["result"].tolist(), sep=" ")
-    columns = [name for name in records if name.split(" ")[0] in CSV_FIELDS]
+    fields = pd.json_normalize(runs["result"].tolist(), sep=" ")
+    columns = [name for name in fields if name.split(" ")[0] in CSV_FIELDS]
     table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)
-    return table.join(records[columns]).to_csv(index=False)
+    return table.join(fields[columns]).to_csv(index=False)

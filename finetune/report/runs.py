@@ -31,7 +31,7 @@ RECORDED_COLUMNS = [
     *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "data",
     "precision",
 ]  # fmt: skip
-"""Fields of a line of the results that are columns of a group's runs; some lines lack some."""
+"""Fields of a result that are columns of a group's runs; some results lack some."""
 CONTROLS = {
     "random": "random weights",
     "features": "simple features",
@@ -52,7 +52,7 @@ class TaskGroup:
             `RECORDED_COLUMNS` and `metrics` it has the columns (a `label` is the name of a task in
             the report, as `mnli`, or `mnli (9k)` where rows are missing; see `Task.result_label`)
 
-            - `result`: the run's line; `run_id`: the last ten characters of the run's name
+            - `result`: the run's; `run_id`: the last ten characters of the run's name
             - `group`: key of `GROUPS`; `kind`: `model`, or a key of `CONTROLS`
             - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
             - `score`: headline metric, mean over validation splits; NaN without a score
@@ -84,7 +84,7 @@ class TaskGroup:
         return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
 
     def recorded(self) -> pd.DataFrame:
-        """The runs that have a line in the results, each once."""
+        """The runs that have a result, each once."""
         return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
 
     def selected(self) -> pd.DataFrame:
@@ -102,7 +102,7 @@ class TaskGroup:
 
 
 def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
-    """Group the lines of a results file; groups without runs are left out."""
+    """Group the results of a file; groups without runs are left out."""
     complete = [result for result in results if is_complete(result)]
     if not complete:
         return []
@@ -113,7 +113,7 @@ def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
 
 
 def is_complete(result: Result) -> bool:
-    """Whether a line is of a known task and has the fields its status implies; warns if not."""
+    """Whether a result is of a known task and has the fields its status implies; warns if not."""
     needed = {"status"} if result.get("status") == "failed" else {"label", "official", "model_type"}
     if result.get("status") == "done":
         needed |= {"collapsed", "metrics", "majority_metrics"}
@@ -121,7 +121,7 @@ def is_complete(result: Result) -> bool:
     if known and needed <= result.keys():
         return True
     run = f"{result['task']} {result['model']} seed {result['seed']}"
-    print(f"warning: the line of {run} is not complete and was ignored", file=sys.stderr)
+    print(f"warning: the result of {run} is not complete and was ignored", file=sys.stderr)
     return False
 
 
@@ -342,7 +342,7 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
-    """The majority class as a configuration: its scores are part of every scored line."""
+    """The majority class as a configuration: its scores are part of every result with scores."""
     last = runs[runs["status"] == "done"].drop_duplicates("label", keep="last")
     scores = _scores(last["result"], "majority_metrics")
     return last.assign(kind="majority", collapsed=False, **scores)
