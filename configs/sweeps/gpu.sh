@@ -14,7 +14,7 @@ mkdir -p $folder
 
 pretrain() { # HARDWARE NAME OPTIONS...
   "$python" -m accelerate.commands.launch --quiet --config_file "configs/accelerate/$1.yaml" ${PROFILE:-} train/pretrain.py \
-    --config configs/pretrain/budget.yaml --config "configs/model/${MODEL:-roformer}-$size.yaml" --corpus.train "$TEXT/train*" \
+    --config configs/pretrain/fast-base.yaml --config "configs/model/${MODEL:-roformer}-$size.yaml" --corpus.train "$TEXT/train*" \
     --corpus.validation "$TEXT/validation*" --corpus.tokenizer "$VOCABULARY" --corpus.length $length --corpus.cache $folder/tokens \
     --optim.micro_batch $rows --optim.batch_size $rows --optim.warmup_steps 10 --optim.tokens null --run.folder $folder \
     --run.workers 4 --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
