@@ -6,11 +6,7 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from roformer import (
-    RoFormerForQuestionAnswering,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForQuestionAnswering, RoFormerForSequenceClassification, RoFormerModel
 from tiny import HEADS, inputs_with_labels, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -56,6 +52,10 @@ IDS = torch.arange(5, 15).view(2, 5)
          "encoder_hidden_states must be None .* add_cross_attention"),
         ({"encoder_attention_mask": torch.ones(2, 5)},
          "encoder_attention_mask must be None without encoder_hidden_states"),
+        *(({"input_ids": IDS.view(1, 10), "cu_seq_lens_q": torch.tensor(cu_seqlens)},
+           "cu_seq_lens_q must")
+          for cu_seqlens in ([0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]],
+                             [0.0, 10.0])),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9, 10])},
          "cu_seq_lens_q must end a document where a row ends, got none at 5"),
         ({"past_key_values": transformers.DynamicCache()}, "past_key_values must .* an encoder"),

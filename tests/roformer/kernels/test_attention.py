@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from roformer import RoFormerModel
 from roformer.kernels import attention
-from tiny import tiny_config
 
 SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
 KERNELS = {
@@ -75,20 +73,3 @@ def test_dropout_of_chunks_keeps_the_expected_output():
         for _ in range(draws):
             total = total + attention._chunked_attention(*tensors, None, 0.3, 0.5)
     torch.testing.assert_close(total / draws, expected.detach(), atol=0.25, rtol=0)
-
-
-@pytest.mark.parametrize("kernel", ["auto", "unpadded"])
-def test_documents_of_mixed_lengths_have_the_gradients_of_single_rows(kernel):
-    """Runs of equal lengths are computed in one call; the parts must fit together again."""
-    torch.manual_seed(0)
-    model = RoFormerModel._from_config(tiny_config(), attn_implementation=kernel).double().eval()
-    lengths = [3, 3, 5, 1, 1, 5, 2]
-    ids = torch.randint(5, 60, (1, sum(lengths)))
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    rows = [model(x)[0] for x in ids.split(lengths, dim=1)]
-    packed = model(ids, cu_seq_lens_q=cu_seqlens, max_length_q=5)[0]
-    parameters = list(model.encoder.parameters())
-    losses = (torch.cat(rows, dim=1).square().sum(), packed.square().sum())
-    separate, together = (torch.autograd.grad(loss, parameters) for loss in losses)
-    for a, b in zip(together, separate, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)

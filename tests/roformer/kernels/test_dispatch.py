@@ -25,13 +25,16 @@ def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[
     """Loss, outputs at real tokens and gradients of one call."""
     kernels.set_kernels_enabled(enabled)
     model = build(head, tiny_config(), kernel)
-    lengths = torch.tensor([[12], [7], [1]])
-    mask = torch.arange(12) < (lengths if layout == "padded" else torch.full((3, 1), 12))
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    if layout in ("left", "right"):
+        mask = torch.arange(12) < torch.tensor([[12], [7], [1]])
+    if layout == "left":
+        mask = mask.flip(1)
     inputs = inputs_with_labels(head, IDS, mask.long())
     if layout == "packed":
         tokens = inputs["input_ids"].numel()
-        edges = sorted([*range(0, tokens + 1, 12), *range(5, tokens, 12)])
-        inputs["cu_seq_lens_q"] = torch.tensor(edges)
+        edges = [row + start for row in range(0, tokens, 12) for start in (0, 3, 6)]
+        inputs["cu_seq_lens_q"] = torch.tensor([*edges, tokens])
     output = model(**inputs)
     loss, logits = output[:2]
     if logits.shape[:2] == mask.shape:
@@ -44,7 +47,7 @@ def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[
 
 @pytest.mark.usefixtures("_kernels_off_afterwards")
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded", None])
-@pytest.mark.parametrize("layout", ["full", "padded", "packed"])
+@pytest.mark.parametrize("layout", ["full", "right", "left", "packed"])
 @pytest.mark.parametrize("head", HEADS)
 def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
     on, off = (outputs(head, layout, kernel, enabled) for enabled in (True, False))
