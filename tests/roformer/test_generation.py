@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 import transformers
+from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, EncoderDecoderConfig, EncoderDecoderModel, StaticCache
 
 import roformer
-from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
+from roformer import RoFormerForCausalLM
 from roformer.configuration_rules import POSITION_BIASES
+from roformer.linear_attention import CHUNK_LENGTH
 from tiny import (
     ROPES,
     STOCK_IS_CAUSAL,
@@ -72,14 +74,17 @@ def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("fields", WITH_CACHE.values(), ids=WITH_CACHE)
 def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(fields, kernel):
-    model = build(RoFormerForCausalLM, tiny_config(**fields), kernel)
-    ids = torch.randint(0, 60, (2, 12))
-    mask = torch.ones(2, 12)
+    length = CHUNK_LENGTH + 30  # more than a chunk of linear attention
+    model = build(
+        RoFormerForCausalLM, tiny_config(max_position_embeddings=length, **fields), kernel
+    )
+    ids = torch.randint(0, 60, (2, length))
+    mask = torch.ones(2, length)
     mask[0, :4] = 0  # left padding
     whole = model(ids, attention_mask=mask, use_cache=False)
     assert whole.past_key_values is None
     past, pieces = None, []
-    for a, b in ((0, 5), (5, 6), (6, 10), (10, 12)):
+    for a, b in ((0, 5), (5, 6), (6, 90), (90, length)):
         output = model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=past)
         past = output.past_key_values
         pieces.append(output.logits)
@@ -172,12 +177,16 @@ def test_caches_are_refused_where_the_rotation_depends_on_the_length(rope):
         model(ids, past_key_values=transformers.DynamicCache(config=config))
 
 
-def test_only_the_logits_asked_for_are_computed(causal):
-    ids = torch.randint(0, 60, (2, 9))
+def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(causal):
+    ids, indices = torch.randint(0, 60, (2, 7)), torch.tensor([1, 5])
     whole = causal(ids).logits
-    torch.testing.assert_close(causal(ids, logits_to_keep=2).logits, whole[:, -2:])
-    indices = torch.tensor([1, 5])
     torch.testing.assert_close(causal(ids, logits_to_keep=indices).logits, whole[:, indices])
+    found = causal(ids, labels=ids[:, 4:], logits_to_keep=3)
+    torch.testing.assert_close(found.logits, whole[:, 4:])
+    expected = F.cross_entropy(whole[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
+    torch.testing.assert_close(found.loss, expected)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\], got \[2, 7\]"):
+        causal(ids, labels=ids, logits_to_keep=3)
 
 
 def encoder_decoder(package, **fields: object) -> EncoderDecoderModel:
@@ -267,12 +276,3 @@ def test_cross_attention_reads_no_padding_and_is_reported(kernel, config):
     output = model(ids, **options, output_attentions=True)
     assert [x.shape for x in output.cross_attentions] == [(2, 2, 5, 9)] * 2
     assert [x.shape for x in output.attentions] == [(2, 2, 5, 5)] * 2
-
-
-def test_a_masked_lm_checkpoint_goes_on_as_a_causal_one(config, tmp_path):
-    masked = build(RoFormerForMaskedLM, config)
-    masked.save_pretrained(tmp_path)
-    causal, report = RoFormerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
-    weights = masked.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in causal.state_dict().items())

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerModel
+from roformer import RoFormerConfig, RoFormerModel
 from roformer.configuration_rules import FEATURE_MAPS
 from roformer.linear_attention import (
     CHUNK_LENGTH,
@@ -174,21 +174,17 @@ def test_a_large_key_does_not_leak_to_earlier_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
-def test_a_decoder_continues_from_a_cache_of_constant_size(kind):
-    model = build(RoFormerForCausalLM, config_of(kind))
+def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
+    model, cache = model_of(kind, is_decoder=True), LinearAttentionCache()
+    outputs, sizes = [], set()
     ids = torch.randint(5, V, (2, CHUNK_LENGTH + 30))
-    with torch.no_grad():
-        whole = model(ids).logits
-        found = model(ids[:, :10], use_cache=True)
-        sizes = set()
-        parts, cache = [found.logits], found.past_key_values
-        for start, end in ((10, 11), (11, 12), (12, 90), (90, CHUNK_LENGTH + 30)):
-            parts.append(model(ids[:, start:end], past_key_values=cache).logits)
-            sizes.add(sum(x.numel() for sums in cache.states.values() for x in sums))
-    assert_near(torch.cat(parts, dim=1), whole, 1e-4)
-    assert isinstance(cache, LinearAttentionCache)
-    assert cache.get_seq_length() == CHUNK_LENGTH + 30
+    for length in (1, 1, CHUNK_LENGTH + 30):
+        outputs.append(hidden(model, ids[:, :length], past_key_values=cache))
+        sizes.add(sum(x.numel() for sums in cache.states.values() for x in sums))
+    assert cache.get_seq_length() == CHUNK_LENGTH + 32
     assert len(sizes) == 1
+    cache.reset()
+    assert torch.equal(hidden(model, ids[:, :1], past_key_values=cache), outputs[0])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -233,14 +229,6 @@ def test_features_are_drawn_anew_on_schedule_and_the_same_after_loading(tmp_path
 def test_all_heads_compute_with_it(head):
     found = build(head, config_of("elu"))(**inputs_with_labels(head, torch.randint(5, V, (2, 9))))
     assert all(x.isfinite().all() for x in found.values() if torch.is_tensor(x))
-
-
-def test_a_reset_cache_is_empty():
-    model = model_of("elu", is_decoder=True)
-    cache, ids = LinearAttentionCache(), torch.randint(5, V, (1, 6))
-    first = model(ids, past_key_values=cache).last_hidden_state
-    cache.reset()
-    assert torch.equal(model(ids, past_key_values=cache).last_hidden_state, first)
 
 
 def test_two_losses_may_share_a_backward_pass_that_draws_between_them():

@@ -180,13 +180,3 @@ def test_half_precision_adds_no_bias_to_infinity(ids):
     mask[0, :4] = 0
     found = hidden(model.half(), ids, attention_mask=mask)
     assert found[mask.bool()].isfinite().all()
-
-
-def test_transformer_xl_reaches_as_far_as_positions_with_gaps():
-    model = model_of("transformer_xl")
-    torch.manual_seed(0)
-    sparse = torch.randint(5, 60, (2, 5 * L))
-    mask = torch.zeros(2, 5 * L, dtype=torch.long)
-    mask[:, ::5] = 1  # the same gaps, as masked tokens in between
-    gaps = hidden(model, sparse[:, ::5], position_ids=torch.arange(0, 5 * L, 5))
-    assert_near(gaps, hidden(model, sparse, attention_mask=mask)[:, ::5])
