@@ -1,4 +1,4 @@
-"""What a configuration refuses, and under which of its two model types it is saved."""
+"""What a configuration refuses, and what later edits do to it; `test_variants.py` saves them."""
 
 import copy
 import json
@@ -11,15 +11,6 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerForMultipleCho
 from tiny import ROPES, rope_config
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
-FOREIGN = [
-    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-    {"rope_parameters": {"rope_theta": 500.0}},
-    {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    {"rope_interleave": False},
-    {"use_bias": False},
-    {"norm_type": "rms_norm"},
-    {"type_vocab_size": 0},
-]
 
 
 @pytest.mark.parametrize(
@@ -129,23 +120,6 @@ def test_fields_edited_after_construction_are_checked_when_a_model_is_built(conf
     config.num_hidden_layers = 0
     with pytest.raises(ValueError, match="num_hidden_layers must .*got 0"):
         RoFormerForMaskedLM(config)
-
-
-@pytest.mark.parametrize("fields", FOREIGN, ids=str)
-def test_what_stock_cannot_express_is_saved_as_the_second_type(fields, tmp_path):
-    config = RoFormerConfig(**SIZES, **fields)
-    config.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["model_type"] == "roformer_plus"
-    for again in (
-        RoFormerConfig.from_pretrained(tmp_path),
-        transformers.AutoConfig.from_pretrained(tmp_path),
-        transformers.AutoConfig.for_model(**saved),
-        copy.deepcopy(config),  # by the protocol that multiprocessing uses for a worker
-    ):
-        assert type(again) is RoFormerConfig
-        assert {k: getattr(again, k) for k in fields} == {k: getattr(config, k) for k in fields}
-        assert again.to_dict()["model_type"] == "roformer_plus"
 
 
 @pytest.mark.parametrize(("name", "value"), [("rope_theta", 500.0), ("partial_rotary_factor", 0.5)])

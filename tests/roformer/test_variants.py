@@ -4,18 +4,29 @@ Each against its equation: `test_rotary.py`, `test_position_encodings.py`,
 `test_linear_attention.py`; with a cache: `test_generation.py`.
 """
 
+import copy
 import json
 
 import pytest
 import torch
 import transformers
 
-from roformer import RoFormerForMaskedLM, RoFormerModel
+from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
 from tiny import VARIANTS, assert_near, build, hidden, tiny_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "flex_attention"]
 ABSOLUTE = ("learned", "sinusoidal")
+FOREIGN = [
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 500.0}},
+    {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    {"rope_interleave": False},
+    {"use_bias": False},
+    {"norm_type": "rms_norm"},
+    {"type_vocab_size": 0},
+]
+"""What stock cannot express either."""
 COMPILED = ("rope", "t5", "elu", "favor")
 """One variant of each kind of code, as compilation takes long."""
 
@@ -88,11 +99,10 @@ def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel,
         assert_near(gradients[1][name], gradient, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "fields", [*VARIANTS.values(), {"type_vocab_size": 0}, {"use_bias": False}], ids=str
-)
+@pytest.mark.parametrize("fields", [*VARIANTS.values(), *FOREIGN], ids=str)
 def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(fields, ids, tmp_path):
-    model = build(RoFormerForMaskedLM, tiny_config(**fields))
+    wanted = tiny_config(**fields)
+    model = build(RoFormerForMaskedLM, wanted)
     model.save_pretrained(tmp_path)
     again, report = RoFormerForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
@@ -100,10 +110,18 @@ def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(fields, ids
     saved = json.loads((tmp_path / "config.json").read_text())
     if fields == VARIANTS["rope"]:
         assert (saved["model_type"], "position_encoding" in saved) == ("roformer", False)
-    else:
-        assert saved["model_type"] == "roformer_plus"
-        assert fields.items() <= saved.items()
-        assert isinstance(transformers.AutoModel.from_pretrained(tmp_path), RoFormerModel)
+        return
+    assert saved["model_type"] == "roformer_plus"
+    assert isinstance(transformers.AutoModel.from_pretrained(tmp_path), RoFormerModel)
+    for config in (
+        RoFormerConfig.from_pretrained(tmp_path),
+        transformers.AutoConfig.from_pretrained(tmp_path),
+        transformers.AutoConfig.for_model(**saved),
+        copy.deepcopy(wanted),  # by the protocol that multiprocessing uses for a worker
+    ):
+        assert type(config) is RoFormerConfig
+        assert config.to_dict()["model_type"] == "roformer_plus"
+        assert all(getattr(config, name) == getattr(wanted, name) for name in fields)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
