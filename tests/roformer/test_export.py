@@ -18,7 +18,7 @@ from roformer import (
     RoFormerModel,
     RoFormerPreTrainedModel,
 )
-from tiny import ROPES, VARIANTS, build, sentences, tiny_config
+from tiny import ROPES, VARIANTS, assert_near, build, sentences, tiny_config
 from train.data import vocabulary
 
 AXES = {0: Dim("batch"), 1: Dim("length")}
@@ -49,15 +49,6 @@ def padded(rows: int, length: int) -> dict[str, Tensor]:
     ids, types = (torch.randint(high, (rows, length), generator=draw) for high in (60, 2))
     mask = (torch.arange(length) < ends.clamp(min=1)[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-
-
-def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
-    assert wanted.abs().max() > 0.1
-    torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
-
-
-def tiny(head: type, tokenizer: PreTrainedTokenizerBase, **fields: object) -> torch.nn.Module:
-    return build(head, tiny_config(vocab_size=len(tokenizer), **fields))
 
 
 @pytest.fixture
@@ -115,7 +106,7 @@ def test_an_exported_program_takes_any_batch_length_and_padding(head, fields, is
     program = exported(model, inputs)
     for shape in (EXAMPLE, *OTHERS):
         inputs = padded(*shape)
-        assert_close(program(**inputs)[0], model(**inputs)[0])
+        assert_near(program(**inputs)[0], model(**inputs)[0])
 
 
 PACKED = {
@@ -148,7 +139,7 @@ def test_an_exported_program_keeps_packed_documents_apart(key):
     inputs = packed(key, rows[1], 12, 18)
     documents = inputs["input_ids"].split([12, 18], dim=1)
     separate = [model(document).last_hidden_state for document in documents]
-    assert_close(program(**inputs)[0], torch.cat(separate, dim=1))
+    assert_near(program(**inputs)[0], torch.cat(separate, dim=1))
 
 
 # ONNX
@@ -167,7 +158,7 @@ def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
         expected = model(**inputs)[0]
         for start in (0, 1_000_000):  # scores depend on distances only: inexact angles would show
             found = run(**inputs, position_ids=positions + start)[0]
-            assert_close(found, expected, atol=1e-4)
+            assert_near(found, expected, 1e-4)
 
 
 # sentence-transformers
@@ -186,19 +177,19 @@ def mean_pooled(
 def test_sentence_transformers_embeds_with_a_saved_encoder(kind, tokenizer, tmp_path, registry):
     from sentence_transformers import SentenceTransformer
 
-    model = tiny(RoFormerModel, tokenizer, **TYPES[kind])
+    model = build(RoFormerModel, tiny_config(vocab_size=len(tokenizer), **TYPES[kind]))
     saved(tmp_path / "model", model, tokenizer)
     embedder = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert type(embedder[0].auto_model) is RoFormerModel
     texts = [*TEXTS, " ".join(sentences(30, 7))]
     wanted, longer = (mean_pooled(model, tokenizer, texts, length) for length in (64, 150))
     assert (longer[2] - wanted[2]).abs().max() > 0.01
-    assert_close(embedder.encode(texts, convert_to_tensor=True), wanted)
+    assert_near(embedder.encode(texts, convert_to_tensor=True), wanted)
     embedder.max_seq_length = 150  # it was the configuration's 64, which limits nothing of ours
-    assert_close(embedder.encode(texts, convert_to_tensor=True), longer)
+    assert_near(embedder.encode(texts, convert_to_tensor=True), longer)
     embedder.save_pretrained(str(tmp_path / "embedder"))
     again = SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
-    assert_close(again.encode(texts, convert_to_tensor=True), wanted)  # 64 with every load
+    assert_near(again.encode(texts, convert_to_tensor=True), wanted)  # 64 with every load
 
 
 # transformers' pipelines
@@ -209,7 +200,8 @@ def make_pipeline(request, tokenizer, tmp_path, registry):
     """(task, head) to a pipeline, given a model or its folder, and the model it must agree with."""
 
     def make(task: str, head: type):
-        model = tiny(head, tokenizer, num_labels=3, **TYPES.get(request.param, {}))
+        fields = {"vocab_size": len(tokenizer), "num_labels": 3} | TYPES.get(request.param, {})
+        model = build(head, tiny_config(**fields))
         if request.param == "object":
             return pipeline(task, model=model, tokenizer=tokenizer, device="cpu"), model
         saved(tmp_path, model, tokenizer)
@@ -259,18 +251,12 @@ def test_text_generation_continues_with_the_models_best_tokens(make_pipeline, to
 # tokenizers
 
 
-@pytest.fixture
-def chinese() -> PreTrainedTokenizerBase:
-    pieces = {piece: number for number, piece in enumerate(CHINESE_VOCABULARY)}
-    return transformers.RoFormerTokenizer(vocab=pieces)
-
-
 @pytest.mark.parametrize("kind", TYPES)
 @torch.no_grad()
-def test_chinese_text_passes_through_a_saved_folder_into_the_model(
-    kind, chinese, tmp_path, registry
-):
-    model = tiny(RoFormerModel, chinese, **TYPES[kind])
+def test_chinese_text_passes_through_a_saved_folder_into_the_model(kind, tmp_path, registry):
+    pieces = {piece: number for number, piece in enumerate(CHINESE_VOCABULARY)}
+    chinese = transformers.RoFormerTokenizer(vocab=pieces)
+    model = build(RoFormerModel, tiny_config(vocab_size=len(chinese), **TYPES[kind]))
     saved(tmp_path, model, chinese)
     found = AutoTokenizer.from_pretrained(tmp_path)
     assert type(found) is transformers.RoFormerTokenizer
@@ -281,7 +267,7 @@ def test_chinese_text_passes_through_a_saved_folder_into_the_model(
     text = found.decode(both["input_ids"][0], skip_special_tokens=True)
     assert text.replace(" ", "") == CHINESE
     together = model(**both).last_hidden_state[1, :5]
-    assert_close(together, model(**found("我们看书。", return_tensors="pt"))[0][0])
+    assert_near(together, model(**found("我们看书。", return_tensors="pt"))[0][0])
     # segments must be asked for, unlike those of a BERT tokenizer
     pair = found("我们去", "看书。", return_token_type_ids=True)
     assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]

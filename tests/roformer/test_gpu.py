@@ -30,15 +30,8 @@ pytestmark = [
 LENGTHS = (24, 24, 7, 1)
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(2)
-    ids = torch.randint(0, 60, (4, 24), device="cuda")
-    mask = torch.arange(24, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
-    return ids, mask.long()
-
-
-def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Module:
-    return build(head, config, kernel).cuda()
+def objective_with(config, kernel: str) -> LanguageModel:
+    return LanguageModel(build(RoFormerForMaskedLM, config, kernel).cuda().train())
 
 
 def make_batch(lengths: tuple[int, ...], packed: bool) -> dict:
@@ -56,10 +49,12 @@ def make_batch(lengths: tuple[int, ...], packed: bool) -> dict:
 @pytest.mark.parametrize("kernel", ["sdpa", "unpadded", "flex_attention"])
 def test_kernels_in_bfloat16_are_as_close_to_float64_as_eager(kernel, decoder, config):
     config.is_decoder, config.use_cache, config.hidden_act = decoder, False, "tanh"
-    ids, mask = rows()
+    torch.manual_seed(2)
+    ids = torch.randint(0, 60, (4, 24), device="cuda")
+    mask = (torch.arange(24) < torch.tensor(LENGTHS)[:, None]).long().cuda()
 
     def outputs_and_gradients(name, dtype):
-        model = model_with(config, name).to(dtype)
+        model = build(RoFormerModel, config, name).to("cuda", dtype)
         output = model(ids, attention_mask=mask).last_hidden_state[mask.bool()].double()
         output.square().mul(torch.linspace(0, 1, output.shape[-1], device="cuda")).mean().backward()
         # the bias of keys has no gradient, because softmax is invariant to it
@@ -82,8 +77,7 @@ def test_host_documents_of_any_length_are_one_call_of_flash_attention(config, dr
     monkeypatch.setattr(
         attention, "_flash_attention", lambda *x, **o: calls.append(x) or kernel(*x, **o)
     )
-    model = LanguageModel(model_with(config, "unpadded", RoFormerForMaskedLM).bfloat16().train())
-    model(**make_batch(LENGTHS, packed=True))
+    objective_with(config, "unpadded").bfloat16()(**make_batch(LENGTHS, packed=True))
     assert [call[7] for call in calls] == [dropout] * config.num_hidden_layers
 
 
@@ -92,7 +86,7 @@ def test_host_documents_of_any_length_are_one_call_of_flash_attention(config, dr
 )
 def test_host_a_training_step_waits_for_nothing(kernel, dropout, config):
     config.attention_probs_dropout_prob = dropout
-    model = LanguageModel(model_with(config, kernel, RoFormerForMaskedLM).train())
+    model = objective_with(config, kernel)
     batch, optimizer = make_batch(LENGTHS, model.packed), adamw(model, 1e-4, 0.01)
 
     def step():
@@ -118,7 +112,7 @@ def test_host_compiled_layers_have_no_graph_break_and_compile_once(kernel, confi
     accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
     torch._dynamo.reset()
     counters.clear()
-    objective = LanguageModel(model_with(config, kernel, RoFormerForMaskedLM).train())
+    objective = objective_with(config, kernel)
     model = accelerator.prepare_model(objective)
     for number in range(12):
         graphs = counters["stats"]["unique_graphs"] if number else None
