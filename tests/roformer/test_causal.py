@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.publish.pretrained import PublishSettings
 from finetune.publish.pretrained import main as publish
@@ -23,15 +23,28 @@ from train.loop.evaluate import main as validate
 from train.pretrain import main
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
-CAUSAL = {"is_decoder": True}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 
-def run(flags: list[str], *more: str, **fields: object) -> PretrainSettings:
-    config = json.dumps(TINY_MODEL | CAUSAL | fields)
-    settings = parse_settings(PretrainSettings, [*flags, f"--model.config={config}", *more])
-    main(settings)
-    return settings
+def run(flags: list[str], *more: str, **fields: object) -> None:
+    config = json.dumps(TINY_MODEL | {"is_decoder": True} | fields)
+    main(parse_settings(PretrainSettings, [*flags, f"--model.config={config}", *more]))
+
+
+def loss_of_the_text(
+    model: torch.nn.Module, corpus: CorpusSettings, tokenizer: PreTrainedTokenizerBase
+) -> tuple[float, int]:
+    """Mean loss of the held-out text in float64, one sequence at a time, and number of tokens."""
+    sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 64)
+    total, number = 0.0, 0
+    for start, size in zip(*sequences.locate(np.arange(len(sequences)))):
+        text = torch.from_numpy(sequences.store.read(int(start), int(size)).astype(np.int64))
+        ids = torch.cat((torch.tensor([tokenizer.cls_token_id]), text))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += F.cross_entropy(logits.double(), text, reduction="sum").item()
+        number += len(text)
+    return total / number, number
 
 
 def test_every_token_of_the_text_is_predicted_from_those_before_it(
@@ -91,13 +104,13 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     assert losses[0][6] < losses[0][1] < 1.2 * math.log(261)
     model = str(tmp_path / "runs" / "tiny" / "model")
     settings = parse_settings(PretrainSettings, flags)
+    decoder = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    expected, number = loss_of_the_text(decoder, settings.corpus, tokenizer)
     found = validate(EvaluateSettings(model, settings.corpus, 64, attention="sdpa"))
     logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[6]
-    assert found["validation_loss"] == pytest.approx(logged, rel=1e-4)
-    decoder, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-    )
+    assert [found["validation_loss"], logged] == pytest.approx([expected] * 2, rel=1e-4)
+    assert log_rows(tmp_path / "runs" / "tiny", "validation_tokens")[6] == number
     prompt = tokenizer("the cat ", return_tensors="pt")
     prompt.pop("token_type_ids", None)
     generated = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
@@ -115,22 +128,3 @@ def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):
     for fact in ("to predict the next token", "held-out loss, next token", "import roformer"):
         assert fact in card.text
     assert "without a limit" not in card.text
-
-
-def test_the_loss_of_the_log_is_that_of_the_whole_text(pretrain_flags, tmp_path):
-    settings = run([*pretrain_flags, *BYTES, "--model.type=roformer", "--model.attention=eager"])
-    folder = str(tmp_path / "runs" / "tiny" / "model")
-    tokenizer = vocabulary.load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    sequences = SequenceIndex(tokenize_corpus(settings.corpus, "validation", tokenizer), 64)
-    total, number = 0.0, 0
-    for start, size in zip(*sequences.locate(np.arange(len(sequences)))):
-        text = torch.from_numpy(sequences.store.read(int(start), int(size)).astype(np.int64))
-        ids = torch.cat((torch.tensor([tokenizer.cls_token_id]), text))[None]
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1]
-        total += F.cross_entropy(logits.double(), text, reduction="sum").item()
-        number += len(text)
-    logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[12]
-    assert logged == pytest.approx(total / number, rel=1e-4)
-    assert log_rows(tmp_path / "runs" / "tiny", "validation_tokens")[12] == number
