@@ -117,9 +117,8 @@ def test_a_run_with_an_objective_for_the_first_token_is_resumed_exactly(kind, pr
     pretrain(*flags, "--run.max_hours=1e-9")
     run = pretrain(*flags)
     assert_same_run(whole, run)
-    _, report = transformers.AutoModelForMaskedLM.from_pretrained(
-        run / "model", output_loading_info=True
-    )
+    load = transformers.AutoModelForMaskedLM.from_pretrained
+    _, report = load(run / "model", output_loading_info=True)
     assert not report["unexpected_keys"]
     weights = load_file(run / "model" / "model.safetensors")
     types = weights[f"{kind}.embeddings.token_type_embeddings.weight"]

@@ -41,10 +41,8 @@ def test_the_saved_tokenizer_is_a_bert_one_for_any_auto_class(tokenizer_folder):
 
 
 def test_a_bare_vocab_txt_is_read_in_its_own_case_in_a_folder_too(tmp_path):
-    for name, pieces in (
-        ("cased", ["Hello", "World", "h", "##o"]),
-        ("uncased", ["hello", "world"]),
-    ):
+    texts = {"cased": ["Hello", "World", "h", "##o"], "uncased": ["hello", "world"]}
+    for name, pieces in texts.items():
         (tmp_path / name).mkdir()
         file = tmp_path / name / "vocab.txt"
         file.write_text("\n".join([*vocabulary.SPECIAL_TOKENS, "[unused1]", *pieces]) + "\n")
