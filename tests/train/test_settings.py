@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,7 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(se
         ("stages: [{steps: 4, steps: 5}]\n", "x.yaml must say a key once, got steps;"),
     ],
 )
-def test_a_mistake_in_a_yaml_file_is_one_line_and_runs_no_code(
-    text, message, tmp_path, monkeypatch
-):
+def test_a_mistake_in_yaml_is_one_line_and_runs_no_code(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     for flags in (["--config=x.yaml"], ["--config", "x.yaml"]):
@@ -155,9 +154,7 @@ def test_a_mistake_in_a_yaml_file_is_one_line_and_runs_no_code(
 
 
 def test_a_list_of_one_is_shown_with_its_brackets():
-    def parse():
-        return parse_settings(LengthSettings, ["--models=m"])
-
+    parse = partial(parse_settings, LengthSettings, ["--models=m"])
     refused(parse, "models must be of type list of str", "; write [m]")
 
 

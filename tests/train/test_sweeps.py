@@ -52,10 +52,8 @@ def test_every_sweep_gives_settings_that_pretraining_accepts(script, scale, name
     calls = [call for call in calls if "train/pretrain.py" in call]
     hardware = "one_gpu_compiled" if scale == "base" else "cpu"
     assert all(f"configs/accelerate/{hardware}.yaml" in call for call in calls)
-    found = [
-        parse_settings(PretrainSettings, call[call.index("train/pretrain.py") + 1 :])
-        for call in calls
-    ]
+    flags = [call[call.index("train/pretrain.py") + 1 :] for call in calls]
+    found = [parse_settings(PretrainSettings, given) for given in flags]
     assert len({settings.run.name for settings in found}) == len(found) == names
     for settings in found:
         variant, seed = settings.run.name.rsplit("-", 1)

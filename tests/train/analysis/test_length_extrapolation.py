@@ -19,11 +19,9 @@ from train.settings import HeldOutSettings
 @pytest.fixture
 def long_text(tmp_path):
     """Documents of 10, 200, 130 and 1,000 tokens, counted without special ones."""
-    words = [10, 200, 130, 1000]
-    rows = (json.dumps({"text": " ".join(["the"] * n)}) + "\n" for n in words)
-    (tmp_path / "long.jsonl").write_text("".join(rows))
-    file, cache = str(tmp_path / "long.jsonl"), str(tmp_path / "tokens")
-    return HeldOutSettings(validation=file, cache=cache)
+    file = tmp_path / "long.txt"
+    file.write_text("\n\n".join(" ".join(["the"] * n) for n in (10, 200, 130, 1000)))
+    return HeldOutSettings(validation=str(file), cache=str(tmp_path / "tokens"))
 
 
 @pytest.mark.parametrize("length", [16, 32, 64, 128])
@@ -38,14 +36,11 @@ def test_every_length_reads_the_start_of_the_long_documents(length, long_text, t
 
 
 def test_rescaled_theta_divides_the_slowest_angle_and_leaves_the_fastest():
-    config = RoFormerConfig(hidden_size=256, num_attention_heads=4)
     plain = compute_inv_freq(64)
     found = {
-        way: compute_rope_parameters(
-            RoFormerConfig(hidden_size=256, num_attention_heads=4, **changes), None, plain.device
-        )[0]
-        for way, changes in rescalings(config, 8).items()
-    }  # fmt: skip
+        way: compute_rope_parameters(RoFormerConfig(**changes), None, plain.device)[0]
+        for way, changes in rescalings(RoFormerConfig(), 8).items()
+    }
     assert list(found) == ["as it is", "positions / s", "theta rescaled"]
     np.testing.assert_allclose(found["positions / s"], plain / 8, rtol=1e-6)
     assert found["theta rescaled"][0] == plain[0] == 1
@@ -75,18 +70,19 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
     folders = [str(tmp_path / "runs" / x / "model")
                for x in ("roformer-0", "bert-0", "roformer-1", "bert-1")]  # fmt: skip
     output = tmp_path / "out" / "lengths.png"
-    main(LengthSettings(folders, long_text, [32, 128], trained=32, documents=3, output=str(output)))
+    main(LengthSettings(folders, long_text, [16, 32, 128], 32, documents=3, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(output.with_suffix(".json").read_text())
-    losses = {
-        (x["model"], x["seed"], x["way"], x["length"]): x.get("validation_loss") for x in rows
-    }
+    # every length is rescaled by that of training, and reads the text of the longest
+    first = [(row["length"], row["sequences"]) for row in rows[:5]]
+    assert first == [(16, 3 * 9), (32, 3 * 4), (128, 3), (128, 3), (128, 3)]
+    loss = {(x["model"], x["seed"], x["way"], x["length"]): x.get("validation_loss") for x in rows}
     for seed in (0, 1):
-        beyond = [losses["roformer", seed, way, 128] for way in rescalings(RoFormerConfig(), 4)]
+        beyond = [loss["roformer", seed, way, 128] for way in rescalings(RoFormerConfig(), 4)]
         assert len(set(beyond)) == 3
         assert None not in beyond
-        assert losses["bert", seed, "as it is", 32] is not None
-        assert losses["bert", seed, "as it is", 128] is None
+        assert loss["bert", seed, "as it is", 32] is not None
+        assert loss["bert", seed, "as it is", 128] is None
     twice = LengthSettings([folders[1], "x/bert-0/model"], long_text, output=str(output))
     refused(partial(main, twice), "models", "got bert-0 twice")
     wrong = LengthSettings(folders[:1], long_text, attention="no_such", output=str(output))
@@ -100,22 +96,7 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, 
     assert "| roformer, theta rescaled " in table
 
 
-def test_every_length_is_rescaled_by_that_of_training_and_reads_the_longest_ones_text(
-    long_text, tokenizer, tmp_path
-):
-    sizes = TINY_MODEL | {"vocab_size": len(tokenizer)}
-    RoFormerForMaskedLM(RoFormerConfig(**sizes)).save_pretrained(tmp_path / "rope-0")
-    tokenizer.save_pretrained(tmp_path / "rope-0")
-    folders, output = [str(tmp_path / "rope-0")], str(tmp_path / "l.png")
-    rows = main(LengthSettings(folders, long_text, [16, 32, 128], 32, output=output))
-    assert [row["length"] for row in rows] == [16, 32, 128, 128, 128]  # beyond 32 in three ways
-    counts = {row["length"]: row["sequences"] for row in rows}
-    assert counts == {16: 3 * 9, 32: 3 * 4, 128: 3}
-
-
-def test_a_document_that_just_fills_the_longest_is_read_and_none_that_is_too_short(
-    long_text, tokenizer
-):
+def test_a_document_that_just_fills_the_longest_is_read_and_none_shorter(long_text, tokenizer):
     sequences = SequenceIndex(tokenize_corpus(long_text, "validation", tokenizer), 132)
     assert len(select_sequences(sequences, 132, documents=9)) == 3  # of 200, 130 and 1,000 tokens
     too_long = partial(select_sequences, sequences, 4096, documents=2)

@@ -15,18 +15,14 @@ from train.analysis.long_term_decay import DecaySettings, decay_bound, decay_of_
 from train.settings import HeldOutSettings
 
 
-def partial_sums(distance: int, width: int, theta: float) -> list[complex]:
-    turns = [np.exp(1j * distance * theta ** (-2 * i / width)) for i in range(width // 2)]
-    return [sum(turns[:j]) for j in range(1, width // 2 + 1)]
-
-
 @pytest.mark.parametrize(("width", "theta"), [(8, 100.0), (64, 10000.0)])
 def test_the_bound_is_the_mean_of_the_partial_sums(width, theta):
     found = decay_bound(np.arange(40.0), width, theta)
     assert found[0] == pytest.approx((width / 2 + 1) / 2)  # all turns are 1: the mean of 1 .. d/2
     for distance in (1, 7, 39):
-        sums = np.abs(partial_sums(distance, width, theta))
-        assert found[distance] == pytest.approx(sums.mean())
+        turns = np.exp(1j * distance * theta ** (-2 * np.arange(width // 2) / width))
+        sums = [abs(turns[:j].sum()) for j in range(1, width // 2 + 1)]
+        assert found[distance] == pytest.approx(np.mean(sums))
 
 
 def test_scores_are_those_of_rotated_queries_and_keys():

@@ -1,6 +1,7 @@
 """The benchmark: alternating rounds, equal losses, ratios, and the whole command at tiny size."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,24 +10,9 @@ import torch
 from transformers import Trainer
 
 from tiny import command, refused
-from train.bench import parts
+from train.bench import baselines, parts
 from train.bench.__main__ import main
-from train.bench.baselines import (
-    BERT,
-    DEFAULT,
-    LINEAR,
-    MODERN,
-    OUR_BERT,
-    OURS,
-    OURS_WITHOUT_POSITIONS,
-    SPARSE,
-    STEPS,
-    STOCK,
-    Workload,
-    loop_inputs,
-    make_training_step,
-    random_batch,
-)
+from train.bench.baselines import DEFAULT, IN_OUR_LOOP, SPARSE, STEPS, STOCK, Workload
 from train.bench.timing import Benchmark, BenchSettings, time_models
 
 
@@ -55,31 +41,29 @@ def test_ratios_are_taken_within_a_turn(tmp_path, monkeypatch):
 def test_every_model_computes_the_same_loss_on_the_same_tokens(padded, monkeypatch):
     """With all weights 0 every loss is ln V, whatever the model: tokens are counted alike."""
     workload = Workload("tiny", 3, 40, dropout=0.0, padded=padded)
-    batch = random_batch(workload)
+    batch = baselines.random_batch(workload)
     labelled = batch["labels"] >= 0
     assert int(batch["attention_mask"].sum()) == workload.tokens
-    assert loop_inputs(OURS, workload)["input_ids"].numel() == workload.tokens
-    for name in (OURS, OUR_BERT):
-        inputs = loop_inputs(name, workload)
+    assert baselines.loop_inputs(baselines.OURS, workload)["input_ids"].numel() == workload.tokens
+    for name in IN_OUR_LOOP:
+        inputs = baselines.loop_inputs(name, workload)
         assert inputs["labels"].equal(batch["labels"][labelled])
         predicted = inputs["input_ids"].flatten()[inputs["label_positions"]]
         assert predicted.equal(batch["input_ids"][labelled])
-    monkeypatch.setattr(
-        "train.bench.baselines.adamw", lambda model, *rest: torch.optim.SGD(zero(model))
-    )
+
+    def with_zeros(model, *rest):
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        return torch.optim.SGD(model.parameters())
+
+    monkeypatch.setattr(baselines, "adamw", with_zeros)
     losses = []
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: losses.append(loss.item()))
-    names = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT, STOCK, BERT, MODERN, DEFAULT, SPARSE, *LINEAR)
+    others = (STOCK, baselines.BERT, baselines.MODERN, DEFAULT, SPARSE, *baselines.LINEAR)
+    names = (*IN_OUR_LOOP, *others)
     for name in names:
-        make_training_step(name, workload)()
-    assert losses == pytest.approx([torch.tensor(30522.0).log().item()] * len(names), rel=1e-5)
-
-
-def zero(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model.parameters()
+        baselines.make_training_step(name, workload)()
+    assert losses == pytest.approx([math.log(30522)] * len(names), rel=1e-5)
 
 
 def test_wrong_settings_are_refused(tmp_path):
@@ -106,9 +90,8 @@ def test_a_part_measured_alone_replaces_its_rows_and_keeps_the_others(tmp_path):
     for part, rounds in (("peak", 2), ("rope", 2), ("peak", 3)):
         main(replace(tiny(tmp_path), parts=[part], rounds=rounds))
     written = json.loads((tmp_path / "speed.json").read_text())
-    assert {name: len(part["rows"]) for name, part in written["parts"].items()} == {
-        "peak": 2, "rope": 2,
-    }  # fmt: skip
+    rows = {name: len(part["rows"]) for name, part in written["parts"].items()}
+    assert rows == {"peak": 2, "rope": 2}
     assert {"machine", "torch", "transformers", "threads"} <= set(written)
     assert "commit" in written["parts"]["rope"]
     page = (tmp_path / "speed.md").read_text()
@@ -136,14 +119,11 @@ def test_every_cell_of_default_options_is_measured(tmp_path, monkeypatch):
     )
     single = [row for row in benchmark.rows if "mean" not in row["case"]]
     assert len(single) == 48
-    assert {(row["model"], row["value"]) for row in single} == {(DEFAULT, 2.0), (SPARSE, 5.0)}
-    means = [row for row in benchmark.rows if row not in single]
-    assert {(row["case"], row["model"]): row["value"] for row in means} == {
-        ("inference, geometric mean", DEFAULT): pytest.approx(2),
-        ("inference with logits, geometric mean", DEFAULT): pytest.approx(2),
-        ("training, geometric mean", DEFAULT): pytest.approx(2),
-        ("training, geometric mean", SPARSE): pytest.approx(5),
-    }
+    means = [(row["case"], row["model"]) for row in benchmark.rows if row not in single]
+    cases = [(task, DEFAULT) for task, _ in tasks] + [("training", SPARSE)]
+    assert means == [(f"{task}, geometric mean", name) for task, name in cases]
+    for row in benchmark.rows:
+        assert row["value"] == pytest.approx(5 if row["model"] == SPARSE else 2)
 
 
 @pytest.mark.parametrize("task", ["pretraining", "classification"])
@@ -152,9 +132,8 @@ def test_trainer_gets_the_same_rows_for_both_models_and_no_option(task, monkeypa
     monkeypatch.setattr(Trainer, "train", lambda self: trainers.append(self))
     for name in (STOCK, DEFAULT, SPARSE):
         STEPS[task](name, Workload("tiny", 2, 32))()
-    assert [type(x.model).__module__.split(".")[0] for x in trainers] == [
-        "transformers", "roformer", "roformer",
-    ]  # fmt: skip
+    packages = [type(x.model).__module__.split(".")[0] for x in trainers]
+    assert packages == ["transformers", "roformer", "roformer"]
     assert len({json.dumps(x.train_dataset) for x in trainers}) == 1
     assert {x.args.max_steps * x.args.train_batch_size for x in trainers} == {6}
     sparse = [getattr(x.model.config, "sparse_prediction", False) for x in trainers]
@@ -197,5 +176,5 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
         part(benchmark)
     assert len(compiled) == 7  # five shapes and two more models; rope is compiled on a GPU only
     workload = Workload("tiny", 2, 32, compiled=True)
-    for name in (OURS, OURS_WITHOUT_POSITIONS):
-        make_training_step(name, workload)()
+    for name in (baselines.OURS, baselines.OURS_WITHOUT_POSITIONS):
+        baselines.make_training_step(name, workload)()
