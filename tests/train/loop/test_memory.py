@@ -11,17 +11,16 @@ from accelerate.utils import DistributedType
 
 from launched_runs import assert_close_runs
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from tiny import TINY_MODEL, log_rows, refused
+from tiny import log_rows, refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
-from train.loop.flops import measure_peak_flops, step_flops
+from train.loop.flops import step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
 
 
 def objective(**fields: object) -> LanguageModel:
-    config = RoFormerConfig(**(TINY_MODEL | {"vocab_size": 60} | fields))
-    return LanguageModel(RoFormerForMaskedLM(config))
+    return LanguageModel(RoFormerForMaskedLM(tiny_config(**fields)))
 
 
 def test_operations_are_the_references_figures():
@@ -41,10 +40,6 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
         model(**batch)[0].backward()
     ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["labels"]))
     assert counter.get_total_flops() == pytest.approx(ours, rel=0.1)
-
-
-def test_the_peak_is_a_rate_of_this_machine():
-    assert 1e8 < measure_peak_flops(torch.device("cpu"), torch.float32) < 1e14
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def test_a_dry_run_counts_the_parameters_of_the_run(dry_run, pretrain):
 def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_path):
     learn = ["--corpus.tokenizer=/nowhere", "--corpus.vocabulary_size=3000"]
     _, report = dry_run(*learn)
-    model = RoFormerForMaskedLM(RoFormerConfig(vocab_size=3000, **TINY_MODEL))
+    model = RoFormerForMaskedLM(tiny_config(vocab_size=3000))
     assert report["parameters"] == model.num_parameters()  # with the vocabulary it would learn
     assert report["steps"] == [12]
     _, budget = dry_run(*learn, "--optim.steps=null", "--optim.tokens=5000")
@@ -82,11 +77,6 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_pa
     assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "tokens").exists()
-
-
-def test_a_dry_run_without_a_tokenizer_is_refused_as_the_run_would_be(dry_run):
-    wrong = "--corpus.tokenizer=/nowhere"
-    refused(lambda: dry_run(wrong), "corpus.tokenizer must be a folder", "got '/nowhere'")
 
 
 @pytest.fixture
@@ -119,9 +109,7 @@ def limit_memory(monkeypatch):
         ("sdpa", None, "label_positions", 4),
     ],
 )
-def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does(
-    kernel, rate, name, fits, limit_memory, capsys
-):
+def test_a_micro_batch_is_halved_until_it_fits(kernel, rate, name, fits, limit_memory, capsys):
     model = objective()
     model.model.set_attn_implementation(kernel)
     limit_memory(name, 5 * 24)
@@ -172,17 +160,6 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
         rows = np.arange(first, first + 8)
         batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0))
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
-
-
-def test_the_log_says_how_well_the_machine_is_used(pretrain):
-    run = pretrain("--run.log_every=6")
-    keys = ("mfu", "data_wait", "memory_gb", "tokens_per_second", "seconds_per_step")
-    mfu, data_wait, memory, speed, pause = (log_rows(run, key)[12] for key in keys)
-    assert 0 < mfu < 1
-    assert 0 <= data_wait < 1
-    assert 0.1 < memory < 30
-    tokens = log_rows(run, "tokens")
-    assert speed * pause * 6 == pytest.approx(tokens[12] - tokens[6], rel=0.05)
 
 
 def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain, monkeypatch):
