@@ -8,6 +8,7 @@ import platform
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -37,9 +38,7 @@ def save(folder: Path, step: int) -> Path:
     "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["bit", "truncated", "deleted"])
-def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_used(
-    tmp_path, name, damage, capsys
-):
+def test_damage_to_any_file_is_noticed_and_an_older_checkpoint_used(tmp_path, name, damage, capsys):
     save(tmp_path, 3)
     for _ in range(2):  # the same step may be damaged again
         file = save(tmp_path, 6) / name
@@ -126,9 +125,7 @@ with lock_run_dir(pathlib.Path(sys.argv[1]), Accelerator(cpu=True)):
 """
 
 
-def test_a_run_folder_belongs_to_one_process_until_that_is_killed(
-    tmp_path, start, monkeypatch, capsys
-):
+def test_a_run_folder_belongs_to_one_process_until_it_dies(tmp_path, start, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 1.0)
     holder = start("-c", HOLDER, tmp_path)
     wait_for(lambda: "locked" in read_output(tmp_path))
@@ -144,10 +141,8 @@ def test_a_run_folder_belongs_to_one_process_until_that_is_killed(
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
-    def refuse(*arguments):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    no_locks = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=no_locks))
     with checkpoint.lock_run_dir(tmp_path, Accelerator(cpu=True)):
         pass
     assert "lock: No locks available; start a run only once" in capsys.readouterr().out
@@ -162,13 +157,10 @@ def test_tied_weights_are_saved_once(tmp_path):
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    path, other = save(tmp_path, 1), torch.nn.Linear(4, 4)
+    other = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(other.parameters())
-    refused(
-        lambda: checkpoint.read_checkpoint(path, other, optimizer),
-        "must hold this model",
-        "got another",
-    )
+    read = partial(checkpoint.read_checkpoint, save(tmp_path, 1), other, optimizer)
+    refused(read, "must hold this model", "got another")
 
 
 @pytest.mark.slow

@@ -8,16 +8,9 @@ import torch
 from accelerate import Accelerator
 
 import roformer
-from tiny import TINY_MODEL, refused
+from tiny import TINY_MODEL, refused, tiny_config
+from train.loop import optim
 from train.loop.objective import LanguageModel
-from train.loop.optim import (
-    MuonWithAdamW,
-    NonFiniteGuard,
-    adamw,
-    build_optimizer,
-    learning_rate_schedule,
-    set_learning_rate,
-)
 from train.settings import SCHEDULES, OptimSettings
 
 
@@ -26,7 +19,7 @@ def test_every_schedule_warms_up_over_steps_and_over_hours_and_no_two_are_one(bu
     curves = {}
     for schedule in SCHEDULES:
         settings = OptimSettings(schedule=schedule, warmup_steps=10, **budget)
-        rate = learning_rate_schedule(settings, settings.steps)
+        rate = optim.learning_rate_schedule(settings, settings.steps)
         warm = [rate(step, 0.0) for step in range(10)]
         assert warm == pytest.approx([settings.learning_rate * n / 10 for n in range(1, 11)])
         curves[schedule] = [rate(step, 2.0 * step / 50) for step in range(12, 50)]
@@ -41,8 +34,8 @@ MUON = OptimSettings(name="muon", learning_rate=1e-2, weight_decay=0.0, muon_sca
 
 def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
     torch.manual_seed(0)
-    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
-    optimizer = build_optimizer(LanguageModel(model), MUON)
+    model = roformer.RoFormerForMaskedLM(tiny_config())
+    optimizer = optim.build_optimizer(LanguageModel(model), MUON)
     names = {id(p): name for name, p in model.named_parameters()}
     hidden, *rest = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert len(hidden) == 6 * TINY_MODEL["num_hidden_layers"]
@@ -51,7 +44,7 @@ def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    set_learning_rate(optimizer, 1e-2)
+    optim.set_learning_rate(optimizer, 1e-2)
     optimizer.step()
     for name, parameter in model.named_parameters():
         update = (parameter.detach() - before[name]).double() / 1e-2
@@ -63,25 +56,24 @@ def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
 
 
 def test_weight_decay_of_a_muon_matrix_is_that_of_adamw():
-    model = roformer.RoFormerForMaskedLM(roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL))
+    model = roformer.RoFormerForMaskedLM(tiny_config())
     decaying = dataclasses.replace(MUON, weight_decay=0.1)
-    optimizer = build_optimizer(LanguageModel(model), decaying)
+    optimizer = optim.build_optimizer(LanguageModel(model), decaying)
     matrix, table = (optimizer.param_groups[i]["params"][0] for i in (0, 1))
-    before = [matrix.detach().clone(), table.detach().clone()]
+    expected = [parameter.detach() * (1 - 1e-2 * 0.1) for parameter in (matrix, table)]
     for parameter in (matrix, table):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for parameter, old in zip((matrix, table), before):
-        torch.testing.assert_close(parameter.detach(), old * (1 - 1e-2 * 0.1))
+    torch.testing.assert_close([matrix.detach(), table.detach()], expected)
 
 
 def adamw_only(model):
-    return adamw(model, 0.1, 0.01)
+    return optim.adamw(model, 0.1, 0.01)
 
 
 def with_muon(model):
-    rest = adamw(model, 0.1, 0.01, exclude=[model.weight])
-    return MuonWithAdamW([model.weight], rest, 0.1, 0.01, 0.8)
+    rest = optim.adamw(model, 0.1, 0.01, exclude=[model.weight])
+    return optim.MuonWithAdamW([model.weight], rest, 0.1, 0.01, 0.8)
 
 
 def finite_steps(folder, scaler=None, build=adamw_only):
@@ -91,7 +83,7 @@ def finite_steps(folder, scaler=None, build=adamw_only):
     accelerator.scaler = scaler
     model = torch.nn.Linear(3, 3)
     optimizer = accelerator.prepare(build(model))
-    steps = NonFiniteGuard(optimizer, reports.append, folder)
+    steps = optim.NonFiniteGuard(optimizer, reports.append, folder)
 
     def move(number, factor):
         for part in (1.0, factor):  # two micro-batches
@@ -111,9 +103,7 @@ def finite_steps(folder, scaler=None, build=adamw_only):
     ("bad", "build", "moments"),  # of weight and bias: step and two moments, or Muon's one
     [(torch.nan, adamw_only, 6), (torch.inf, adamw_only, 6), (torch.nan, with_muon, 4)],
 )
-def test_a_step_without_a_finite_gradient_changes_no_weight_and_no_moment(
-    bad, build, moments, tmp_path
-):
+def test_a_step_without_finite_gradient_changes_no_weight_nor_moment(bad, build, moments, tmp_path):
     steps, move, held, reports = finite_steps(tmp_path, build=build)
     move(0, 1.0)
     before = held()

@@ -23,7 +23,6 @@ echo $$ > "$(dirname "$0")/task"
 exec "$@"
 """
 
-
 SCONTROL = """#!/bin/sh
 [ "$1" = show ] && exec hostname
 echo "$@" >> "$(dirname "$0")/asked"
@@ -91,9 +90,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
 
 
 @pytest.mark.slow
-def test_the_slurm_script_queues_again_what_a_signal_ended_and_nothing_else(
-    pretrain_flags, tmp_path, launch
-):
+def test_the_slurm_script_queues_again_only_what_a_signal_ended(tmp_path, launch):
     """SLURM's stand-in signals the task of the step alone, as SLURM does, not the batch shell."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -114,7 +111,7 @@ def test_the_slurm_script_queues_again_what_a_signal_ended_and_nothing_else(
     }  # fmt: skip
 
     def job(*more: str) -> subprocess.Popen[bytes]:
-        flags = [*pretrain_flags, *runs.TWO_RANKS, *more]
+        flags = [*launch.flags, *runs.TWO_RANKS, *more]
         return launch.start(folder / "slurm.sh", *flags, program="bash", **(runs.CPU | slurm))
 
     first = job()

@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,12 +47,8 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(begun, monkeypatch):
     before = (begun / "settings.yaml").read_text()
     other = settings_of(learning_rate=0.5)
     assert changed_settings(begun, other, "no") == {"optim.learning_rate": (1e-3, 0.5)}
-
-    def killed(path, target):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write(begun, other, 7)
     assert (begun / "settings.yaml").read_text() == before
