@@ -77,10 +77,9 @@ def test_every_launch_command_is_quiet_so_that_an_error_is_the_last_line():
     """Without `--quiet` Accelerate's launcher adds a traceback of its own."""
     files = [*PAGES, ROOT / "Makefile", *(ROOT / "configs").rglob("*.*")]
     files += [*(ROOT / "results").rglob("README.md"), *(ROOT / "train").rglob("*.py")]
+    launch = "accelerate launch .*(?:train|finetune|config_file).*"
     for file in [*files, *(ROOT / "finetune").rglob("*.py")]:
-        for line in re.findall(
-            "accelerate launch .*(?:train|finetune|config_file).*", file.read_text()
-        ):
+        for line in re.findall(launch, file.read_text()):
             assert "--quiet" in line, f"{file}: {line}"
 
 
