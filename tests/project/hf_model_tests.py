@@ -16,7 +16,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 import roformer
 
@@ -60,20 +59,13 @@ class SmallModel:
         self.fields = fields
 
     def get_config(self) -> roformer.RoFormerConfig:
+        names = ("vocab_size", "type_vocab_size", "num_hidden_layers", "num_attention_heads")
+        sizes = {name: getattr(self, name) for name in (*names, "hidden_size")}
         return roformer.RoFormerConfig(
-            vocab_size=self.vocab_size,
-            type_vocab_size=self.type_vocab_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            hidden_size=self.hidden_size,
-            intermediate_size=37,
-            max_position_embeddings=512,
-            **self.fields,
+            **sizes, intermediate_size=37, max_position_embeddings=512, **self.fields
         )
 
-    def prepare_config_and_inputs_for_common(
-        self,
-    ) -> tuple[roformer.RoFormerConfig, dict[str, Tensor]]:
+    def prepare_config_and_inputs_for_common(self) -> tuple[roformer.RoFormerConfig, dict]:
         shape = (self.batch_size, self.seq_length)
         inputs = {
             "input_ids": ids_tensor(shape, self.vocab_size),
@@ -88,12 +80,7 @@ class RoFormerTest(ModelTesterMixin):
 
     all_model_classes = (
         roformer.RoFormerModel,
-        roformer.RoFormerForMaskedLM,
-        roformer.RoFormerForCausalLM,
-        roformer.RoFormerForSequenceClassification,
-        roformer.RoFormerForTokenClassification,
-        roformer.RoFormerForQuestionAnswering,
-        roformer.RoFormerForMultipleChoice,
+        *(getattr(roformer, name) for name in roformer.__all__ if name.startswith("RoFormerFor")),
     )
 
     test_sdpa_can_dispatch_non_composite_models = None

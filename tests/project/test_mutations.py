@@ -1,14 +1,11 @@
 """The fast tests notice the mistakes that rotary models are known for: each is made, in a copy."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tiny import ROOT
+from tiny import ROOT, command
 
 MUTATIONS = {
     "query turned backwards": (
@@ -62,14 +59,10 @@ TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_genera
 
 def run(folder):
     """The fast tests of the model, with `folder` first on the path."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    command += ["-c", ROOT / "pyproject.toml", "-m", "not slow and not gpu"]
-    command += ["-k", "not flex and not auto_classes"]
-    command += [ROOT / "tests" / "roformer" / name for name in TESTS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    options += ["-k", "not flex and not auto_classes"]
+    files = [ROOT / "tests" / "roformer" / name for name in TESTS]
+    return command("-P", "-m", "pytest", *options, *files, PYTHONPATH=str(folder))
 
 
 def test_every_mistake_can_be_planted():
