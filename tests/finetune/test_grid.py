@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
@@ -47,12 +48,10 @@ def in_process(monkeypatch):
 
 def command(settings: GridSettings) -> list[str]:
     """The README's command, in float32."""
-    flags = [
-        f"--{k}={json.dumps(v) if isinstance(v, list | bool) else v}"
-        for k, v in vars(settings).items()
-        if v is not None
-    ]
-    return [*LAUNCH, "--quiet", "--mixed_precision", "no", "-m", "finetune.grid", *flags]
+    file = Path(settings.cache).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(asdict(settings)))
+    launch = [*LAUNCH, "--quiet", "--mixed_precision", "no"]
+    return [*launch, "-m", "finetune.grid", f"--config={file}"]
 
 
 def lines_of(settings: GridSettings) -> list[dict]:
@@ -67,8 +66,8 @@ def descendants(process: subprocess.Popen, marker: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(folder, start):
-    """Killed twice, then with a torn line behind; an unbroken grid has the same results."""
+def test_grids_killed_at_any_time_or_side_by_side_lose_and_double_no_run(folder, start):
+    """Killed twice, a torn line behind, then two at once; an unbroken grid has the same results."""
     write_sst2(folder / "glue", train=400)
     settings = ask(folder, seeds=list(range(12)), workers=2, epochs=3)
     for _ in range(2):
@@ -81,11 +80,17 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(fold
             process.kill()  # the workers end by themselves
         running.wait()
         assert not psutil.wait_procs(workers, timeout=10)[1]
+    left = 12 - len(lines_of(settings))
+    assert 0 < left <= 10
     with open(settings.output, "a") as stream:
         stream.write('{"model": "x", "ta')
-    assert 2 <= len(read_results(settings.output)) < 12
-    assert start(*command(settings)).wait(timeout=200) == 0
-    assert "ended in a torn line, cut off" in read_output(folder)
+    before = read_output(folder)
+    both = [start(*command(settings)) for _ in range(2)]
+    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    printed = read_output(folder).removeprefix(before)
+    assert "ended in a torn line, cut off" in printed
+    assert printed.count("accuracy") == left
+    assert "made by another grid" in printed  # or they did not overlap
     lines = lines_of(settings)
     assert sorted(line["seed"] for line in lines) == list(range(12))
     unbroken = ask(folder, seeds=[0, 11], output=str(folder / "b" / "results.jsonl"), epochs=3)
@@ -95,18 +100,6 @@ def test_a_grid_killed_at_any_time_goes_on_without_losing_or_doubling_a_run(fold
         assert (same["metrics"], same["losses"]) == (line["metrics"], line["losses"])
         files = (prediction_file(s.output, line, "validation") for s in (settings, unbroken))
         assert len({file.read_bytes() for file in files}) == 1
-
-
-@pytest.mark.slow
-def test_two_grids_on_one_file_make_each_run_once(folder, start):
-    write_sst2(folder / "glue", train=400)
-    settings = ask(folder, seeds=list(range(10)), epochs=3)
-    both = [start(*command(settings)) for _ in range(2)]
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
-    assert sorted(line["seed"] for line in lines_of(settings)) == list(range(10))
-    printed = read_output(folder)
-    assert printed.count("accuracy") == 10
-    assert "made by another grid" in printed  # or they did not overlap
 
 
 def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
@@ -207,15 +200,19 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
     refused(lambda: grid.main(ask(folder)), "launch must", "got 2")
 
 
-def test_a_run_waits_for_mnli_of_another_grid(folder, monkeypatch):
+def test_a_run_of_another_grid_is_left_to_it_and_what_begins_from_it_waits(folder, monkeypatch):
     settings = ask(folder, tasks=["rte", "mnli"], from_mnli=True)
-    (run,) = (r for r in grid.list_runs(settings) if r.mnli)
-    started = threading.Event()
-    monkeypatch.setattr(grid.glue, "main", lambda *arguments: started.set())
-    with run_lock(run.output, asdict(grid.mnli_run(run))):
-        threading.Thread(target=grid.make_run, args=(run, 0)).start()
-        assert not started.wait(0.5)
-    assert started.wait(20)
+    begun, plain, mnli = grid.list_runs(settings)
+    made, ended = [], threading.Event()
+    monkeypatch.setattr(grid.glue, "main", lambda run, *rest: made.append(run))
+    with run_lock(mnli.output, asdict(mnli)):
+        threading.Thread(target=lambda: grid.make_run(begun, 0) or ended.set()).start()
+        assert grid.make_run(mnli, 0) is None
+        grid.make_run(plain, 0)
+        assert not ended.wait(0.5)
+        assert made == [plain]
+    assert ended.wait(20)
+    assert made == [plain, begun]
 
 
 @pytest.mark.usefixtures("in_process")

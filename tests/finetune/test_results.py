@@ -1,17 +1,14 @@
-"""Results files: locks between processes, appending, reading, and what identifies a run."""
+"""Results files: appending, reading, and what identifies a run."""
 
 import json
-import subprocess
-import sys
+import resource
 from dataclasses import asdict
-
-import pytest
-from filelock import Timeout
+from functools import partial
 
 from finetune import results
-from finetune.results import append_result, prediction_file, read_results, run_key, run_lock
+from finetune.results import append_result, prediction_file, read_results, run_key
 from finetune.settings import GlueSettings
-from tiny import command
+from tiny import refused
 from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
@@ -21,26 +18,6 @@ def test_each_results_file_has_predictions_of_its_own():
     files = {prediction_file(f"out/{name}.jsonl", RUN, "x") for name in ("results", "one", "two")}
     folders = {str(file.parent.parent) for file in files}
     assert folders == {"out/predictions", "out/one-predictions", "out/two-predictions"}
-
-
-def test_a_claim_holds_against_other_processes_and_ends_with_them(tmp_path):
-    file = str(tmp_path / "results.jsonl")
-    code = (
-        "import sys, time, json; from finetune.results import run_lock;"
-        "lock = run_lock(sys.argv[1], json.loads(sys.argv[2])).acquire(blocking=False);"
-        "print(flush=True); time.sleep(60)"
-    )
-    arguments = [sys.executable, "-c", code, file, json.dumps(RUN)]
-    other = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "\n"
-    with pytest.raises(Timeout):
-        run_lock(file, RUN).acquire(blocking=False)
-    with run_lock(file, {**RUN, "seed": 1}).acquire(blocking=False):
-        pass
-    other.kill()
-    other.communicate()
-    with run_lock(file, RUN).acquire(timeout=10):
-        pass
 
 
 def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys):
@@ -58,24 +35,21 @@ def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys)
     assert capsys.readouterr().err.count("ended in a torn line") == 1
 
 
-def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path):
+def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_path, capsys):
     """The kernel writes what fits of a line, and says so only by how much it wrote."""
     file = tmp_path / "results.jsonl"
     append_result(str(file), RUN)
-    code = (
-        "import json, resource, sys; from finetune.results import append_result;"
-        "size = int(sys.argv[3]);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1));"
-        "append_result(sys.argv[1], json.loads(sys.argv[2]) | {'seed': 1})"
-    )
-    for more in (20, 0):  # a part of it fits, nothing does
-        size = str(file.stat().st_size + more)
-        done = command("-c", code, file, json.dumps(RUN), size)
-        last = done.stderr.splitlines()[-1]
-        assert "InputError: output must have room, got " in last
-        assert f" in {tmp_path}; make some" in last
+    size, limits = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    append = partial(append_result, str(file), {**RUN, "seed": 1})
+    for room in (20, 0):  # a part of it fits, nothing does
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+        try:
+            refused(append, "output must have room, got ", f" in {tmp_path}; make some")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [line["seed"] for line in read_results(str(file))] == [0]
-    append_result(str(file), {**RUN, "seed": 1})
+        assert file.stat().st_size == size + room
+    append()
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
 
