@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 from pyarrow import parquet
+from scipy import stats
+from sklearn import metrics
 from transformers import AutoConfig, AutoModelForMaskedLM, BertTokenizerFast
 
 import roformer
@@ -32,6 +34,14 @@ OTHER_NAMES = {
 }  # fmt: skip
 """What DistilBERT, ELECTRA and ModernBERT call these, or need beside them."""
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SCORERS = {
+    "accuracy": metrics.accuracy_score,
+    "f1": metrics.f1_score,
+    "matthews": metrics.matthews_corrcoef,
+    "pearson": lambda *values: stats.pearsonr(*values).statistic,
+    "spearman": lambda *values: stats.spearmanr(*values).statistic,
+}
+"""The functions of scikit-learn and scipy for labels and predictions."""
 RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
 
 
