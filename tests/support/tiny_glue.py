@@ -33,7 +33,6 @@ OTHER_NAMES = {
     "bos_token_id": 2, "eos_token_id": 3,
 }  # fmt: skip
 """What DistilBERT, ELECTRA and ModernBERT call these, or need beside them."""
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SCORERS = {
     "accuracy": metrics.accuracy_score,
     "f1": metrics.f1_score,
