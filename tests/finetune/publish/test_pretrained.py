@@ -21,8 +21,12 @@ def finished(pretrain):
     return pretrain(RATE)
 
 
-def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, capsys):
-    output = main(PublishSettings(str(finished), str(tmp_path / "out/small"), "a tiny language"))
+def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(finished, tmp_path, capsys):
+    config = finished / "model" / "config.json"
+    changed = json.loads(config.read_text()) | {"attention_probs_dropout_prob": 0.25}
+    config.write_text(json.dumps(changed))
+    settings = PublishSettings(str(finished), str(tmp_path / "out/small"), "a tiny language", "mit")
+    output = main(settings)
     assert re.search(r"out/small: .* MB", capsys.readouterr().out)
     before, after = (f / "model.safetensors" for f in (finished / "model", output))
     assert after.stat().st_size < 0.6 * before.stat().st_size
@@ -30,29 +34,20 @@ def test_the_folder_is_half_as_large_and_predicts_the_same(finished, tmp_path, c
     ids = torch.arange(5, 21)[None]
     with torch.no_grad():
         full = RoFormerForMaskedLM.from_pretrained(finished / "model").eval()(ids).logits
-        for model in (
-            RoFormerForMaskedLM.from_pretrained(output),
-            transformers.RoFormerForMaskedLM.from_pretrained(output),
-        ):
+        for model_class in (RoFormerForMaskedLM, transformers.RoFormerForMaskedLM):
+            model = model_class.from_pretrained(output)
             assert model.dtype == torch.bfloat16
             half = model.eval()(ids).logits.float()
             assert (half - full).abs().max() < 0.02 * full.abs().max()
     fill = transformers.pipeline("fill-mask", model=str(output))
     assert len(fill("the cat [MASK] the moon .")) == 5
-
-
-def test_the_card_says_what_was_run(finished, tmp_path):
-    config = finished / "model" / "config.json"
-    changed = json.loads(config.read_text())
-    config.write_text(json.dumps(changed | {"attention_probs_dropout_prob": 0.25}))
-    settings = PublishSettings(str(finished), str(tmp_path / "small"), "a tiny language", "mit")
-    card = ModelCard.load(main(settings) / "README.md")
+    card = ModelCard.load(output / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
     assert card.data.language is None
-    dropout = RoFormerForMaskedLM.from_pretrained(tmp_path / "small").config.hidden_dropout_prob
     for fact in (
         "a tiny language", "of 2 layers and width 32", "| steps | 12 |", "| seed | 0 |",
-        "learning_rate: 0.005", "dtype=torch.float32", f"{dropout:g} and 0.25;",
+        "learning_rate: 0.005", "dtype=torch.float32",
+        f"{changed['hidden_dropout_prob']:g} and 0.25;",
     ):  # fmt: skip
         assert fact in card.text
 
