@@ -1,29 +1,18 @@
-"""Results with every kind of run, and the report of given lines."""
+"""Lines of results of every kind, and the report of given lines."""
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune.report.report import GroupReport, compare_groups
-from finetune.results import RUN_KEY, SIMPLE_FEATURES, run_key
+from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
+from finetune.settings import Recipe
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
-RECIPE = {
-    "learning_rate": 2e-4,
-    "epochs": 3,
-    "batch_size": 32,
-    "length": 128,
-    "schedule": "linear",
-    "warmup_share": 0.1,
-    "weight_decay": 0.01,
-    "clip_norm": 1.0,
-    "pooling": "own",
-    "pair_encoding": "joint",
-}
+RECIPE = {name: getattr(Recipe(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 
 
@@ -77,9 +66,8 @@ def diverged(model: str, task: str, **changes: Any) -> dict[str, Any]:
 def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
     """A run of which nothing is known but its settings and what went wrong."""
     complete = line(model, task, 0.5, **changes)
-    key = {name: complete[name] for name in RUN_KEY}
-    made = {"settings": complete["settings"], "command": complete["command"]}
-    return {**key, **made, "status": "failed", "error": "worker died: SIGKILL"}
+    known = {name: complete[name] for name in (*RUN_KEY, "settings", "command")}
+    return known | {"status": "failed", "error": "worker died: SIGKILL"}
 
 
 def simple_features(task: str, score: float) -> dict[str, Any]:
@@ -93,32 +81,6 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> str:
     file = folder / "results.jsonl"
     file.write_text("".join(json.dumps(values) + "\n" for values in lines))
     return str(file)
-
-
-def grid() -> list[dict[str, Any]]:
-    """Two models and their controls, two rates on two tasks, starts from MNLI, runs that failed."""
-    draw = np.random.default_rng(0)
-    lines = []
-
-    def add(model: str, task: str, **changes: Any) -> None:
-        gain = 0.015 * (model == ROFORMER) - 0.12 * changes.get("random_weights", False)
-        score = 0.6 + gain + float(draw.normal(0, 0.012))
-        lines.append(line(model, task, round(score, 4), **changes))
-
-    reduced = {"official": False, "glue_dir": "reduced", "length": 64, "label": "mnli (9k)"}
-    for seed, model in product(range(3), (BERT, ROFORMER)):
-        for control in ({"seed": seed}, {"seed": seed, "random_weights": True}):
-            for task in ("mnli", "mrpc", "rte", "wnli", "demo-order"):
-                add(model, task, **control)
-            add(model, "mnli", **control, **reduced)
-        add(model, "rte", seed=seed, mnli=f"mnli/{Path(model).parent.name}-{seed}")
-        for task, rate in product(("mrpc", "rte"), (2e-5, 5e-5)):
-            add(model, task, seed=seed, length=512, learning_rate=rate)
-    next(x for x in lines if x["task"] == "wnli")["collapsed"] = True
-    without_score = [diverged(BERT, "rte", seed=1, length=512, learning_rate=5e-5)]
-    without_score.append(failed(ROFORMER, "mrpc", seed=2))
-    keys = [run_key(x) for x in without_score]
-    return [x for x in lines if run_key(x) not in keys] + without_score
 
 
 def report(lines, group: str = "official", pair=None) -> GroupReport:

@@ -2,24 +2,41 @@
 
 import csv
 import re
+from itertools import product
 
 import html5lib
+import numpy as np
 import pandas as pd
 import pytest
 
 from finetune.report.report import ReportSettings, main
 from finetune.results import read_results, run_name
 from tiny import command
-from tiny_results import BERT, ROFORMER, grid, line, simple_features, write
+from tiny_results import BERT, ROFORMER, diverged, failed, line, simple_features, write
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The report of a grid with every kind of run."""
+    """The report of two models and their controls, two rates, starts from MNLI and failed runs."""
+    runs = []
+    reduced = {"official": False, "glue_dir": "reduced", "length": 64, "label": "mnli (9k)"}
+    for seed, model in product(range(3), (BERT, ROFORMER)):
+        for control in ({"seed": seed}, {"seed": seed, "random_weights": True}):
+            tasks = ("mnli", "mrpc", "rte", "wnli", "demo-order")
+            runs += [(model, task, control) for task in tasks]
+            runs.append((model, "mnli", control | reduced))
+        runs.append((model, "rte", {"seed": seed, "mnli": f"{model}-{seed}"}))
+        for task, rate in product(("mrpc", "rte"), (2e-5, 5e-5)):
+            runs.append((model, task, {"seed": seed, "length": 512, "learning_rate": rate}))
+    draw = np.random.default_rng(0)
+    lines = [line(*run, round(draw.normal(0.6, 0.012), 4), **changes) for *run, changes in runs]
+    lines[3]["collapsed"] = True
+    lines.append(diverged(BERT, "rte", seed=1, length=512, learning_rate=5e-5))
+    lines.append(failed(ROFORMER, "mrpc", seed=3))
+    lines = [x | {"command": x["command"] + " --note '<b>&'"} for x in lines]
     path = tmp_path_factory.mktemp("report")
-    lines = [x | {"command": x["command"] + " --note '<b>&'"} for x in grid()]
     main(ReportSettings(write(path, lines)))
     return path
 
