@@ -5,11 +5,16 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import ctypes
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -18,12 +23,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 import roformer
-from launched_runs import Launches, Start, process_starter
-from tiny import TINY_MODEL, sentences
+from launched_runs import Launches, Start, child_processes
+from tiny import ROOT, TINY_MODEL, sentences
 from train.command_line import parse_settings
 from train.data import vocabulary
 from train.pretrain import main
 from train.settings import PretrainSettings
+
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
@@ -129,10 +136,48 @@ def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable]:
-    """Starts a command; whatever is started is gone when the test ends."""
-    with process_starter(tmp_path) as begin:
-        yield begin
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a command in a process group of its own; whatever is started is gone at the end.
+
+    Orphans become children of this process (a subreaper), so that they can be waited for.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def begin(
+        *arguments: str | Path,
+        limits: Callable[[], None] | None = None,
+        program: str = sys.executable,
+        group: int = 0,
+        pipe: int | None = None,
+        **environment: str,
+    ) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
+                signal.signal(number, signal.SIG_DFL)
+            if limits is not None:
+                limits()
+
+        # as many threads as here: sums round alike
+        settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
+        with (tmp_path / "output").open("ab") as output:
+            process = subprocess.Popen(
+                [program, *map(str, arguments)],
+                cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=pipe or output,
+                stderr=pipe or output, preexec_fn=prepare, process_group=group,
+            )  # fmt: skip
+        started.append(process)
+        return process
+
+    prctl(SUBREAPER, 1)
+    yield begin
+    left = child_processes(tmp_path)
+    for process in left:
+        process.kill()
+    for launched in started:
+        launched.wait()
+    psutil.wait_procs(left)
+    prctl(SUBREAPER, 0)
 
 
 @pytest.fixture

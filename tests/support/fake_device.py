@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,6 +40,32 @@ class Module(_DummyBackendModule):
         return [torch.bfloat16]
 
 
+def compute(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run an operation on the stored tensors, if all of them are on one device.
+
+    As on a GPU, tensors without dimensions may come from the CPU.
+    """
+    name = func._schema.name
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    on_fake = any(isinstance(x, FakeTensor) for x in tensors)
+    on_cpu = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, FakeTensor)]
+    if on_fake and on_cpu and name not in ACROSS_DEVICES:
+        raise RuntimeError(f"{name} of tensors on two devices; {on_cpu} are on the CPU")
+    if on_fake and name in SYNCHRONISING:
+        syncs.append(name)
+    given = (args, kwargs or {})
+    values, options = tree_map(lambda x: x.stored if isinstance(x, FakeTensor) else x, given)
+    returns_fake = on_fake
+    if options.get("device") is not None:
+        returns_fake = torch.device(options["device"]).type == "fake"
+        options["device"] = "cpu"
+    result = func(*values, **options)
+    result = tree_map(lambda x: FakeTensor(x) if returns_fake and type(x) is Tensor else x, result)
+    if on_fake and returns_fake:
+        return return_and_correct_aliasing(func, args, kwargs or {}, result)
+    return result
+
+
 class FakeTensor(Tensor):
     """A CPU tensor that reports the fake device."""
 
@@ -53,9 +80,7 @@ class FakeTensor(Tensor):
         made.stored = real
         return made
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return compute(func, args, kwargs or {})
+    __torch_dispatch__ = classmethod(compute)
 
     def tolist(self) -> Any:
         syncs.append("tolist")
@@ -65,37 +90,7 @@ class FakeTensor(Tensor):
 class FakeDeviceMode(TorchDispatchMode):
     """Lets tensors be created on the fake device."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return compute(func, args, kwargs or {})
-
-
-def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the stored tensors, if all of them are on one device.
-
-    As on a GPU, tensors without dimensions may come from the CPU.
-    """
-    name = func._schema.name
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    on_fake = any(isinstance(x, FakeTensor) for x in tensors)
-    on_cpu = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, FakeTensor)]
-    if on_fake and on_cpu and name not in ACROSS_DEVICES:
-        raise RuntimeError(f"{name} of tensors on two devices; {on_cpu} are on the CPU")
-    if on_fake and name in SYNCHRONISING:
-        syncs.append(name)
-    values, options = tree_map(
-        lambda x: x.stored if isinstance(x, FakeTensor) else x, (args, kwargs)
-    )
-    returns_fake = on_fake
-    if options.get("device") is not None:
-        returns_fake = torch.device(options["device"]).type == "fake"
-        options["device"] = "cpu"
-    result = func(*values, **options)
-    result = tree_map(lambda x: FakeTensor(x) if returns_fake and type(x) is Tensor else x, result)
-    return (
-        return_and_correct_aliasing(func, args, kwargs, result)
-        if on_fake and returns_fake
-        else result
-    )
+    __torch_dispatch__ = compute
 
 
 def to_fake_device(values: dict[str, Any]) -> dict[str, Any]:
@@ -173,20 +168,18 @@ def check_gradients() -> int:
 
 def check_generation() -> int:
     """Compare generated tokens on both devices; return the number of cases."""
-    number = 0
-    for cache in ("dynamic", "static"):
-        for features in (None, "elu"):
-            config = tiny_config(num_hidden_layers=1, linear_attention=features)
-            model = build(RoFormerForCausalLM, config)
-            inputs = {name: x.flip(1) for name, x in text(length=7).items()}
-            options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
-            options["disable_compile"] = True
-            on_cpu = model.generate(**inputs, **options)
-            with torch.no_grad(), FakeDeviceMode():
-                on_fake = model.to("fake:0").generate(**to_fake_device(inputs), **options)
-            assert torch.equal(on_fake.stored, on_cpu)
-            number += 1
-    return number
+    cases = list(product(("dynamic", "static"), (None, "elu")))
+    for cache, features in cases:
+        config = tiny_config(num_hidden_layers=1, linear_attention=features)
+        model = build(RoFormerForCausalLM, config)
+        inputs = {name: x.flip(1) for name, x in text(length=7).items()}
+        options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+        options["disable_compile"] = True
+        on_cpu = model.generate(**inputs, **options)
+        with torch.no_grad(), FakeDeviceMode():
+            on_fake = model.to("fake:0").generate(**to_fake_device(inputs), **options)
+        assert torch.equal(on_fake.stored, on_cpu)
+    return len(cases)
 
 
 def check_syncs() -> None:

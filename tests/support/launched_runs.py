@@ -1,6 +1,5 @@
-"""Pretraining runs in processes of their own: start, watch, signal and clean up."""
+"""Pretraining runs in processes of their own: start, watch and signal."""
 
-import ctypes
 import itertools
 import json
 import os
@@ -9,8 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,86 +16,27 @@ from typing import Any
 import psutil
 import pytest
 
-from tiny import ROOT, TINY_MODEL, log_rows
+from tiny import TINY_MODEL, log_rows
 
 SCRIPT = "train/pretrain.py"
-
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-
 CPU = {"ACCELERATE_USE_CPU": "1"}
-
 AS_LAUNCHED = CPU | {"ACCELERATE_MIXED_PRECISION": "bf16"}  # what cpu.yaml makes of a process
-
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-
 PATIENCE = 120.0
 """Seconds until a test gives up waiting; generous, for busy machines."""
-
 Start = Callable[..., subprocess.Popen[bytes]]
-
 TWO_RANKS = [
     "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
     "--run.save_every=1000", "--run.validate_every=1000",
 ]  # fmt: skip
-
 ENDLESS = ["--optim.steps=100000", "--run.save_every=100000"]
 
 
 def model_flag(**fields: object) -> str:
     """The flag for the tiny model with other fields of its configuration."""
     return f"--model.config={json.dumps(TINY_MODEL | fields)}"
-
-
-@contextmanager
-def process_starter(tmp_path: Path) -> Iterator[Start]:
-    """Yield a function that starts a command in a process group of its own.
-
-    At the end all its processes are killed. Orphans become children of this process (a subreaper),
-    so that they can be waited for.
-    """
-    started: list[subprocess.Popen[bytes]] = []
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def begin(
-        *arguments: str | Path,
-        limits: Callable[[], None] | None = None,
-        program: str = sys.executable,
-        group: int = 0,
-        pipe: int | None = None,
-        **environment: str,
-    ) -> subprocess.Popen[bytes]:
-        def prepare() -> None:
-            for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
-                signal.signal(number, signal.SIG_DFL)
-            if limits is not None:
-                limits()
-
-        # as many threads as here: sums round alike
-        settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
-        with (tmp_path / "output").open("ab") as output:
-            process = subprocess.Popen(
-                [program, *map(str, arguments)],
-                cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=pipe or output,
-                stderr=pipe or output, preexec_fn=prepare, process_group=group,
-            )  # fmt: skip
-        started.append(process)
-        return process
-
-    prctl(SUBREAPER, 1)
-    try:
-        yield begin
-    finally:
-        left = child_processes(tmp_path)
-        for process in left:
-            process.kill()
-        for launched in started:
-            launched.wait()
-        psutil.wait_procs(left)
-        prctl(SUBREAPER, 0)
 
 
 def child_processes(folder: Path) -> list[psutil.Process]:
@@ -216,20 +155,21 @@ class Launches:
         """Start two ranks in one process group, as `srun` does; each has its own exit code."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         started: list[subprocess.Popen[bytes]] = []
-        for rank in range(2):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            variables = {name: str(value) for name, value in names.items()} | address
+        for rank in ("0", "1"):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             group = started[0].pid if started else 0
-            started.append(self(*flags, group=group, **variables))
+            started.append(self(*flags, group=group, **names, **address))
         return started
 
     def train_until(self, victim: subprocess.Popen[bytes], steps: int) -> int:
         """Wait until a launch, just started, has logged some steps of its own; return the last."""
-        begun, before = self.saved_step(), self.log_mtime()
+        begun, log = self.saved_step(), self.run / "log.jsonl"
+        before = log.exists() and log.stat().st_mtime_ns
 
         def far_enough() -> bool:
             assert victim.poll() is None, "it ended by itself"
-            return self.log_mtime() != before and self.logged_step() >= begun + steps
+            changed = log.exists() and log.stat().st_mtime_ns != before
+            return changed and self.logged_step() >= begun + steps
 
         wait_for(far_enough)
         return self.logged_step()
@@ -237,11 +177,6 @@ class Launches:
     def output(self) -> str:
         """Standard output and errors of all commands of the test."""
         return read_output(self.folder)
-
-    def log_mtime(self) -> int:
-        """Modification time of log.jsonl in nanoseconds, or 0 without one."""
-        log = self.run / "log.jsonl"
-        return log.stat().st_mtime_ns if log.exists() else 0
 
     def logged_step(self) -> int:
         """Last step in log.jsonl, or 0."""
