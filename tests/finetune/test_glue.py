@@ -36,7 +36,8 @@ def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
     tiny_model(folder / "model", "roformer", **NO_DROPOUT)
     logits = []
     for tokens in (16384, 40, 1):
-        run = run_settings(folder, "stsb", epochs=2, micro_batch_tokens=tokens)
+        # clipped gradients would be alike whatever the loss is divided by
+        run = run_settings(folder, "stsb", epochs=2, clip_norm=1e9, micro_batch_tokens=tokens)
         logits.append(predictions_of(run, glue.main(run))[1])
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-5)
     np.testing.assert_allclose(logits[2], logits[0], atol=2e-5)
@@ -81,6 +82,7 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     answers = ours[:, 0] if task == "stsb" else ours.argmax(axis=1)
     assert result["metrics"]["validation"] == score(TASKS[task], answers, labels)
     assert result["losses"][-1] < 0.9 * result["losses"][0]
+    assert task == "stsb" or result["headline"] > result["majority"] + 0.3
     config, tokenizer = glue.load_config_and_tokenizer(asked, TASKS[task])
     data = glue.load_data(asked, TASKS[task], tokenizer)
     model, train = glue.load_model(asked, config), data["train"]
