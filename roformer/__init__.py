@@ -31,6 +31,7 @@ from typing import Any
 import transformers
 
 from .configuration_roformer import PLUS_MODEL_TYPE, RoFormerConfig, RoFormerPlusConfig
+from .convert import convert_rope_layout
 from .heads import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
@@ -51,6 +52,7 @@ __all__ = [
     "RoFormerForTokenClassification",
     "RoFormerModel",
     "RoFormerPreTrainedModel",
+    "convert_rope_layout",
     "use_for_auto_classes",
 ]
 

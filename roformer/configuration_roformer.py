@@ -33,8 +33,8 @@ class RoFormerConfig(PreTrainedConfig):
 
     The defaults are those of transformers' `RoFormerConfig`, except `summary_type`: its default
     here is "first", whereas a `config.json` without it means "last", as in transformers. The fields
-    after `sparse_prediction` are unknown to transformers' RoFormer: a model with other than their
-    defaults is saved as `roformer_plus`. A checkpoint with the fields of both is
+    after `sparse_prediction` are unknown to transformers' RoFormer: with any of them
+    changed a model is saved as `roformer_plus`. A checkpoint with the fields of both is
     [junnyu/roformer_chinese_base](https://huggingface.co/junnyu/roformer_chinese_base).
 
     Attributes:
@@ -74,7 +74,7 @@ class RoFormerConfig(PreTrainedConfig):
             10,000, all of it. When they are replaced, by assignment or by an argument of
             `from_pretrained`, theta and share keep their values unless given.
         rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + D/2,
-            as Llama does. `RoFormerPreTrainedModel.set_rope_interleave` converts weights.
+            as Llama does. `roformer.convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
         norm_type: "layer_norm", or "rms_norm" without a gain; both as in RoFormerV2.
         position_encoding: "rope", or one of those it is compared with: "learned", "sinusoidal",

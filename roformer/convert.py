@@ -5,85 +5,55 @@ GPT-NeoX): coordinates i and i + R/2 form a pair, where R is the number of rotat
 Both compute the same rotation if the rows of the query and key projections are permuted.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
 
 from .configuration_roformer import RoFormerConfig
-from .kernels import Linear
+
+ROTATED = (".attention.self.query.", ".attention.self.key.")
+ROTATED_VALUE = ".attention.self.value."
+READS_VALUE = ".attention.output.dense.weight"
 
 
-def half_split_permutation(head_dim: int, rotary_dim: int) -> Tensor:
-    """Return the permutation p with half_split[j] = interleaved[p[j]] of one head, [D] int64.
-
-    Only the first `rotary_dim` coordinates are rotated; the others keep their place.
-    """
-    pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
-    return torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
-
-
-@torch.no_grad()
 def convert_rope_layout(
-    config: PreTrainedConfig, attention_blocks: Iterable[nn.Module], interleave: bool
-) -> None:
-    """Permute the weights of a model's `RoFormerAttention` modules in place.
+    state_dict: Mapping[str, Tensor], config: RoFormerConfig, interleave: bool
+) -> dict[str, Tensor]:
+    """Return weights for a model with the other pairing of coordinates and the same outputs.
 
-    For `RoFormerPreTrainedModel.set_rope_interleave`, which has the same argument and errors; after
-    an error nothing has been changed.
+    Args:
+        state_dict: Weights of a RoFormer, with or without head.
+        config: Its configuration; what is returned is for one with the other `rope_interleave`.
+        interleave: True for adjacent pairs, as in the paper; False for coordinates i and i + R/2,
+            as in kernels written for Llama. The inverse of each other, exactly.
+
+    Raises:
+        ValueError: No coordinates are rotated, or only random features, which have no order.
     """
-    blocks: list[Any] = list(attention_blocks)
-    _check_convertible(config, blocks)
-    for block in blocks:
-        attention = block.self
-        if attention.has_rotary and attention.interleave != interleave:
-            _permute_block(block, interleave)
-        attention.interleave = interleave
-
-
-def _permute_block(block: Any, interleave: bool) -> None:
-    attention, config = block.self, block.self.config
-    permutation = half_split_permutation(config.attention_head_size, config.rotary_dim)
+    if config.position_encoding != "rope" or config.linear_attention == "favor":
+        found = f"{config.position_encoding}, {config.linear_attention}"
+        raise ValueError(
+            "position_encoding must be rope, and linear_attention not favor, to convert the layout "
+            f"of rotary pairs, got {found}"
+        )
+    # half_split[j] = interleaved[permutation[j]] in each head; the rest keeps its place
+    pairs = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
+    rest = torch.arange(config.rotary_dim, config.attention_head_size)
+    permutation = torch.cat((pairs, rest))
     if interleave:
         permutation = permutation.argsort()
-    rotated = [attention.query, attention.key]
-    if config.rotary_value:
-        rotated.append(attention.value)
-        _permute_heads(block.output.dense.weight, permutation, dim=1)
-    for linear in rotated:
-        for parameter in linear.parameters():
-            _permute_heads(parameter, permutation, dim=0)
+    rotated = (*ROTATED, ROTATED_VALUE) if config.rotary_value else ROTATED
+    converted = dict(state_dict)
+    for name, weight in state_dict.items():
+        if any(part in name for part in rotated):
+            converted[name] = _permute_heads(weight, permutation, dim=0)
+        elif config.rotary_value and name.endswith(READS_VALUE):
+            converted[name] = _permute_heads(weight, permutation, dim=1)
+    return converted
 
 
-def _permute_heads(parameter: Tensor, permutation: Tensor, dim: int) -> None:
-    heads = parameter.unflatten(dim, (-1, len(permutation)))
-    permuted = heads.index_select(dim + 1, permutation.to(parameter.device))
-    parameter.copy_(permuted.flatten(dim, dim + 1))
-
-
-def _check_convertible(config: PreTrainedConfig, blocks: list[Any]) -> None:
-    if not isinstance(config, RoFormerConfig):
-        raise ValueError(
-            "set_rope_interleave must be called on a model with a RoFormerConfig of this package, "
-            f"got a configuration of {type(config).__module__}; convert before composing models"
-        )
-    if config.linear_attention == "favor":
-        raise ValueError(
-            "set_rope_interleave must not be called with linear_attention favor, got a call: "
-            "random features have no order; remove the call"
-        )
-    if config.position_encoding != "rope":
-        raise ValueError(
-            "set_rope_interleave must be called on a model with position_encoding rope, got "
-            f"{config.position_encoding}; remove the call"
-        )
-    for block in blocks:
-        for linear in (block.self.query, block.self.key, block.self.value, block.output.dense):
-            # subclasses may store weights in another form
-            if type(linear) not in (nn.Linear, Linear):
-                raise ValueError(
-                    "set_rope_interleave must be called on plain linear layers, got "
-                    f"{type(linear).__name__}; merge adapters or convert before adding them"
-                )
+def _permute_heads(weight: Tensor, permutation: Tensor, dim: int) -> Tensor:
+    heads = weight.unflatten(dim, (-1, len(permutation)))
+    permuted = heads.index_select(dim + 1, permutation.to(weight.device))
+    return permuted.flatten(dim, dim + 1)

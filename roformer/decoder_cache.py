@@ -56,7 +56,9 @@ def _check_cache(cache: Any, config: RoFormerConfig) -> None:
 
 
 def cache_of_packed_rows(cache: Cache, was_given: bool, cu_seqlens: Tensor | None) -> Cache | None:
-    """Return no cache for packed rows, which no token could follow; a given one is a ValueError.
+    """Drop the cache of packed rows, whose next token would belong to no known document.
+
+    A cache that the caller gave is a ValueError instead.
 
     While compiling any row may be packed by its positions, which are not known: then the cache
     stays.

@@ -29,7 +29,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
 from .configuration_rules import check_rules, summary_rules
-from .input_checks import check_shape
+from .input_checks import check_one_document_a_row, check_shape
 from .losses import (
     IGNORE_INDEX,
     check_answers,
@@ -44,7 +44,7 @@ from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTr
 logger = logging.get_logger(__name__)
 
 ENCODER_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
-"""Arguments that heads pass to the encoder, whatever the defaults of the configuration are."""
+"""Arguments that heads pass to the encoder: they read outputs by name and need no cache."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
@@ -86,8 +86,8 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         super().__init__(config)
         if self.config.is_decoder:
             logger.warning(
-                "this masked language model attends to earlier tokens only, because "
-                "config.is_decoder is True; load it with is_decoder=False to attend to both sides"
+                "config.is_decoder is True, so the masked language model attends to earlier tokens "
+                "only; load it with is_decoder=False to attend to both sides"
             )
 
     @can_return_tuple
@@ -96,18 +96,18 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Compute logits over the vocabulary.
 
-        In training with `config.sparse_prediction` they are computed at labelled tokens only, with
-        the same loss. Without it, on a CPU with few labels, the loss does not depend on `logits`,
-        which are then a second computation.
+        In training with `config.sparse_prediction` they are computed at labelled tokens only.
+        Without it, on a CPU with few labels, the loss does not depend on `logits`, which are then a
+        second computation.
 
         `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.
@@ -116,10 +116,11 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             `logits` [B, L, V], or of n labelled tokens [n, V] in row-major order; `loss`, the mean
             over labelled tokens, when `labels` are given.
         """
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        encoder = encoder_hidden_states, encoder_attention_mask
         unpad = loss_ignores_padding(self, labels, attention_mask)
-        outputs = self.roformer(*tokens, *encoder, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
+        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        encoder = encoder_hidden_states, encoder_attention_mask
+        options = ENCODER_KWARGS | {"unpad": unpad} | kwargs
+        outputs = self.roformer(*tokens, *encoder, position_ids=position_ids, **options)
         hidden_states = outputs.last_hidden_state
         vocab_size = self.config.vocab_size
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
@@ -129,7 +130,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         else:
             labelled = labels != IGNORE_INDEX
             scored, labels = self.cls(hidden_states[labelled]), labels[labelled]
-            # the loss has a graph of its own, so that unlabelled tokens cost no backward pass
+            # the loss has its own graph: unlabelled tokens cost no backward pass
             logits = scored if is_sparse else self.cls(hidden_states)
         return MaskedLMOutput(
             loss=compute_loss(self, scored, labels, vocab_size=vocab_size, **kwargs),
@@ -164,13 +165,13 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
@@ -179,25 +180,21 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
         packed rows give -100 to the first token of each document, which none before it predicts.
         `logits_to_keep` is the number of last tokens to score, or the indices of tokens, which
-        `labels` then name alone; 0 means all. With `labels` the default of
-        `use_cache` is False. All other arguments are those of `RoFormerModel.forward`.
+        `labels` then name alone; 0 means all. With `labels` the default of `use_cache` is False.
+        All other arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
             `past_key_values`.
         """
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        encoder = encoder_hidden_states, encoder_attention_mask
         if labels is not None and use_cache is None:
             use_cache = past_key_values is not None
         unpad = loss_ignores_padding(self, labels, attention_mask, shift=1)
-        outputs = self.roformer(
-            *tokens,
-            *encoder,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **({"unpad": unpad, "return_dict": True} | kwargs),
-        )
+        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        encoder = encoder_hidden_states, encoder_attention_mask
+        options = {"unpad": unpad, "return_dict": True} | kwargs
+        options |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        outputs = self.roformer(*tokens, *encoder, position_ids=position_ids, **options)
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
@@ -249,9 +246,9 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Score the labels of each sequence from its first token that is not padding.
@@ -262,8 +259,9 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | kwargs))
+        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        check_one_document_a_row(kwargs)
+        outputs = self.roformer(*tokens, position_ids=position_ids, **(ENCODER_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
         labels = check_sequence_labels(labels, self.config, self.num_labels, logits.shape[0])
@@ -275,8 +273,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
                 num_items_in_batch=num_items,
             )
             if num_items is not None and self.config.problem_type != "single_label_classification":
-                # transformers takes the mean over this micro-batch
-                loss = loss * labels.numel() / num_items
+                loss = loss * labels.numel() / num_items  # it is the mean of this micro-batch
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits,
@@ -311,9 +308,9 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MultipleChoiceModelOutput:
         """Score the choices.
@@ -329,12 +326,13 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:
             check_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
-        flat = [
+        *tokens, positions = (
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
-            for x in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        ]
-        outputs = self.roformer(*flat, **(ENCODER_KWARGS | kwargs))
-        pooled = _pool_token(outputs.last_hidden_state, flat[1], self.config.summary_type)
+            for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
+        )
+        check_one_document_a_row(kwargs)
+        outputs = self.roformer(*tokens, position_ids=positions, **(ENCODER_KWARGS | kwargs))
+        pooled = _pool_token(outputs.last_hidden_state, tokens[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
         labels = check_labels(labels, (logits.shape[0],), num_classes=choices)
@@ -366,9 +364,9 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         """Score the labels of each token.
@@ -379,9 +377,11 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         unpad = loss_ignores_padding(self, labels, attention_mask)
-        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs))
+        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        outputs = self.roformer(
+            *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs)
+        )
         hidden_states = outputs.last_hidden_state
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
         logits = self.classifier(self.dropout(hidden_states))
@@ -410,10 +410,10 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """Score every token as the start and as the end of the answer.
@@ -425,9 +425,11 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         Returns:
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
         """
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         # the softmax over a row includes its padding, as in transformers
-        outputs = self.roformer(*tokens, **(ENCODER_KWARGS | {"unpad": False} | kwargs))
+        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        outputs = self.roformer(
+            *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": False} | kwargs)
+        )
         start_positions, end_positions = check_answers(
             start_positions, end_positions, outputs.last_hidden_state.shape[0]
         )

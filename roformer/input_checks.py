@@ -56,8 +56,7 @@ def check_inputs(
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
     if encoder_hidden_states is None and encoder_attention_mask is not None:
         raise ValueError(
-            "encoder_attention_mask must be None without encoder_hidden_states, got a mask; "
-            "pass arguments after the third by name, since transformers has another order"
+            "encoder_attention_mask must be None without encoder_hidden_states, got a mask"
         )
     if encoder_hidden_states is not None and not config.add_cross_attention:
         raise ValueError(
@@ -174,6 +173,15 @@ def _check_cu_seqlens(
         raise ValueError(
             f"cu_seq_lens_q must end a document where a row ends, got none at {unended[0]}; a "
             "document cannot go on in the next row"
+        )
+
+
+def check_one_document_a_row(kwargs: Mapping[str, Any]) -> None:
+    """Raise a ValueError for packed rows, of which a head would read the first document alone."""
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            "cu_seq_lens_q must be None for a head that reads one token of each row, got packed "
+            "documents; give each a row"
         )
 
 

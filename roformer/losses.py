@@ -70,6 +70,9 @@ def check_sequence_labels(
             f"labels must be integers to choose one of {num_labels} classes, or have the shape "
             f"[{batch_size}, {num_labels}], got {labels.dtype} of shape {list(labels.shape)}"
         )
+    if num_labels == 1:
+        is_multi_label = config.problem_type == "multi_label_classification"
+        check_shape("labels", labels, (batch_size, 1), *[(batch_size,)][is_multi_label:])
     return labels if labels.is_floating_point() else labels.float()
 
 
@@ -110,9 +113,11 @@ def loss_ignores_padding(
 
     `shift` is the number of tokens between an output and its label, 1 for causal models.
     """
-    implementation = model.config._attn_implementation
-    if labels is None or getattr(attention_mask, "shape", 0) != getattr(labels, "shape", 1):
+    if labels is None or attention_mask is None:
         return True
+    if getattr(attention_mask, "shape", None) != getattr(labels, "shape", None):
+        return False
+    implementation = model.config._attn_implementation
     # other devices would have to be waited for, which "auto" never does
     if implementation not in (AUTO, UNPADDED) or (implementation == AUTO and not is_plain(labels)):
         return True

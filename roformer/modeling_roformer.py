@@ -8,7 +8,6 @@ all layers, and packed documents are kept apart, whichever attention implementat
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
 """
 
-import copy
 from typing import Any, Self, cast
 
 import torch
@@ -35,7 +34,6 @@ from .attention_masks import (
     warn_of_zeros,
 )
 from .configuration_roformer import RoFormerConfig
-from .convert import convert_rope_layout
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_fixed_fields, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
@@ -507,41 +505,6 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         if isinstance(module, RandomFeatureMap | TransformerXLBias):
             module.reset_parameters()
 
-    def set_rope_interleave(self, interleave: bool) -> None:
-        """Convert the weights to the other pairing of coordinates; outputs stay the same.
-
-        Rows of queries and keys are permuted (and of values, and the columns that read them, with
-        `rotary_value`), which is exactly reversible. Other models that share the configuration keep
-        their weights and their pairing.
-
-        Args:
-            interleave: True for adjacent pairs, as in the paper; False for coordinates i and
-                i + D/2, as in kernels written for Llama.
-
-        Raises:
-            ValueError: The configuration is transformers' (EncoderDecoderModel sets such a one),
-                the model has adapters, or no coordinates are rotated, or only random features.
-        """
-        attention_blocks = [m for m in self.modules() if isinstance(m, RoFormerAttention)]
-        convert_rope_layout(self.config, attention_blocks, interleave)
-        # in place: a composed model saves the configurations of its parts
-        self._set_interleave(self.config, interleave)
-
-    def _set_interleave(self, config: RoFormerConfig, interleave: bool) -> None:
-        config.rope_interleave = interleave
-        for module in self.modules():
-            for name in ("config", "roformer_config"):
-                if hasattr(module, name):
-                    setattr(module, name, config)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Write model and configuration; see transformers' `PreTrainedModel.save_pretrained`."""
-        pairings = {m.interleave for m in self.modules() if getattr(m, "has_rotary", False)}
-        if pairings == {not getattr(self.config, "rope_interleave", None)}:
-            # only a part was converted, or another model that shares the configuration
-            self._set_interleave(copy.copy(self.config), *pairings)
-        super().save_pretrained(*args, **kwargs)
-
 
 def _convert_config(config: PreTrainedConfig) -> RoFormerConfig:
     """Return a `RoFormerConfig`, made of the same fields if transformers' class is given."""
@@ -587,12 +550,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         unpad: bool | None = None,
@@ -611,14 +574,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 or [B or 1, 1 or H, L or 1, S], bool (True attends) or float (added to the scores),
                 which is used as it is, without causality or documents.
             token_type_ids: [B, L] or [1, L] segments; None means all 0.
-            position_ids: [L] or [B, L] integers with any start, order and gaps; None counts from 0,
-                or from the end of the cache. Encodings with a position bias ignore them
-                if tokens are cached.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
             encoder_hidden_states: [B, S, E] for the cross-attention of a decoder.
             encoder_attention_mask: [B, S], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
+            position_ids: [L] or [B, L] integers with any start, order and gaps; None counts from 0,
+                or from the end of the cache. Encodings with a position bias ignore them
+                if tokens are cached.
             cu_seq_lens_q: [documents + 1] int32, cumulative lengths of the documents in the
                 flattened rows, each of which ends a document. [0, L] makes one document of a row,
                 whatever its `position_ids` are.

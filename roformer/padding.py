@@ -41,7 +41,7 @@ class BatchMetadata:
     max_seqlen: int | None
 
     def row_cu_seqlens(self) -> Tensor | None:
-        """Return the given lengths if the batch is one row without padding, else None."""
+        """Return the given lengths of one row without a mask, if they may be read, else None."""
         if self.attention_mask is not None or self.document_ids is None:
             return None
         # without a kernel for the device, lengths are read on the host, which no compiler follows

@@ -1,4 +1,4 @@
-"""Faster implementations of operations; without them outputs are the same up to rounding.
+"""Faster implementations of operations, with the same outputs of tokens up to rounding.
 
 What belongs here: attention, linear layers and dropout for a CPU, attention without padding, and
 the choice between kernels. What does not: anything that decides what is computed.

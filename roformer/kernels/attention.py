@@ -55,7 +55,8 @@ def auto_attention_forward(
     is_causal = bool(module.is_causal)
     if cu_seq_lens_q is None:
         if is_causal and attention_mask is None:
-            sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]  # queries may be the last of the keys only
+            # with a cache torch's own is_causal would align the queries with the first keys
+            sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
             return sdpa(module, query, key, value, None, dropout, scaling, **kwargs)
         return _attention(query, key, value, attention_mask, scaling, dropout), None
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]

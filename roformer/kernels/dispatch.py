@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 AUTO = "auto"
-"""Default of `attn_implementation`: padding is left out on a CPU, with a warning where the caller
-can see it."""
+"""Default of `attn_implementation`: the fastest exact one for each call; on a CPU padding is left
+out, with one warning from `RoFormerModel` where its outputs are 0 there."""
 
 UNPADDED = "unpadded"
 """Value of `attn_implementation` for attention without padding on every device."""
@@ -26,8 +26,8 @@ def set_kernels_enabled(enabled: bool) -> None:
     """Turn all kernels of this process on or off.
 
     Off, everything is computed by torch's own operations, and `attn_implementation` "auto" and
-    "unpadded" mean "sdpa". Outputs, losses and gradients stay the same up to rounding; dropout
-    draws other random numbers.
+    "unpadded" mean "sdpa". Outputs of tokens, losses and gradients stay the same up to rounding;
+    outputs at padding are no longer 0, and dropout draws other random numbers.
     """
     global _enabled
     _enabled = enabled

@@ -6,7 +6,12 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from roformer import RoFormerForQuestionAnswering, RoFormerForSequenceClassification, RoFormerModel
+from roformer import (
+    RoFormerForMultipleChoice,
+    RoFormerForQuestionAnswering,
+    RoFormerForSequenceClassification,
+    RoFormerModel,
+)
 from tiny import HEADS, inputs_with_labels, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -141,6 +146,24 @@ def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, config):
         loss_of(RoFormerForSequenceClassification, config, labels[:1])
     with pytest.raises(ValueError, match="labels must be integers to choose one of 3 classes, or"):
         loss_of(RoFormerForSequenceClassification, config, labels[:, 0].float())
+
+
+def test_a_model_of_one_label_takes_one_value_a_sequence(config):
+    config.num_labels = 1
+    for problem in ("regression", "multi_label_classification"):
+        config.problem_type = problem
+        with pytest.raises(ValueError, match="labels must have the shape"):
+            loss_of(RoFormerForSequenceClassification, config, torch.rand(2, 2))
+    with pytest.raises(ValueError, match="labels must have the shape"):
+        loss_of(RoFormerForSequenceClassification, config, torch.rand(2))
+
+
+@pytest.mark.parametrize("head", [RoFormerForSequenceClassification, RoFormerForMultipleChoice])
+def test_packed_documents_are_refused_where_one_token_of_a_row_is_read(head, config):
+    ids = IDS.view(1, -1) if head is RoFormerForSequenceClassification else IDS.view(1, 1, -1)
+    ends = torch.tensor([0, 3, ids.numel()])
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
+        head(config)(ids, cu_seq_lens_q=ends)
 
 
 STARTS = IDS[:, 0]

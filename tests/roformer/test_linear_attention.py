@@ -184,7 +184,25 @@ def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
     assert cache.get_seq_length() == CHUNK_LENGTH + 32
     assert len(sizes) == 1
     cache.reset()
+    assert not cache.is_initialized
     assert torch.equal(hidden(model, ids[:, :1], past_key_values=cache), outputs[0])
+    assert cache.is_initialized
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_the_rows_of_a_cache_can_be_chosen_and_repeated(kind):
+    model, ids = model_of(kind, is_decoder=True), torch.randint(5, V, (2, 9))
+    following = hidden(model, ids)[:, -1:]
+    for change, rows in (
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ):
+        cache = LinearAttentionCache()
+        hidden(model, ids[:, :-1], past_key_values=cache)
+        change(cache)
+        found = hidden(model, ids[rows, -1:], past_key_values=cache)
+        assert_near(found, following[rows], 1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -255,11 +273,9 @@ def test_calls_that_need_scores_or_keys_are_refused(key, inputs):
         model(torch.ones(1, 5).long(), **inputs)
 
 
-def test_sums_cannot_be_cropped_nor_random_features_reordered():
+def test_sums_cannot_be_cropped():
     with pytest.raises(ValueError, match="^past_key_values must"):
         LinearAttentionCache().crop(1)
-    with pytest.raises(ValueError, match="^set_rope_interleave must"):
-        model_of("favor").set_rope_interleave(False)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,5 +1,6 @@
 """Our RoFormer beside transformers' own, on the same checkpoints, and what ours does better."""
 
+import copy
 import logging
 
 import pytest
@@ -130,31 +131,29 @@ def test_rms_norm_is_the_formula_without_gain(config):
 def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share, tmp_path):
     config = rope_config("default", partial_rotary_factor=share)
     config.rotary_value = rotary_value
-    model, other = (enlarge(RoFormerForMaskedLM(config)) for _ in range(2))  # one configuration
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    ids = torch.randint(0, 60, (2, 30))
-    expected = model(ids).logits
-    for converted in (model, model.roformer):  # a part is saved as what it is, too
-        converted.set_rope_interleave(False)
-        name = "roformer.encoder.layer.0.attention.self.query.weight"
-        assert not torch.equal(model.state_dict()[name], before[name])
-        for one in (model, other):
-            assert_near(one(ids).logits, expected, 1e-4)
-            one.save_pretrained(tmp_path)
-            again = RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
-            assert_near(again(ids).logits, expected, 1e-4)
-        converted.set_rope_interleave(True)
-        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model, ids = enlarge(RoFormerForMaskedLM(config)), torch.randint(0, 60, (2, 30))
+    state = model.state_dict()
+    halves = roformer.convert_rope_layout(state, config, interleave=False)
+    name = "roformer.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(state[name], halves[name])
+    other = copy.copy(config)
+    other.rope_interleave = False
+    converted = RoFormerForMaskedLM(other).eval()
+    converted.load_state_dict(halves)
+    converted.save_pretrained(tmp_path)
+    for one in (converted, RoFormerForMaskedLM.from_pretrained(tmp_path).eval()):
+        assert_near(one(ids).logits, model(ids).logits, 1e-4)
+    back = roformer.convert_rope_layout(halves, other, interleave=True)
+    assert all(torch.equal(state[name], value) for name, value in back.items())
 
 
-def test_adapters_are_not_permuted_with_the_weights(config):
-    model = RoFormerModel(config)
-    attention = model.encoder.layer[1].attention.self
-    attention.key = nn.Sequential(attention.key)
-    before = model.encoder.layer[0].attention.self.query.weight.clone()
-    with pytest.raises(ValueError, match="must be called on plain linear layers, got Sequential"):
-        model.set_rope_interleave(False)
-    assert torch.equal(model.encoder.layer[0].attention.self.query.weight, before)
+@pytest.mark.parametrize(
+    "fields", [{"position_encoding": "alibi"}, {"linear_attention": "favor"}], ids=str
+)
+def test_what_has_no_order_of_coordinates_is_not_converted(fields):
+    model = RoFormerModel(tiny_config(**fields))
+    with pytest.raises(ValueError, match="^position_encoding must be rope"):
+        roformer.convert_rope_layout(model.state_dict(), model.config, interleave=False)
 
 
 @pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)

@@ -160,8 +160,6 @@ def test_a_table_of_positions_ends_and_others_do_not():
 
 
 def test_what_an_encoding_cannot_do_is_refused_by_name(ids, bert):
-    with pytest.raises(ValueError, match="set_rope_interleave must"):
-        model_of("transformer_xl").set_rope_interleave(False)
     decoder = RoFormerForCausalLM(tiny_config(position_encoding="alibi"))
     with pytest.raises(ValueError, match="past_key_values must .* got a StaticCache"):
         decoder.generate(ids, max_new_tokens=4, cache_implementation="static", pad_token_id=0)
