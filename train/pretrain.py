@@ -26,7 +26,6 @@ from train.data.batching import SequenceIndex, StagedDataset
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
-from train.data.segments import SENTENCE_OBJECTIVES
 from train.data.stateless_rng import torch_seed
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
@@ -104,10 +103,7 @@ def main(settings: PretrainSettings) -> Path:
         tokenizer, stores, held_out = prepare_data(corpus, stages, accelerator)
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
-        # a sentence label weighs as much as the tokens that its sequence usually predicts
-        has_labels = corpus.segments in SENTENCE_OBJECTIVES
-        sentence_weight = corpus.mask_rate * corpus.length if has_labels else 0.0
-        language_model = build_language_model(settings.model, config, run.seed, sentence_weight)
+        language_model = build_language_model(settings.model, config, run.seed)
         language_model.prefer_packed_rows(accelerator)
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         with lock_run_dir(folder, accelerator):
@@ -120,8 +116,8 @@ def main(settings: PretrainSettings) -> Path:
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
             if exit_code is None:
-                one_type = settings.model.init is None and corpus.segments == "one"
-                save_model(language_model, tokenizer, folder / "model", accelerator, one_type)
+                is_new = settings.model.init is None
+                save_model(language_model, tokenizer, folder / "model", accelerator, is_new)
     accelerator.end_training()
     if exit_code:
         raise SystemExit(exit_code)
@@ -256,8 +252,7 @@ def build_dataset(
     parts = []
     for number, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
-        special_tokens = 2 if corpus.segments == "one" else 3
-        sequences = SequenceIndex(store, corpus.length, corpus.weights, special_tokens)
+        sequences = SequenceIndex(store, corpus.length, corpus.weights)
         mask_rate = None if language_model.causal else corpus.mask_rate
         limit = batching.max_predictions(optim.micro_batch * corpus.length, mask_rate)
         batch_format = batching.BatchFormat(
@@ -265,7 +260,6 @@ def build_dataset(
             mask_rate=mask_rate,
             seed=batching.stage_seed(stage.run.seed, number),
             whole_word=corpus.whole_word,
-            segments=corpus.segments,
             packed=language_model.packed,
             # a compiled model needs constant shapes
             pad_predictions_to=limit if is_compiled(accelerator) else None,

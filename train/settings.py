@@ -17,9 +17,6 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine", "constant")
 """Learning rate after the warm-up; the first two end at 0."""
 
-SEGMENTS = ("one", "two", "next", "order")
-"""Values of corpus.segments."""
-
 
 class InputError(ValueError):
     """Unusable input of a user; commands print it as one line and exit with code 2.
@@ -124,10 +121,6 @@ class CorpusSettings(HeldOutSettings):
     next token."""
     whole_word: bool = False
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
-    segments: str = "one"
-    """one: [CLS] text [SEP]. two: [CLS] A [SEP] B [SEP] with token types, cut at the end of a
-    sentence. next and order: also predict from [CLS] whether B follows A; in half of the sequences
-    B is from elsewhere (BERT's next sentence), or A and B change places (ALBERT's order)."""
 
     def __post_init__(self) -> None:  # not the base class's, which allows no share
         share, rule = self.held_out_share, "must be text, or a share above 0% and below 100%"
@@ -139,8 +132,6 @@ class CorpusSettings(HeldOutSettings):
         require(self.length >= 8, "corpus.length", "must be at least 8", self.length, remedy)
         rule, remedy = "must lie between 0 and 1", "BERT and the paper use 0.15"
         require(0 < self.mask_rate < 1, "corpus.mask_rate", rule, self.mask_rate, remedy)
-        rule, found = f"must be one of {', '.join(SEGMENTS)}", repr(self.segments)
-        require(self.segments in SEGMENTS, "corpus.segments", rule, found, "one is RoBERTa's")
         if self.weights is not None:
             count = 1 if isinstance(self.train, str) else len(self.train)
             valid = len(self.weights) == count and all(0 < w < math.inf for w in self.weights)
@@ -285,9 +276,6 @@ class PretrainSettings:
         given = [name for name, value in budgets.items() if value is not None]
         found, remedy = ", ".join(given) or "none", "set one and null the others"
         require(len(given) == 1, "optim", f"needs one of {', '.join(budgets)}", found, remedy)
-        is_decoder, found = self.model.config.get("is_decoder", False), self.corpus.segments
-        rule, remedy = "must be one for a decoder", "leave it out"
-        require(found == "one" or not is_decoder, "corpus.segments", rule, found, remedy)
         split_stages(self)  # which checks each stage
 
 

@@ -313,7 +313,6 @@ MISFITS = {
     "--model.init=/nowhere/x": ("model.init must be a folder or hub id", "got '/nowhere/x'"),
     "--optim.steps=2": ("optim.warmup_steps", "got 2"),
     "--optim.steps=null --optim.tokens=50": ("optim.warmup_steps", "got 2"),
-    '--model.config={"is_decoder":true} --corpus.segments=next': ("corpus.segments", "got next"),
 }
 
 

@@ -15,7 +15,6 @@ Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a pac
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ from torch.utils.data import Dataset
 from train.data import stateless_rng
 from train.data.corpus import TokenStore
 from train.data.masking import IGNORE_INDEX, Vocab, mask_tokens
-from train.data.segments import SENTENCE_OBJECTIVES, draw_other_sequences, split_segments
 from train.settings import require
 
 Indices = NDArray[np.int64]
@@ -41,6 +39,9 @@ GROUP = 8
 GROUPS_PER_STEP = 4
 """A step of B sequences has groups of at least B / 4: it holds several lengths, and micro-batches
 of up to B / 4 sequences hold one, with hardly any padding."""
+
+SPECIAL_TOKENS = 2
+"""[CLS] and [SEP] of a sequence."""
 
 BLOCK = 16
 """Documents per entry of the table of sequences that is kept in memory."""
@@ -57,7 +58,6 @@ class SequenceIndex:
         store: The tokens.
         length: Longest sequence in tokens, [CLS] and [SEP] included.
         weights: How often an epoch reads each source of the store; None reads everything once.
-        special_tokens: [CLS] and one [SEP] for each segment.
 
     Attributes:
         source_sizes: Sequences of each source with a weight of its own, [sources]; without weights
@@ -66,16 +66,10 @@ class SequenceIndex:
         mean_length: Mean tokens per sequence of an epoch, special tokens included.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        length: int,
-        weights: list[float] | None = None,
-        special_tokens: int = 2,
-    ) -> None:
+    def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
         self.store = store
         self.length = length
-        self._content = length - special_tokens
+        self._content = length - SPECIAL_TOKENS
         documents = len(store.document_ends)
         counts = [np.zeros(1, np.int64)]
         for first in range(0, documents, 2**16 * BLOCK):  # in parts, to bound the memory
@@ -89,7 +83,7 @@ class SequenceIndex:
         self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
         tokens = np.diff(self._documents(bounds)[0])
         mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
-        self.mean_length = special_tokens + float(mean)
+        self.mean_length = SPECIAL_TOKENS + float(mean)
 
     def __len__(self) -> int:
         return int(self.source_sizes.sum())
@@ -189,9 +183,8 @@ class BatchFormat:
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
             the tokens before it, and corrupts nothing.
-        seed: Seed of masks and segments.
+        seed: Seed of the masks.
         whole_word: Whether whole words are masked instead of single tokens.
-        segments: As in `corpus.segments`.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
             `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
@@ -204,7 +197,6 @@ class BatchFormat:
     mask_rate: float | None
     seed: int
     whole_word: bool = False
-    segments: str = "one"
     packed: bool = False
     pad_predictions_to: int | None = None
 
@@ -228,23 +220,9 @@ def make_batch(
         label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
             those of the masked tokens, or without masks those before the labels.
         labels: [n] int64, ids of the original tokens.
-        token_type_ids: [B, L] or packed [1, T], 1 in the second segment; only with two segments.
-        sentence_labels: [B] int64, 0 if B follows A, 1 if not, -100 for a row without B; only with
-            an objective for them.
     """
-    vocab, segments, seed = batch_format.vocab, batch_format.segments, batch_format.seed
-    texts, more = _read_texts(sequences, sequence_ids), dict[str, NDArray]()
-    rows: Sequence[tuple[NDArray, ...]] = [(text,) for text in texts]
-    if segments != "one":
-        other_ids = draw_other_sequences(sequence_ids, epochs, len(sequences), seed)
-        others = _read_texts(sequences, other_ids) if segments == "next" else []
-        key = sequence_ids, epochs
-        rows, sentence_labels = split_segments(texts, others, *key, vocab, segments, seed)
-        if segments in SENTENCE_OBJECTIVES:
-            more["sentence_labels"] = sentence_labels
-    ids, token_types, lengths = _join_segments(rows, vocab)
-    if segments != "one":
-        more["token_type_ids"] = token_types
+    vocab, seed = batch_format.vocab, batch_format.seed
+    ids, lengths = _read_sequences(sequences, sequence_ids, vocab)
     column = np.arange(ids.shape[1])
     padding_mask = column < lengths[:, None]
     rate, multiple = batch_format.mask_rate, batch_format.pad_predictions_to
@@ -260,39 +238,28 @@ def make_batch(
     if batch_format.packed:
         layout = packed_layout(lengths)
         inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
-        if "token_type_ids" in more:
-            more["token_type_ids"] = more["token_type_ids"][padding_mask][None]
     label_positions = np.flatnonzero(chosen)
     if multiple is not None:
         count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
         padding = (0, count - len(label_positions))
         label_positions = np.pad(label_positions, padding)
         labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
-    tensors = more | {"input_ids": inputs, "label_positions": label_positions, "labels": labels}
+    tensors = {"input_ids": inputs, "label_positions": label_positions, "labels": labels}
     return layout | {name: torch.from_numpy(values) for name, values in tensors.items()}
 
 
-def _read_texts(sequences: SequenceIndex, sequence_ids: Indices) -> list[NDArray]:
-    """Tokens of sequences, without special tokens."""
+def _read_sequences(
+    sequences: SequenceIndex, sequence_ids: Indices, vocab: Vocab
+) -> tuple[Indices, Indices]:
+    """Read sequences with special tokens and padding, [B, L], and their lengths, [B]."""
     start, size = (values.tolist() for values in sequences.locate(sequence_ids))
-    return [sequences.store.read(first, count) for first, count in zip(start, size)]
-
-
-def _join_segments(
-    rows: Sequence[tuple[NDArray, ...]], vocab: Vocab
-) -> tuple[Indices, Indices, Indices]:
-    """Add special tokens and padding: ids [B, L], token types [B, L], lengths [B]."""
-    lengths = np.array([1 + sum(len(segment) + 1 for segment in row) for row in rows])
-    ids = np.full((len(rows), int(lengths.max())), vocab.pad_id, np.int64)
-    token_types = np.zeros_like(ids)
+    lengths = np.array(size) + SPECIAL_TOKENS
+    ids = np.full((len(lengths), int(lengths.max())), vocab.pad_id, np.int64)
     ids[:, 0] = vocab.cls_id
-    for row, segments in enumerate(rows):
-        end = 1
-        for number, segment in enumerate(segments):
-            start, end = end, end + len(segment) + 1
-            ids[row, start : end - 1], ids[row, end - 1] = segment, vocab.sep_id
-            token_types[row, start:end] = number
-    return ids, token_types, lengths
+    for row, (first, count) in enumerate(zip(start, size)):
+        ids[row, 1 : count + 1] = sequences.store.read(first, count)
+        ids[row, count + 1] = vocab.sep_id
+    return ids, lengths
 
 
 def packed_layout(lengths: Indices) -> dict[str, Any]:

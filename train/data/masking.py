@@ -19,14 +19,7 @@ IGNORE_INDEX = -100
 """Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
-"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token.
-
-3 to 5 are those of `train.data.segments`; the next free one is 6.
-"""
-
-
-SENTENCE_ENDS = ".!?\u3002\uff01\uff1f"
-"""Marks that end a sentence, in English and Chinese."""
+"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,6 @@ class Vocab:
         special_ids: Ids of all special tokens, which are never masked.
         is_continuation: [V] bool, whether an id continues a word (##ing); None if tokens do not
             show it.
-        sentence_end_ids: Ids of the marks that end a sentence.
     """
 
     cls_id: int
@@ -49,7 +41,6 @@ class Vocab:
     size: int
     special_ids: tuple[int, ...]
     is_continuation: NDArray[np.bool_] | None = None
-    sentence_end_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "Vocab":
@@ -61,10 +52,8 @@ class Vocab:
         require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
-        continuation, pieces = find_continuations(tokenizer), tokenizer.get_vocab()
-        ends = tuple(pieces[mark] for mark in SENTENCE_ENDS if mark in pieces)
-        size = len(tokenizer)
-        return cls(cls_id, sep_id, pad_id, mask_id, size, special_ids, continuation, ends)
+        continuation = find_continuations(tokenizer)
+        return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
 
 
 def mask_tokens(

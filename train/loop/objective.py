@@ -27,23 +27,18 @@ class LanguageModel(nn.Module):
 
     Args:
         model: A model whose head is at `cls`, as in transformers' BERT and RoFormer.
-        sentence_weight: Weight of the loss of a sequence's `sentence_labels` beside that of a
-            token; 0 makes no layer for them.
 
     Raises:
         InputError: The model has no such head, or does not know its attention implementation.
     """
 
-    def __init__(self, model: PreTrainedModel, sentence_weight: float = 0.0) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         kind = repr(model.config.model_type)
         rule = "must keep its language-model head under `cls`, as roformer and bert do"
         require(hasattr(model, "cls"), "model.type", rule, kind, "use one of those")
         self.model = model
         self.cross_entropy = CrossEntropy()
-        self.sentence_weight = sentence_weight
-        if sentence_weight:  # in checkpoints, not in the finished model
-            self.sentence_head = nn.Linear(model.config.hidden_size, 2)
         known = not self.packed or isinstance(model, RoFormerPreTrainedModel)
         rule, found = "must be an implementation that model.type knows", f"{UNPADDED!r} for {kind}"
         require(known, "model.attention", rule, found, "use sdpa or train a roformer")
@@ -89,12 +84,7 @@ class LanguageModel(nn.Module):
         self.model.tie_weights()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        label_positions: Tensor,
-        labels: Tensor,
-        sentence_labels: Tensor | None = None,
-        **layout: Any,
+        self, input_ids: Tensor, label_positions: Tensor, labels: Tensor, **layout: Any
     ) -> tuple[Tensor, Tensor]:
         """Compute the summed cross-entropy and the number of correct predictions.
 
@@ -106,10 +96,8 @@ class LanguageModel(nn.Module):
             input_ids: [B, L], or packed [1, T].
             label_positions: [n] positions in the flattened `input_ids` whose hidden states predict.
             labels: [n] token ids to predict; -100 is ignored.
-            sentence_labels: [B] classes to predict from [CLS]; -100 is ignored.
             **layout: `attention_mask` [B, L], or for a packed row `position_ids` [1, T],
-                `cu_seq_lens_q` [B + 1] and `max_length_q`; and perhaps `token_type_ids`; as from
-                `batching.make_batch`.
+                `cu_seq_lens_q` [B + 1] and `max_length_q`; as from `batching.make_batch`.
 
         Returns:
             Loss in nats, float32 scalar, and a count, scalar.
@@ -120,17 +108,11 @@ class LanguageModel(nn.Module):
             layout["unpad"] = True
         hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
-        loss, correct = self.cross_entropy(logits, labels)
-        if sentence_labels is not None:
-            starts = layout.get("cu_seq_lens_q")
-            first = hidden[:, 0] if starts is None else hidden[0, starts[:-1]]  # [B, E]
-            sentence_loss, _ = self.cross_entropy(self.sentence_head(first), sentence_labels)
-            loss = loss + self.sentence_weight * sentence_loss
-        return loss, correct
+        return self.cross_entropy(logits, labels)
 
 
 def build_language_model(
-    settings: ModelSettings, config: PreTrainedConfig, seed: int, sentence_weight: float = 0.0
+    settings: ModelSettings, config: PreTrainedConfig, seed: int
 ) -> LanguageModel:
     """Build the model of a configuration with its loss, in float32."""
     model = build_model(settings, config, seed)
@@ -138,7 +120,7 @@ def build_language_model(
         # renamed in transformers after 5.17
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)()
-    return LanguageModel(model, sentence_weight)
+    return LanguageModel(model)
 
 
 def check_model(settings: ModelSettings, length: int) -> None:
