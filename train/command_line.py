@@ -46,10 +46,13 @@ def run_command(
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
         main(parsed)
     except InputError as error:
+        torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
+        is_distributed = torch is not None and torch.distributed.is_initialized()
         if is_local_main:
             print(f"error: {error}", file=sys.stderr)
-        torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
-        if torch is not None and torch.distributed.is_initialized():
+        elif is_distributed:  # the others may not have met it
+            print(f"error (process {os.environ['LOCAL_RANK']}): {error}", file=sys.stderr)
+        if is_distributed:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(2)  # threads of torch.distributed can abort a normal exit

@@ -68,10 +68,13 @@ def _git(clone: Path, *command: str) -> str:
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Return whether an error of a forward or backward pass means too little memory."""
-    # torch's CPU allocator; cuBLAS and cuDNN
-    messages = ("allocate", "not enough memory", "STATUS_ALLOC_FAILED")
+    # torch's allocators and mmap; cuBLAS and cuDNN
+    messages = (
+        "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
+        "status_alloc_failed",
+    )  # fmt: skip
     is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return is_known or any(message in str(error) for message in messages)
+    return is_known or any(message in str(error).lower() for message in messages)
 
 
 def peak_memory(device: torch.device) -> int:

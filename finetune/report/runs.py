@@ -281,7 +281,7 @@ def _model_texts(runs: pd.DataFrame) -> list[str]:
 
     Random weights do not depend on the pretraining, so that those of bert-0 and bert-1 are called
     bert. If both were run on one task, the second keeps its full name; so do models of several
-    sizes, because `split_seed` reads roformer-128 as seed 128 of roformer.
+    sizes, because `split_seed` reads roformer-12 as seed 12 of roformer.
     """
     sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
     sizes = runs.groupby(["base_name", "label"])["parameters"].transform("nunique")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.atomic_dir import model_name, write_dir_atomically
+from train.atomic_dir import model_name, split_seed, write_dir_atomically
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
@@ -43,3 +43,9 @@ def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, mo
 )
 def test_a_model_has_the_telling_part_of_its_path_for_a_name(place, name):
     assert model_name(place) == name
+
+
+def test_a_size_is_no_seed():
+    assert split_seed("bert-1") == ("bert", 1)
+    for name in ("bert", "roformer-128", "roformer-small"):
+        assert split_seed(name) == (name, 0)

@@ -25,7 +25,13 @@ from train.loop.evaluate import main as validate
 from train.loop.loader import raise_open_file_limit
 from train.loop.model_init import build_config, build_model
 from train.pretrain import all_reduce_step_info, send_to_device
-from train.settings import OPTIMIZERS, HeldOutSettings, ModelSettings, OptimSettings
+from train.settings import (
+    OPTIMIZERS,
+    HeldOutSettings,
+    InputError,
+    ModelSettings,
+    OptimSettings,
+)
 
 
 def model_config(run: Path) -> dict:
@@ -283,6 +289,24 @@ def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenize
         bert.bert.embeddings.position_embeddings.weight.zero_()
         ids = torch.tensor([[7]])
         torch.testing.assert_close(model.eval()(ids).logits, bert.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stock"),
+    [
+        ("roformer", transformers.RoFormerForMaskedLM),
+        ("roformer", transformers.BertForMaskedLM),
+        ("bert", transformers.BertForMaskedLM),
+    ],
+)
+def test_a_checkpoint_without_a_layer_is_refused(kind, stock, tmp_path):
+    model = stock(stock.config_class(**TINY_MODEL))
+    weights = {k: v for k, v in model.state_dict().items() if ".layer.1." not in k}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    settings = ModelSettings(type=kind, init=str(tmp_path))
+    config = build_config(settings, 16)
+    with pytest.raises(InputError, match=r"model must hold all weights, got .*layer\.1"):
+        build_model(settings, config, seed=0)
 
 
 MISFITS = {

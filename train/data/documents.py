@@ -258,7 +258,7 @@ def _check_text(value: object, column: str, place: object) -> str:
 
 def _read_hub(name: str, part: str, column: str) -> Iterator[str]:
     """Texts of a hub data set, OWNER/NAME or OWNER/NAME:CONFIGURATION, read as a stream."""
-    import datasets  # local files are read where it is not installed
+    import datasets  # slow to import, and not needed for files
 
     dataset, _, configuration = name.partition(":")
     try:

@@ -60,8 +60,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
-        # buffers are constant; their broadcast would block evaluations in which some processes
-        # have fewer batches
+        # every process computes the same buffers
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
     ]
     try:

@@ -1,7 +1,8 @@
 """Configuration and initial weights of a model: random, from a checkpoint, or from a BERT."""
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +69,10 @@ def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if not getattr(config, "has_position_limit", True) and rope.get("rope_type") == "default":
         config.max_position_embeddings = max(config.max_position_embeddings, length)
+
+
+POSITION_WEIGHTS = re.compile(r"position_embeddings|score_bias|\.relative\.")
+"""Names of the weights of position encodings."""
 
 
 @contextmanager
@@ -154,14 +159,34 @@ def build_model(
             model, report = auto_class.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
-            missing = sorted(report["missing_keys"]) if require_all_weights else []
-            rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
-            require(not missing, "model", rule, found, "pretrain it first")
+            new_encoding = "position_encoding" in settings.config
+            _require_weights(report["missing_keys"], settings, require_all_weights, new_encoding)
             return model.train()  # from_pretrained returns it in evaluation mode
         model = auto_class.from_config(config, **options)
-        bert = AutoModelForMaskedLM.from_pretrained(settings.init, dtype=torch.float32)
+        bert, report = AutoModelForMaskedLM.from_pretrained(
+            settings.init, output_loading_info=True, dtype=torch.float32
+        )
+        _require_weights(report["missing_keys"], settings, require_all_weights)
         load_bert_weights(model, bert)
     return model
+
+
+def _require_weights(
+    missing_keys: Iterable[str],
+    settings: ModelSettings,
+    includes_head: bool,
+    new_encoding: bool = False,
+) -> None:
+    """Refuse a checkpoint without weights of the encoder, or perhaps of the head.
+
+    Weights of a `new_encoding` of positions may be missing.
+    """
+    free = () if includes_head else ("cls.",)
+    missing = sorted(key for key in missing_keys if not key.startswith(free))
+    if new_encoding:
+        missing = [key for key in missing if not POSITION_WEIGHTS.search(key)]
+    rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
+    require(not missing, "model", rule, found, "pretrain it first")
 
 
 def auto_model_class(config: PreTrainedConfig) -> Any:

@@ -14,6 +14,7 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import log_rows, refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
+from train.environment import is_out_of_memory
 from train.loop.flops import step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
@@ -185,3 +186,16 @@ def test_options_of_speed_and_memory_change_no_loss(pretrain):
     for option in ("--model.gradient_checkpointing=true", "--run.workers=2"):
         name = option.partition("=")[0].rpartition(".")[2]
         assert_close_runs(plain, pretrain(option, f"--run.name={name}"), "loss")
+
+
+@pytest.mark.parametrize(
+    ("message", "is_memory"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", True),
+        ("Expected tensor to be pre-allocated", False),
+    ],
+)
+def test_only_errors_of_memory_are_taken_for_them(message, is_memory):
+    assert is_out_of_memory(RuntimeError(message)) == is_memory
