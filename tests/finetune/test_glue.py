@@ -185,7 +185,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         ("tokenizer.json", {}, "tokenizer must"),
         ("config.json", {}, "model must"),
         (None, {"model": "empty"}, "model must"),
-        (None, {"model": "bert"}, "model must hold the weights"),
+        (None, {"model": "bert"}, "model must"),
         (None, {"attention": "imagined"}, "attention must"),
         (None, {"task": "rte"}, "glue_dir must"),
         (None, {"save": "model"}, "save must"),
