@@ -135,7 +135,8 @@ def tokenize(
         Each model input except the attention mask, [T]; `lengths`, and `full_lengths` without
         truncation, [N].
     """
-    key = hashlib.sha256(repr((identify_tokenizer(tokenizer), length)).encode())
+    shape = len(texts), len(texts[0])
+    key = hashlib.sha256(repr((identify_tokenizer(tokenizer), length, shape)).encode())
     for column in texts:
         key.update("\0".join([*column, ""]).encode(errors="surrogatepass"))
     file = Path(cache) / f"task-{key.hexdigest()[:20]}.safetensors"

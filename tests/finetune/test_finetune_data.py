@@ -142,6 +142,12 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
     assert len(list((tmp_path / "tokens").iterdir())) == 5
 
 
+def test_two_texts_of_one_row_are_not_taken_for_two_rows(tmp_path):
+    for texts, lengths in (([["good"], ["bad"]], [5]), ([["good", "bad"]], [3, 3])):
+        made = data.tokenize(texts, tiny_tokenizer(), 16, str(tmp_path))
+        assert made["lengths"].tolist() == lengths
+
+
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / "train.parquet").write_text("no parquet")
