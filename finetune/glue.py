@@ -123,7 +123,7 @@ def fine_tune(
     train, batch_size, tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
     rank, world_size = accelerator.process_index, accelerator.num_processes
     total_steps = settings.epochs * math.ceil(len(train) / batch_size)
-    warmup_steps = round(settings.warmup_share * total_steps)
+    warmup_steps = math.ceil(settings.warmup_share * total_steps)  # as in transformers' Trainer
     factor = schedule_factor(settings.schedule, warmup_steps, total_steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
