@@ -75,9 +75,10 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def micro_batches(self, rows: Rows, tokens: int) -> list[Rows]:
-        """Split rows [B] into parts of at most `tokens` padded tokens, or of one row."""
-        size = max(1, tokens // (self._texts_per_row * int(self.lengths[rows].max())))
+    def micro_batches(self, rows: Rows, tokens: int, processes: int) -> list[Rows]:
+        """Split rows [B] so that each process has at most `tokens` padded tokens, or one row."""
+        row_tokens = self._texts_per_row * int(self.lengths[rows].max())
+        size = processes * max(1, tokens // row_tokens)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     @property

@@ -70,6 +70,16 @@ def test_a_batch_is_what_the_tokenizer_pads(folder, task, encoding, monkeypatch)
     assert load_examples(folder / "glue", task, length=9).lengths.max() == 9
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 50, 100])
+def test_no_process_gets_more_tokens_than_the_limit(folder, processes, tokens):
+    examples = load_examples(folder / "glue", "stsb")
+    parts = examples.micro_batches(np.arange(41), tokens, processes)
+    assert np.concatenate(parts).tolist() == list(range(41))
+    for rows in (part[rank::processes] for part in parts for rank in range(processes)):
+        assert len(rows) <= 1 or examples.batch(rows)["input_ids"].numel() <= tokens
+
+
 GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
 PAIR = {"question1": ["good", " "], "question2": ["film", ""], "label": [1, 0]}
 STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
