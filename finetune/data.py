@@ -27,6 +27,7 @@ from finetune.tasks import Task
 from train.atomic_dir import report_full_disk
 from train.data import vocabulary
 from train.data.stateless_rng import permute
+from train.loop.model_init import check_length
 from train.settings import require
 
 Rows = NDArray[np.int64]
@@ -193,17 +194,11 @@ def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iter
 def check_tokenizer(config: Any, tokenizer: Any, length: int) -> None:
     """Check that the model has embeddings for every position and every token id.
 
-    A configuration whose class has `has_position_limit = False` has no position table.
-
     Raises:
         InputError: The length or the tokenizer does not fit.
     """
-    positions, entries = getattr(config, "max_position_embeddings", None), config.vocab_size
-    limited = getattr(config, "has_position_limit", True)
-    rule = f"must be at most the model's {positions} positions"
-    remedy = "shorten it or take a RoFormer with rope, which has no limit"
-    fits = positions is None or not limited or length <= positions
-    require(fits, "length", rule, length, remedy)
+    check_length(config, length, "length")
+    entries = config.vocab_size
     rule = f"must have at most the model's {entries} entries"
     remedy = "take the tokenizer the model was trained with"
     require(len(tokenizer) <= entries, "tokenizer", rule, len(tokenizer), remedy)
