@@ -27,6 +27,7 @@ from finetune.tasks import Task
 from train.atomic_dir import report_full_disk
 from train.data import vocabulary
 from train.data.stateless_rng import permute
+from train.loop.model_init import check_length
 from train.settings import require
 
 Rows = NDArray[np.int64]
@@ -75,9 +76,10 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def micro_batches(self, rows: Rows, tokens: int) -> list[Rows]:
-        """Split rows [B] into parts of at most `tokens` padded tokens, or of one row."""
-        size = max(1, tokens // (self._texts_per_row * int(self.lengths[rows].max())))
+    def micro_batches(self, rows: Rows, tokens: int, processes: int) -> list[Rows]:
+        """Split rows [B] so that each process has at most `tokens` padded tokens, or one row."""
+        row_tokens = self._texts_per_row * int(self.lengths[rows].max())
+        size = processes * max(1, tokens // row_tokens)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     @property
@@ -135,7 +137,8 @@ def tokenize(
         Each model input except the attention mask, [T]; `lengths`, and `full_lengths` without
         truncation, [N].
     """
-    key = hashlib.sha256(repr((identify_tokenizer(tokenizer), length)).encode())
+    shape = len(texts), len(texts[0])
+    key = hashlib.sha256(repr((identify_tokenizer(tokenizer), length, shape)).encode())
     for column in texts:
         key.update("\0".join([*column, ""]).encode(errors="surrogatepass"))
     file = Path(cache) / f"task-{key.hexdigest()[:20]}.safetensors"
@@ -191,17 +194,11 @@ def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iter
 def check_tokenizer(config: Any, tokenizer: Any, length: int) -> None:
     """Check that the model has embeddings for every position and every token id.
 
-    A configuration whose class has `has_position_limit = False` has no position table.
-
     Raises:
         InputError: The length or the tokenizer does not fit.
     """
-    positions, entries = getattr(config, "max_position_embeddings", None), config.vocab_size
-    limited = getattr(config, "has_position_limit", True)
-    rule = f"must be at most the model's {positions} positions"
-    remedy = "shorten it or take a RoFormer with rope, which has no limit"
-    fits = positions is None or not limited or length <= positions
-    require(fits, "length", rule, length, remedy)
+    check_length(config, length, "length")
+    entries = config.vocab_size
     rule = f"must have at most the model's {entries} entries"
     remedy = "take the tokenizer the model was trained with"
     require(len(tokenizer) <= entries, "tokenizer", rule, len(tokenizer), remedy)

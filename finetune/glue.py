@@ -123,7 +123,7 @@ def fine_tune(
     train, batch_size, tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
     rank, world_size = accelerator.process_index, accelerator.num_processes
     total_steps = settings.epochs * math.ceil(len(train) / batch_size)
-    warmup_steps = round(settings.warmup_share * total_steps)
+    warmup_steps = math.ceil(settings.warmup_share * total_steps)  # as in transformers' Trainer
     factor = schedule_factor(settings.schedule, warmup_steps, total_steps)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -167,13 +167,13 @@ def compute_gradients(
 ) -> Tensor:
     """Accumulate the gradients of the mean loss over the rows [B] that all processes share.
 
-    A micro-batch of one process has at most `tokens` tokens.
+    A micro-batch of one process has at most `tokens` tokens, or one row.
 
     Returns:
         The loss summed over this process's rows, scalar.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    micro_batches = examples.micro_batches(rows, tokens * world_size)
+    micro_batches = examples.micro_batches(rows, tokens, world_size)
     loss = torch.zeros((), device=accelerator.device)
     for i, part in enumerate(micro_batches, start=1):
         shard = part[rank::world_size]
@@ -196,7 +196,7 @@ def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Ac
         InputError: The largest micro-batch does not fit into memory.
     """
     longest = np.argsort(train.lengths, kind="stable")[::-1]
-    rows = train.micro_batches(longest, tokens * accelerator.num_processes)[0]
+    rows = train.micro_batches(longest, tokens, accelerator.num_processes)[0]
     try:
         compute_gradients(model, train, rows, tokens, accelerator)
     except (MemoryError, RuntimeError) as error:
@@ -247,9 +247,9 @@ def predict(
     logits = torch.zeros(len(examples), num_labels, device=accelerator.device)
     order = np.argsort(examples.lengths, kind="stable")
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    tokens = settings.micro_batch_tokens * world_size
+    tokens = settings.micro_batch_tokens
     for start in range(0, len(order), batch_size):
-        for rows in examples.micro_batches(order[start : start + batch_size], tokens):
+        for rows in examples.micro_batches(order[start : start + batch_size], tokens, world_size):
             shard = rows[rank::world_size]
             batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
             batch.pop("labels")

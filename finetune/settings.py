@@ -51,7 +51,7 @@ class Recipe:
     schedule: str = "linear"
     """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
     warmup_share: float = 0.1
-    """Share of the steps over which the learning rate rises from 0 to its peak."""
+    """Share of the steps, rounded up, over which the learning rate rises from 0 to its peak."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; biases and LayerNorms are exempt."""
     clip_norm: float = 1.0

@@ -70,6 +70,16 @@ def test_a_batch_is_what_the_tokenizer_pads(folder, task, encoding, monkeypatch)
     assert load_examples(folder / "glue", task, length=9).lengths.max() == 9
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 50, 100])
+def test_no_process_gets_more_tokens_than_the_limit(folder, processes, tokens):
+    examples = load_examples(folder / "glue", "stsb")
+    parts = examples.micro_batches(np.arange(41), tokens, processes)
+    assert np.concatenate(parts).tolist() == list(range(41))
+    for rows in (part[rank::processes] for part in parts for rank in range(processes)):
+        assert len(rows) <= 1 or examples.batch(rows)["input_ids"].numel() <= tokens
+
+
 GOOD = {"sentence": ["good film", "bad film"], "label": [1, 0]}
 PAIR = {"question1": ["good", " "], "question2": ["film", ""], "label": [1, 0]}
 STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
@@ -140,6 +150,12 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
     for tokenizer in (None, larger, left):
         load_examples(tmp_path, "stsb", length=9, tokenizer=tokenizer)
     assert len(list((tmp_path / "tokens").iterdir())) == 5
+
+
+def test_two_texts_of_one_row_are_not_taken_for_two_rows(tmp_path):
+    for texts, lengths in (([["good"], ["bad"]], [5]), ([["good", "bad"]], [3, 3])):
+        made = data.tokenize(texts, tiny_tokenizer(), 16, str(tmp_path))
+        assert made["lengths"].tolist() == lengths
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, pipeline
 
 from finetune import glue
@@ -64,6 +65,23 @@ def test_every_encoder_gets_the_same_head(folder, protocol):
         assert all(x.equal(y) for x, y in zip(head.parameters(), first.parameters(), strict=True))
     other_seed = load(run_settings(folder, "stsb", seed=1, **protocol)).head
     assert not other_seed.dense.weight.equal(first.dense.weight)
+
+
+@pytest.mark.parametrize("kind", ["roformer", "bert"])
+@pytest.mark.parametrize("protocol", [{}, MEAN])
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_weights_may_be_missing_in_the_head_only(folder, kind, protocol, has_prefix):
+    model = tiny_model(folder / "model", kind)
+    if not has_prefix:
+        AutoModel.from_pretrained(model).save_pretrained(model)
+    run, file = run_settings(folder, "stsb", **protocol), folder / "model" / "model.safetensors"
+    load(run)
+    weights = load_file(file)
+    (name,) = (name for name in weights if name.endswith(".attention.output.dense.weight"))
+    other_shape = weights | {name: weights.pop(name)[:4].clone()}
+    for damaged in (weights, other_shape):
+        save_file(damaged, file, {"format": "pt"})
+        refused(lambda: load(run), "model", model, ".attention.output.dense.weight")
 
 
 @pytest.mark.parametrize("kind", ["roformer", "bert"])

@@ -56,7 +56,7 @@ def check_length(config: PreTrainedConfig, length: int, key: str) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and getattr(config, "has_position_limit", True):
         rule = f"must be at most the {limit} positions of the {config.model_type} table"
-        remedy = "shorten it or train a RoFormer with rope, which has no limit"
+        remedy = "shorten it or use a RoFormer with rope, which has no limit"
         require(length <= limit, key, rule, length, remedy)
 
 
