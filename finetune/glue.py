@@ -1,6 +1,6 @@
 """Fine-tune one model on one task with one seed: `accelerate launch --quiet finetune/glue.py`.
 
-Read `command`, `main` and `fine_tune`: together they are the whole run. The score is that of the
+Read `main`, `run` and `fine_tune`: together they are the whole run. The score is that of the
 weights after the last epoch on the validation split; nothing is selected on the split that is
 reported. Each run appends one line to the results file and writes its predictions beside it.
 """
@@ -59,7 +59,7 @@ class DivergedError(ArithmeticError):
     """The loss, a gradient or a logit is not finite."""
 
 
-def main(
+def run(
     settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
 ) -> Result:
     """Fine-tune, score, write the predictions, append the result.
@@ -345,10 +345,10 @@ def check_forward(model: Model, data: Data, task: Task) -> None:
     require(found == str((2, task.num_labels)), "model", rule, found, remedy)
 
 
-def command(settings: GlueSettings) -> None:
+def main(settings: GlueSettings) -> None:
     """Run, print the outcome in one line, and exit with code 1 if the run diverged."""
     accelerator = start_accelerator()
-    result = main(settings, accelerator)
+    result = run(settings, accelerator)
     accelerator.print(format_result(result))
     answers = prediction_file(settings.output, result, "test").with_suffix(".csv")
     if answers.exists():
@@ -359,4 +359,4 @@ def command(settings: GlueSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(command, GlueSettings)
+    run_command(main, GlueSettings)

@@ -244,7 +244,7 @@ def make_run(run: GlueSettings, slot: int) -> Result | None:
             return None
         accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
         try:
-            return glue.main(run, accelerator, slot)
+            return glue.run(run, accelerator, slot)
         finally:
             accelerator.free_memory()
 

@@ -38,7 +38,7 @@ def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
     for tokens in (16384, 40, 1):
         # clipped gradients would be alike whatever the loss is divided by
         run = run_settings(folder, "stsb", epochs=2, clip_norm=1e9, micro_batch_tokens=tokens)
-        logits.append(predictions_of(run, glue.main(run))[1])
+        logits.append(predictions_of(run, glue.run(run))[1])
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-5)
     np.testing.assert_allclose(logits[2], logits[0], atol=2e-5)
 
@@ -50,18 +50,18 @@ def test_a_lack_of_memory_is_one_line_before_the_first_step(folder, monkeypatch)
     monkeypatch.setattr(roformer.RoFormerForSequenceClassification, "forward", allocate)
     monkeypatch.setattr(glue, "check_forward", lambda *args: None)
     monkeypatch.setattr(glue, "set_learning_rate", None)  # a step would call it
-    refused(lambda: glue.main(run_settings(folder)), "micro_batch_tokens")
+    refused(lambda: glue.run(run_settings(folder)), "micro_batch_tokens")
 
 
 def test_a_run_says_how_much_its_length_cuts_off(folder, capsys):
     texts = ["good film", "good " * 20, "bad day", "bad " * 30]  # and [CLS], [SEP]
     for split in ("train", "validation"):
         write_split(folder / "glue", "sst2", split, {"sentence": texts, "label": [1, 1, 0, 0]})
-    line = glue.main(run_settings(folder, length=12))
+    line = glue.run(run_settings(folder, length=12))
     cut = {"texts": 0.5, "tokens": round((22 - 12 + 32 - 12) / (4 + 22 + 4 + 32), 4)}
     assert line["truncation"] == {"train": cut, "validation": cut}
     assert "train: 50.0% of the texts are longer than 12 tokens" in capsys.readouterr().out
-    assert glue.main(run_settings(folder))["truncation"]["train"]["tokens"] == 0
+    assert glue.run(run_settings(folder))["truncation"]["train"]["tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     recipe = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     recipe["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
     asked = run_settings(folder, task, batch_size=20, **recipe)  # the last batches are smaller
-    result = glue.main(asked)
+    result = glue.run(asked)
     labels, ours = predictions_of(asked, result)
     file = parquet.read_table(folder / f"glue/{task}/validation.parquet")
     assert labels.tolist() == file["label"].to_pylist()
@@ -119,7 +119,7 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
 
 def test_a_line_says_all_that_made_it(folder):
     asked = run_settings(folder, "mnli", seed=2)
-    result = glue.main(asked)
+    result = glue.run(asked)
     (line,) = read_results(asked.output)
     assert line == json.loads(json.dumps(result))
     assert {name: line[name] for name in RUN_KEY} == {
@@ -140,11 +140,11 @@ def test_a_diverged_run_is_kept_and_the_control_never_sees_its_weights(folder):
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
     asked = run_settings(folder)
     with pytest.raises(SystemExit) as ended:
-        glue.command(asked)
+        glue.main(asked)
     assert ended.value.code == 1
     (line,) = read_results(asked.output)
     assert (line["status"], line["headline"]) == ("diverged", None)
-    assert glue.main(replace(asked, random_weights=True))["status"] == "done"
+    assert glue.run(replace(asked, random_weights=True))["status"] == "done"
 
 
 @pytest.mark.parametrize(("first", "status"), [(True, "done"), (False, "diverged")])
@@ -158,7 +158,7 @@ def test_fp16_leaves_a_batch_out_and_ends_where_all_overflow(first, status, fold
     run = run_settings(folder, epochs=9)
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu")  # as in fp16, which is for GPUs
-    line = glue.main(run, accelerator)
+    line = glue.run(run, accelerator)
     (kept,) = read_results(run.output)
     assert line["status"] == kept["status"] == status
     assert first == (math.isfinite(line.get("loss", math.nan)))
@@ -168,7 +168,7 @@ def test_sharded_weights_are_not_saved_by_halves(folder, monkeypatch):
     sharded = SimpleNamespace(value="FSDP")
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: sharded))
     run = run_settings(folder, save=str(folder / "tuned"))
-    refused(lambda: glue.main(run, Accelerator(cpu=True)), "save must", "got FSDP")
+    refused(lambda: glue.run(run, Accelerator(cpu=True)), "save must", "got FSDP")
 
 
 def test_segments_are_asked_for_where_the_model_has_them(folder):
@@ -203,7 +203,7 @@ def test_a_run_that_cannot_be_made_is_one_line_and_leaves_nothing(
     if damaged:
         (folder / "model" / damaged).write_text("{}")
     monkeypatch.chdir(folder)
-    refused(lambda: glue.main(run_settings(folder, **changes)), rule)
+    refused(lambda: glue.run(run_settings(folder, **changes)), rule)
     assert not (folder / "results.jsonl").exists()
 
 
@@ -211,7 +211,7 @@ def test_two_processes_score_each_example_once_and_match_one(folder):
     """41 training and 19 validation rows: the last batches leave one process without a row."""
     tiny_model(folder / "model", "roformer", **NO_DROPOUT)
     asked = run_settings(folder, "stsb", epochs=2, batch_size=8, learning_rate=1e-3)
-    one = glue.main(asked)
+    one = glue.run(asked)
     flags = [f"--{k}={v}" for k, v in vars(asked).items() if v is not None and v is not False]
     done = command(*TORCHRUN, "finetune/glue.py", *flags, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
@@ -232,7 +232,7 @@ def test_a_tiny_model_runs_on_every_task_and_only_whole_data_are_official(real_d
     (data / task).symlink_to(real_data / ("glue_reduced" if reduced else "glue") / task)
     (data / "ax").symlink_to(real_data / "glue" / "ax")
     asked = run_settings(folder, task, glue_dir=str(data), batch_size=64, test=True)
-    result = glue.main(asked)
+    result = glue.run(asked)
     assert result["status"] == "done"
     assert result["official"] is not reduced
     assert result["label"] == f"{task} (9k)" if reduced else task
@@ -245,7 +245,7 @@ def test_a_tiny_model_runs_on_every_task_and_only_whole_data_are_official(real_d
 
 def test_a_run_is_made_again_bit_for_bit_by_its_command(folder):
     asked = run_settings(folder, "stsb", epochs=2, learning_rate=1e-3, seed=3)
-    first = glue.main(asked)
+    first = glue.run(asked)
     threads, program, *words = shlex.split(first["command"])
     assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
     script = Path(sys.executable).parent / program
@@ -257,14 +257,14 @@ def test_a_run_is_made_again_bit_for_bit_by_its_command(folder):
     assert {name: second[name] for name in made} == {name: first[name] for name in made}
     files = (prediction_file(str(path), first, "validation") for path in (asked.output, again))
     assert len({file.read_bytes() for file in files}) == 1
-    assert glue.main(replace(asked, seed=4))["losses"] != first["losses"]
+    assert glue.run(replace(asked, seed=4))["losses"] != first["losses"]
 
 
 def test_a_run_that_learned_one_answer_is_marked(folder):
     texts = ["good film", "bad book"] * 16
     write_split(folder / "glue", "sst2", "train", {"sentence": texts, "label": [1] * 32})
     asked = run_settings(folder, epochs=6)
-    result = glue.main(asked)
+    result = glue.run(asked)
     _, logits = predictions_of(asked, result)
     assert set(logits.argmax(axis=1)) == {1}
     assert result["collapsed"]
@@ -276,7 +276,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
     write_mnli(folder / "glue", tests)
     write_split(folder / "glue", "ax", "test", PAIR)
     asked = run_settings(folder, "mnli", test=True)
-    result = glue.main(asked)
+    result = glue.run(asked)
     written = prediction_file(asked.output, result, "any").parent
     validation = {"validation_matched", "validation_mismatched"}
     assert {file.stem for file in written.iterdir()} == {*validation, *tests, "ax"}
@@ -284,7 +284,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
         labels, logits = read_predictions(file)
         assert logits.shape == (9, 3)
         assert (labels[0] == -1) == (file.stem not in validation)
-    glue.main(replace(asked, test=False))  # the same run: its earlier predictions are stale
+    glue.run(replace(asked, test=False))  # the same run: its earlier predictions are stale
     assert {file.stem for file in written.iterdir()} == validation
 
 
@@ -298,7 +298,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
 def test_rte_begins_from_the_model_fine_tuned_on_mnli(folder, protocol, kind, head):
     """Its encoder and the layers of its head that fit; the last layer is new."""
     saved = str(folder / "tuned")
-    glue.main(run_settings(folder, "mnli", epochs=2, save=saved, **protocol))
+    glue.run(run_settings(folder, "mnli", epochs=2, save=saved, **protocol))
     tuned = kind.from_pretrained(saved).state_dict()
     run = run_settings(folder, "rte", mnli=saved, **protocol)
     config, _ = glue.load_config_and_tokenizer(run, TASKS["rte"])
@@ -312,7 +312,7 @@ def test_rte_begins_from_the_model_fine_tuned_on_mnli(folder, protocol, kind, he
 @pytest.mark.parametrize("kind", ["roberta", "modernbert", "distilbert", "electra"])
 def test_other_encoders_need_no_branch(folder, kind):
     tiny_model(folder / "model", kind)
-    result = glue.main(run_settings(folder, "stsb", learning_rate=1e-3))
+    result = glue.run(run_settings(folder, "stsb", learning_rate=1e-3))
     assert (result["status"], result["model_type"]) == ("done", kind)
 
 
@@ -323,5 +323,5 @@ def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
     write_split(folder / "glue", "sst2", "validation", long)
     for train in (long, short):  # seen before training, not after
         write_split(folder / "glue", "sst2", "train", train)
-        refused(lambda: glue.main(run_settings(folder)), "model must take")
+        refused(lambda: glue.run(run_settings(folder)), "model must take")
     assert not (folder / "results.jsonl").exists()

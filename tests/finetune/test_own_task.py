@@ -63,7 +63,7 @@ def describe(train: str, **changes) -> Task:
 
 COMMANDS = {
     "finetune.describe_task": (main, DescribeSettings),
-    "finetune/glue.py": (glue.command, GlueSettings),
+    "finetune/glue.py": (glue.main, GlueSettings),
     "finetune.report.error_analysis": (error_analysis.main, ErrorAnalysisSettings),
 }
 
@@ -220,7 +220,7 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
 def own_run(**changes) -> dict:
     torch.manual_seed(0)
     tiny_model(Path("model"), "roformer")
-    return glue.main(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
+    return glue.run(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
 
 
 def predicted() -> list:

@@ -98,7 +98,7 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     write_stsb(folder / "glue", train=192)
     saved = folder / "saved"
     run = run_settings(folder, task, epochs=6, save=str(saved), **protocol)
-    result = glue.main(run)
+    result = glue.run(run)
     assert result["headline"] > result["majority"] + 0.3
     model = SharedHeadClassifier.from_pretrained(saved)
     assert result["parameters"] == model.num_parameters()
@@ -112,8 +112,8 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     with pytest.raises((OSError, ValueError), match="config.json"):
         pipeline("text-classification", str(saved))
     whole = run_settings(folder, task, model=str(saved))
-    refused(lambda: glue.main(whole), "model must", f"take {saved / ENCODER}")
-    again = glue.main(run)  # an earlier save is replaced
+    refused(lambda: glue.run(whole), "model must", f"take {saved / ENCODER}")
+    again = glue.run(run)  # an earlier save is replaced
     assert again["losses"] == result["losses"]
     card = re.search(r"```python\n(.*?)```", (saved / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(saved)
