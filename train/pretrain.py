@@ -135,7 +135,9 @@ def train(
 ) -> int | None:
     """Train from the newest checkpoint, or from the beginning, until the end or a stop request.
 
-    Returns the exit code of the stop reason, or None when the run is finished.
+    Returns:
+        None when the run is finished, else the exit code: 0 after the time limit, above 0 after a
+        signal.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
     learning_rate = learning_rate_schedule(optim, total)
@@ -147,10 +149,11 @@ def train(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
     )
     state = checkpoints.resume(total)
-    seconds, peak = state["seconds"], peak_flops(run.peak_tflops, accelerator)
-    fit_micro_batches(dataset, model, language_model, accelerator)
-    if seconds >= optim.seconds:
+    seconds = state["seconds"]
+    if state["step"] == total or seconds >= optim.seconds:
         return None
+    peak = peak_flops(run.peak_tflops, accelerator)
+    fit_micro_batches(dataset, model, language_model, accelerator)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
@@ -184,7 +187,8 @@ def train(
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
             seconds, *stop_requests = step_info.wait()
-            finished, stopped = done == total or seconds >= optim.seconds, any(stop_requests)
+            finished = done == total or seconds >= optim.seconds
+            stopped = any(stop_requests)
             if done % run.log_every == 0 or finished:
                 log.report_training(done, step_rate, norm)
             if done % run.validate_every == 0 or finished:

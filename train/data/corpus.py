@@ -309,7 +309,7 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
         yield f"{warning}: corpus.tokenizer cuts words into {pieces:.1f} pieces; {remedy}"
     if part == "validation" and tokens < MIN_HELD_OUT:
         remedy = f"the loss of so few is uncertain; give {MIN_HELD_OUT:,}"
-        yield f"{warning} has {tokens:,} tokens, of which 15 % are predicted; {remedy}"
+        yield f"{warning} has {tokens:,} tokens; {remedy}"
 
 
 def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
