@@ -51,7 +51,8 @@ def run_command(
         if is_local_main:
             print(f"error: {error}", file=sys.stderr)
         elif is_distributed:  # the others may not have met it
-            print(f"error (process {os.environ['LOCAL_RANK']}): {error}", file=sys.stderr)
+            rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
+            print(f"error (process {rank}): {error}", file=sys.stderr)
         if is_distributed:
             sys.stdout.flush()
             sys.stderr.flush()

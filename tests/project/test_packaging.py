@@ -1,12 +1,17 @@
 """The wheel: roformer/ alone, and enough by itself."""
 
+import ast
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
+from importlib.metadata import packages_distributions
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tiny import ROOT
 
@@ -18,6 +23,22 @@ def wheel(tmp_path_factory):
     subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     return path
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["train"], *extras["glue"]]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    own = ("roformer", "train", "finetune")
+    files = [file for name in own for file in (ROOT / name).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    imported = {name.split(".")[0] for name in names}.difference(own, sys.stdlib_module_names)
+    providers = packages_distributions()
+    for name in imported:
+        assert declared.intersection(map(canonicalize_name, providers[name])), name
 
 
 def test_the_wheel_holds_roformer_alone(wheel):
