@@ -175,7 +175,7 @@ def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain, monkeyp
     assert rates[half] == pytest.approx(max(rates.values()) / 2, rel=0.4)
     assert (run / "model" / "config.json").exists()
     # a launch of the finished run that ends at once leaves the model
-    monkeypatch.setattr("train.pretrain.fit_micro_batches", lambda *rest: 1 / 0)
+    monkeypatch.setattr("train.pretrain.build_optimizer", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pretrain(*flags)
     assert (run / "model" / "config.json").exists()
