@@ -7,10 +7,11 @@ import sys
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tiny import ROOT
@@ -39,6 +40,15 @@ def test_every_package_that_is_imported_is_declared():
     providers = packages_distributions()
     for name in imported:
         assert declared.intersection(map(canonicalize_name, providers[name])), name
+
+
+def test_every_installed_package_runs_on_the_oldest_python_that_is_promised():
+    """On a later Python pip also takes versions that refuse 3.11.2, the Python of Debian 12."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    asked = {x.name: x.metadata.get("Requires-Python") or "" for x in distributions()}
+    too_new = {name: x for name, x in asked.items() if not SpecifierSet(x).contains(oldest)}
+    assert not too_new
 
 
 def test_the_wheel_holds_roformer_alone(wheel):
