@@ -34,7 +34,8 @@ def run_command(
 ) -> None:
     """Parse the settings, from `argv` or the command line, as `parse_settings`, and run a command.
 
-    A `default_config` that is read is printed. An `InputError` is one line and exit code 2.
+    A `default_config` that is read is printed. An `InputError` is one line and exit code 2; every
+    process that meets it prints it, all but the first of a machine with their rank.
     """
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
@@ -48,11 +49,9 @@ def run_command(
     except InputError as error:
         torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
         is_distributed = torch is not None and torch.distributed.is_initialized()
-        if is_local_main:
-            print(f"error: {error}", file=sys.stderr)
-        elif is_distributed:  # the others may not have met it
-            rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
-            print(f"error (process {rank}): {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+        process = "" if is_local_main else f" (process {rank})"  # the others may not have met it
+        print(f"error{process}: {error}", file=sys.stderr)
         if is_distributed:
             sys.stdout.flush()
             sys.stderr.flush()
