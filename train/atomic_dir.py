@@ -79,7 +79,8 @@ def model_name(path: str) -> str:
 def split_seed(name: str) -> tuple[str, int]:
     """Split a run's name into model and seed: `bert-1` is seed 1 of `bert`, `bert` is seed 0.
 
-    A seed has one or two digits: `bert-128` is a model of that name.
+    A seed has one or two digits: `bert-128` is a model of that name. Where a run has a
+    settings.yaml, `train.analysis.runs.model_and_seed` reads that instead.
     """
     match = re.fullmatch(r"(.+)-(\d{1,2})", name)
     return (match[1], int(match[2])) if match else (name, 0)

@@ -20,8 +20,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from train.analysis.runs import find_folders
-from train.atomic_dir import split_seed
+from train.analysis.runs import find_folders, model_and_seed
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
@@ -70,8 +69,8 @@ def main(settings: LengthSettings) -> list[Row]:
     """Measure every model at every length, write figure and numbers, print a table."""
     accelerator = start_accelerator()
     rows = []
-    for name, folder in find_folders(settings.models, "models").items():
-        model, seed = split_seed(name)
+    for folder in find_folders(settings.models, "models").values():
+        model, seed = model_and_seed(folder)
         rows += [
             {"model": model, "seed": seed} | row for row in measure(folder, settings, accelerator)
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from train.atomic_dir import model_name
+from train.atomic_dir import model_name, split_seed
 from train.data.vocabulary import BYTES
 from train.settings import require
 
@@ -50,6 +50,20 @@ def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
     return folders
 
 
+def model_and_seed(folder: str) -> tuple[str, int]:
+    """Return model and seed of the folder of a run or its model: `bert` and 1 for runs/bert-1.
+
+    The seed is that of the run's settings.yaml, so that runs/roformer-12 may be seed 0 of
+    `roformer-12`. Without one, `split_seed` reads the name.
+    """
+    name, run = model_name(folder), Path(folder)
+    settings = (run.parent if run.name == "model" else run) / "settings.yaml"
+    if not settings.is_file():
+        return split_seed(name)
+    seed = yaml.safe_load(settings.read_text())["run"]["seed"]
+    return name.removesuffix(f"-{seed}"), seed
+
+
 def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
     """Read the logs of runs, and the unit of their losses: `BITS` if all runs read bytes.
 
@@ -81,10 +95,10 @@ def read_run(folder: str) -> Run:
     logged = not training.empty and not held_out.empty
     require(logged, "runs", "must have logged and evaluated", folder, "wait, or run it longer")
     settings = yaml.safe_load((log.parent / "settings.yaml").read_text())
-    seed = settings["run"]["seed"]
+    model, seed = model_and_seed(folder)
     return Run(
         name=name,
-        model=name.removesuffix(f"-{seed}"),
+        model=model,
         seed=seed,
         training=training,
         held_out=held_out,
