@@ -60,7 +60,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
-        # every process computes the same buffers
+        # every process computes the same buffers, those of FAVOR+ too: a broadcast only costs time
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
     ]
     try:

@@ -28,8 +28,8 @@ CHANGEABLE = {
         "keep", "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
     },
 }  # fmt: skip
-"""Keys that may change when a run is resumed: trained weights do not depend on them, except, with
-dropout, on the micro-batch, which decides the draws."""
+"""Keys that may change when a run is resumed: trained weights do not depend on them, except that
+with dropout the draws depend on `micro_batch`, as on the number of processes."""
 
 
 def settings_dict(settings: Any) -> dict[str, Any]:
