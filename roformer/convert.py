@@ -18,15 +18,15 @@ READS_VALUE = ".attention.output.dense.weight"
 
 
 def convert_rope_layout(
-    state_dict: Mapping[str, Tensor], config: RoFormerConfig, interleave: bool
+    state_dict: Mapping[str, Tensor], config: RoFormerConfig
 ) -> dict[str, Tensor]:
-    """Return weights for a model with the other pairing of coordinates and the same outputs.
+    """Return weights for the other value of `config.rope_interleave`, with the same outputs.
+
+    Twice is the identity, exactly.
 
     Args:
         state_dict: Weights of a RoFormer, with or without head.
-        config: Its configuration; what is returned is for one with the other `rope_interleave`.
-        interleave: True for adjacent pairs, as in the paper; False for coordinates i and i + R/2,
-            as in kernels written for Llama. The inverse of each other, exactly.
+        config: Configuration of these weights, which stays as it is.
 
     Raises:
         ValueError: No coordinates are rotated, or only random features, which have no order.
@@ -41,7 +41,7 @@ def convert_rope_layout(
     pairs = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
     rest = torch.arange(config.rotary_dim, config.attention_head_size)
     permutation = torch.cat((pairs, rest))
-    if interleave:
+    if not config.rope_interleave:
         permutation = permutation.argsort()
     rotated = (*ROTATED, ROTATED_VALUE) if config.rotary_value else ROTATED
     converted = dict(state_dict)

@@ -133,7 +133,7 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share,
     config.rotary_value = rotary_value
     model, ids = enlarge(RoFormerForMaskedLM(config)), torch.randint(0, 60, (2, 30))
     state = model.state_dict()
-    halves = roformer.convert_rope_layout(state, config, interleave=False)
+    halves = roformer.convert_rope_layout(state, config)
     name = "roformer.encoder.layer.0.attention.self.query.weight"
     assert not torch.equal(state[name], halves[name])
     other = copy.copy(config)
@@ -143,7 +143,7 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share,
     converted.save_pretrained(tmp_path)
     for one in (converted, RoFormerForMaskedLM.from_pretrained(tmp_path).eval()):
         assert_near(one(ids).logits, model(ids).logits, 1e-4)
-    back = roformer.convert_rope_layout(halves, other, interleave=True)
+    back = roformer.convert_rope_layout(halves, other)
     assert all(torch.equal(state[name], value) for name, value in back.items())
 
 
@@ -153,7 +153,7 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share,
 def test_what_has_no_order_of_coordinates_is_not_converted(fields):
     model = RoFormerModel(tiny_config(**fields))
     with pytest.raises(ValueError, match="^position_encoding must be rope"):
-        roformer.convert_rope_layout(model.state_dict(), model.config, interleave=False)
+        roformer.convert_rope_layout(model.state_dict(), model.config)
 
 
 @pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
