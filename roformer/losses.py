@@ -70,9 +70,10 @@ def check_sequence_labels(
             f"labels must be integers to choose one of {num_labels} classes, or have the shape "
             f"[{batch_size}, {num_labels}], got {labels.dtype} of shape {list(labels.shape)}"
         )
-    if num_labels == 1:
-        is_multi_label = config.problem_type == "multi_label_classification"
-        check_shape("labels", labels, (batch_size, 1), *[(batch_size,)][is_multi_label:])
+    if config.problem_type == "multi_label_classification":
+        check_shape("labels", labels, (batch_size, num_labels))
+    elif num_labels == 1:
+        check_shape("labels", labels, (batch_size,), (batch_size, 1))
     return labels if labels.is_floating_point() else labels.float()
 
 
