@@ -1,8 +1,7 @@
 """Configuration and initial weights of a model: random, from a checkpoint, or from a BERT."""
 
 import dataclasses
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,10 +68,6 @@ def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if not getattr(config, "has_position_limit", True) and rope.get("rope_type") == "default":
         config.max_position_embeddings = max(config.max_position_embeddings, length)
-
-
-POSITION_WEIGHTS = re.compile(r"position_embeddings|score_bias|\.relative\.")
-"""Names of the weights of position encodings."""
 
 
 @contextmanager
@@ -145,9 +140,13 @@ def _require_vocabulary(
 def build_model(
     settings: ModelSettings, config: PreTrainedConfig, seed: int, require_all_weights: bool = False
 ) -> PreTrainedModel:
-    """Build the model in float32 and training mode; weights missing in a checkpoint are random.
+    """Build the model in float32 and training mode.
 
-    With `require_all_weights` a checkpoint without, for example, a language-model head is refused.
+    A head under `cls` that a checkpoint lacks is random, unless `require_all_weights`, and so are
+    the weights of another position encoding than the checkpoint's.
+
+    Raises:
+        InputError: transformers cannot build the model, or the checkpoint lacks other weights.
     """
     torch.manual_seed(seed)
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
@@ -155,38 +154,31 @@ def build_model(
     with input_errors("model"):
         if settings.init is None:
             return auto_class.from_config(config, **options)
-        if load_config(settings.init, "model.init").model_type == config.model_type:
+        saved = load_config(settings.init, "model.init")
+        if saved.model_type == config.model_type:
             model, report = auto_class.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
-            new_encoding = "position_encoding" in settings.config
-            _require_weights(report["missing_keys"], settings, require_all_weights, new_encoding)
+            _require_weights(settings.init, saved, report["missing_keys"], require_all_weights)
             return model.train()  # from_pretrained returns it in evaluation mode
         model = auto_class.from_config(config, **options)
         bert, report = AutoModelForMaskedLM.from_pretrained(
             settings.init, output_loading_info=True, dtype=torch.float32
         )
-        _require_weights(report["missing_keys"], settings, require_all_weights)
+        _require_weights(settings.init, saved, report["missing_keys"], require_all_weights)
         load_bert_weights(model, bert)
     return model
 
 
 def _require_weights(
-    missing_keys: Iterable[str],
-    settings: ModelSettings,
-    includes_head: bool,
-    new_encoding: bool = False,
+    folder: str, saved: PreTrainedConfig, missing: Collection[str], includes_head: bool
 ) -> None:
-    """Refuse a checkpoint without weights of the encoder, or perhaps of the head.
-
-    Weights of a `new_encoding` of positions may be missing.
-    """
-    free = () if includes_head else ("cls.",)
-    missing = sorted(key for key in missing_keys if not key.startswith(free))
-    if new_encoding:
-        missing = [key for key in missing if not POSITION_WEIGHTS.search(key)]
-    rule, found = "must hold all weights", f"{settings.init} without {missing[:1]}"
-    require(not missing, "model", rule, found, "pretrain it first")
+    """Refuse a checkpoint without weights of its own configuration, a head perhaps excepted."""
+    with torch.device("meta"):
+        own = auto_model_class(saved).from_config(saved).state_dict()
+    lost = [x for x in sorted(own.keys() & missing) if includes_head or not x.startswith("cls.")]
+    rule, found = "must hold all weights of its configuration", f"{folder} without {lost[:1]}"
+    require(not lost, "model", rule, found, "pretrain it first")
 
 
 def auto_model_class(config: PreTrainedConfig) -> Any:
