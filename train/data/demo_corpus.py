@@ -55,16 +55,21 @@ def corpus_file(part: str, cache: str | Path) -> Path:
 def read_docstrings() -> Iterator[tuple[str, bool]]:
     """Yield each docstring once, and whether its source file is held out for validation."""
     seen: set[str] = set()
+    parts: dict[str, bool] = {}
     left = MEGABYTES * 1_000_000
     for number, path in enumerate(source_files()):
+        held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         for text in docstrings(path):
             if len(text) < MIN_CHARACTERS or text in seen:
+                continue
+            # the parts share no text either, however its lines are broken
+            if parts.setdefault("".join(text.split()).lower(), held_out) != held_out:
                 continue
             seen.add(text)
             left -= len(text)
             if left < 0:
                 return
-            yield text, number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+            yield text, held_out
 
 
 def source_files() -> Iterator[Path]:

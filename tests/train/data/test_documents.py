@@ -135,6 +135,16 @@ def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path
     refused(lambda: list(read()), "hub data set with a train split")
 
 
+def test_the_parts_of_the_embedded_corpus_share_no_text_however_its_lines_are_broken(monkeypatch):
+    text = "One docstring in two files. " * 10
+    monkeypatch.setattr(demo_corpus, "source_files", lambda: map(Path, "ab"))
+    monkeypatch.setattr(demo_corpus, "HELD_OUT_EVERY", 2)
+    texts = {"a": [text, "a " * 150], "b": [text.replace(" two", "\ntwo"), "b " * 150]}
+    monkeypatch.setattr(demo_corpus, "docstrings", lambda path: texts[path.name])
+    found = list(demo_corpus.read_docstrings())
+    assert found == [(text, False), ("a " * 150, False), ("b " * 150, True)]
+
+
 def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_corpus, "MEGABYTES", 0.3)
     monkeypatch.setattr(demo_corpus, "PACKAGES", ("jsonargparse",))
