@@ -265,6 +265,7 @@ def test_pretraining_continues_from_a_saved_folder(pretrain, swapped_tokenizer):
 
 
 def test_the_angles_of_a_checkpoint_stay_where_none_are_said(tmp_path):
+    roformer.use_for_auto_classes()  # as the command does when it starts
     rope = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
     tiny_config(rope_parameters=rope).save_pretrained(tmp_path)
     for given in ({}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 300.0}):
