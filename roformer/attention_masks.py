@@ -1,4 +1,4 @@
-"""Attention masks: padding, causality and documents in the form of each implementation.
+"""What computes the attention of a call, and padding, causality and documents in its form.
 
 Legend: B batch, L tokens, S keys, H heads.
 """
@@ -24,6 +24,7 @@ from .padding import (
     BatchMetadata,
     SplitLayout,
     UnpaddedLayout,
+    split_documents,
     unpadded_layout,
     varlen_kwargs,
 )
@@ -65,24 +66,80 @@ class AttentionInputs:
         return hidden_states if self.layout is None else self.layout.to_batch(hidden_states)
 
 
-def select_implementation(
-    config: RoFormerConfig, requested: str, output_attentions: bool, masks: tuple[Any, ...]
-) -> str:
-    """Return the requested `attn_implementation`, or one that can compute a call with these masks.
+def prepare_attention(
+    config: RoFormerConfig,
+    requested: str,
+    hidden_states: Tensor,
+    batch: BatchMetadata,
+    encoder: nn.Module,
+    cache: Cache | None,
+    cross_inputs: tuple[Tensor | None, Any],
+    position_bias: Tensor | None,
+    unpad: bool | None,
+    output_attentions: bool,
+    output_hidden_states: bool,
+) -> AttentionInputs:
+    """Choose what computes a call, and bring padding, causality and documents into its form.
+
+    Linear attention takes the padding mask. `unpadded`, and `auto` where it leaves padding out,
+    take a row of documents and their lengths, and so does flash attention. All others, and calls
+    that need a mask for another reason, take a mask. Which kernel a CPU uses under `auto` and
+    `unpadded` is chosen in each layer, by `kernels.select_cpu_attention`.
+
+    Args:
+        config: Configuration that the layers were built from.
+        requested: `attn_implementation`.
+        hidden_states: [B, L, E], of which only shape, dtype and device are read.
+        batch: Positions, padding and documents.
+        encoder: Module that holds the layers, asked for hooks.
+        cache: Cache of a decoder.
+        cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of the call.
+        position_bias: Bias that all layers add to their scores, [1 or B, H, L, S].
+        unpad: See `RoFormerModel.forward`.
+        output_attentions: Return the probabilities, which only eager attention computes.
+        output_hidden_states: Return the hidden states, in the rows of the batch.
 
     Raises:
-        ValueError: `output_attentions` with linear attention.
+        ValueError: The call contradicts the configuration or the implementation.
     """
+    if config.linear_attention is not None:
+        return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
+    masks = batch.attention_mask, cross_inputs[1]
+    chosen = _select_implementation(config, requested, output_attentions, masks)
+    # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
+    if cache is None and cross_inputs[0] is None and not config.has_position_bias:
+        can_unpad = unpad is not False and not output_hidden_states
+        can_unpad = can_unpad and _may_unpad(requested, batch, hidden_states, encoder)
+        inputs = _varlen_inputs(chosen, batch, can_unpad)
+        if inputs is not None:
+            if inputs.layout is not None and unpad is None and requested == AUTO:
+                logger.warning_once(
+                    "last_hidden_state is 0 at padding, where nothing is computed: pool it with "
+                    "the attention_mask. attn_implementation='sdpa' computes padding, 'unpadded' "
+                    "silences this"
+                )
+            return inputs
+    if batch.document_ids is not None and is_flash_attention(chosen):
+        logger.warning_once(
+            f"attn_implementation={chosen!r} keeps documents apart in whole rows only; calls with "
+            "a cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
+        )
+        chosen = "sdpa"
+    mask = _self_attention_mask(config, requested, chosen, hidden_states, batch, cache)
+    if position_bias is not None:
+        mask = add_bias_to_mask(mask, position_bias.to(hidden_states))
+    return AttentionInputs(chosen, mask)
+
+
+def _select_implementation(
+    config: RoFormerConfig, requested: str, output_attentions: bool, masks: tuple[Any, ...]
+) -> str:
+    """Return the requested implementation, or one that can compute a call with these masks."""
     chosen = requested
     if requested in (AUTO, UNPADDED):
         is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
-        # one function serves both; `may_unpad` decides whether padding is left out
+        # one function serves both; `_may_unpad` decides whether padding is left out
         chosen = "sdpa" if is_plain_sdpa else UNPADDED
-    if output_attentions and config.linear_attention is not None:
-        raise ValueError(
-            "output_attentions must be False with linear_attention, got True: there are no "
-            "probabilities; leave it out"
-        )
     if output_attentions and chosen != "eager":
         if requested != AUTO:
             logger.warning_once(
@@ -106,21 +163,16 @@ def select_implementation(
     return chosen
 
 
-def may_unpad(
-    requested: str,
-    batch: BatchMetadata,
-    hidden_states: Tensor,
-    encoder: nn.Module,
-    output_hidden_states: bool,
+def _may_unpad(
+    requested: str, batch: BatchMetadata, hidden_states: Tensor, encoder: nn.Module
 ) -> bool:
     """Return whether padding can be left out of the layers.
 
-    Not if hidden states are returned, which have the rows of the batch, and not where values, on
-    which the shapes would depend, cannot be read. "auto" leaves padding out on a CPU only, because
-    other devices would have to be waited for; only where every row has a token, so that heads read
-    no zeros; and not under forward hooks, which expect the rows of the batch.
+    Not where values, on which the shapes would depend, cannot be read. "auto" leaves padding out on
+    a CPU only, because other devices would have to be waited for; only where every row has a token,
+    so that heads read no zeros; and not under forward hooks, which expect the rows of the batch.
     """
-    if output_hidden_states or is_traced() or values_are_unreadable(hidden_states):
+    if is_traced() or values_are_unreadable(hidden_states):
         return False
     if requested != AUTO:
         return True
@@ -129,13 +181,29 @@ def may_unpad(
     return not has_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
 
 
-def warn_of_zeros(requested: str) -> None:
-    """Warn once that outputs at padding are zeros, if the implementation was not chosen by name."""
-    if requested == AUTO:
-        logger.warning_once(
-            "last_hidden_state is 0 at padding, where nothing is computed: pool it with the "
-            "attention_mask. attn_implementation='sdpa' computes padding, 'unpadded' silences this"
+def _linear_attention_inputs(
+    batch: BatchMetadata, implementation: str, output_attentions: bool, output_hidden_states: bool
+) -> AttentionInputs:
+    """Return the padding mask, and packed documents in rows of their own."""
+    if output_attentions:
+        raise ValueError(
+            "output_attentions must be False with linear_attention, got True: there are no "
+            "probabilities; leave it out"
         )
+    if batch.padding_mask is None:
+        raise ValueError(
+            "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
+            "static caches make them; leave cache_implementation out"
+        )
+    if batch.document_ids is None:
+        return AttentionInputs(implementation, batch.padding_mask)
+    if output_hidden_states:
+        raise ValueError(
+            "output_hidden_states must be False for packed rows with linear_attention, got "
+            "True: inside, documents stand in rows of their own; give each a row"
+        )
+    layout = split_documents(batch.document_ids)
+    return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
 def is_flash_attention(implementation: str) -> bool:
@@ -148,19 +216,17 @@ def is_4d_mask(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4
 
 
-def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> AttentionInputs | None:
-    """Inputs of implementations that take document lengths in place of a mask.
-
-    `unpad` says whether padding may be left out of all layers. None if the implementation or the
-    call needs a mask.
-    """
+def _varlen_inputs(
+    implementation: str, batch: BatchMetadata, can_unpad: bool
+) -> AttentionInputs | None:
+    """Return document lengths in place of a mask; None if the call needs a mask."""
     if not (implementation == UNPADDED or is_flash_attention(implementation)):
         return None
     cu_seqlens = batch.row_cu_seqlens()
     if cu_seqlens is not None:
         kwargs = varlen_kwargs(cu_seqlens, batch.max_seqlen)
         return AttentionInputs(implementation, None, None, kwargs)
-    if batch.padding_mask is None or not unpad:
+    if batch.padding_mask is None or not can_unpad:
         return None
     if batch.document_ids is None and batch.padding_mask.all():
         return None
@@ -170,35 +236,19 @@ def varlen_inputs(implementation: str, batch: BatchMetadata, unpad: bool) -> Att
     return AttentionInputs(implementation, None, layout, varlen_kwargs(layout.cu_seqlens))
 
 
-def self_attention_mask(
+def _self_attention_mask(
     config: RoFormerConfig,
     requested: str,
     implementation: str,
     hidden_states: Tensor,
     batch: BatchMetadata,
     past_key_values: Cache | None,
-) -> tuple[str, Any]:
-    """Create the mask of a self-attention, in the form of the implementation that will take it.
-
-    Of `hidden_states` only shape, dtype and device are read.
-
-    Returns:
-        The selected `implementation`, or sdpa if that cannot keep documents apart; and its mask.
-
-    Raises:
-        ValueError: The implementation takes no such mask, or none that keeps documents apart.
-    """
-    if batch.document_ids is not None and is_flash_attention(implementation):
-        logger.warning_once(
-            f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
-            "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
-            "by sdpa"
-        )
-        implementation = "sdpa"
+) -> Any:
+    """Create the mask of a self-attention, in the form of the implementation that will take it."""
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
     form = "eager" if config.has_position_bias else implementation  # the eager mask is additive
     if is_4d_mask(attention_mask):
-        return implementation, _convert_4d_mask(form, hidden_states, attention_mask)
+        return _convert_4d_mask(form, hidden_states, attention_mask)
     if isinstance(attention_mask, BlockMask) and form != "flex_attention":
         raise ValueError(
             f"attention_mask must be a tensor with attn_implementation={form!r}, got a BlockMask, "
@@ -220,7 +270,7 @@ def self_attention_mask(
             f"attn_implementation must take a mask for packed rows, got {form!r}, which has none "
             "that keeps documents apart; use sdpa"
         )
-    return implementation, mask
+    return mask
 
 
 def cross_attention_mask(

@@ -25,10 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache
 
-from .attention_masks import AttentionInputs
 from .configuration_roformer import RoFormerConfig
 from .kernels import Linear
-from .padding import BatchMetadata, split_documents
 from .rotary import apply_rotary, at_least_float32
 
 CHUNK_LENGTH = 64
@@ -364,30 +362,6 @@ class RoFormerLinearSelfAttention(nn.Module):
             if self.layer_idx == self.config.num_hidden_layers - 1:
                 cache.num_tokens += hidden_states.shape[1]
         return context.flatten(-2), None
-
-
-def linear_attention_inputs(
-    batch: BatchMetadata, implementation: str, output_hidden_states: bool
-) -> AttentionInputs:
-    """Inputs of the layers: the padding mask, and packed documents in rows of their own.
-
-    Raises:
-        ValueError: The mask has another form, or hidden states of packed rows are requested.
-    """
-    if batch.padding_mask is None:
-        raise ValueError(
-            "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
-            "static caches make them; leave cache_implementation out"
-        )
-    if batch.document_ids is None:
-        return AttentionInputs(implementation, batch.padding_mask)
-    if output_hidden_states:
-        raise ValueError(
-            "output_hidden_states must be False for packed rows with linear_attention, got "
-            "True: inside, documents stand in rows of their own; give each a row"
-        )
-    layout = split_documents(batch.document_ids)
-    return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
 def count_training_call(encoder: nn.Module) -> None:

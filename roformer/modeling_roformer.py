@@ -23,16 +23,7 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_masks import (
-    AttentionInputs,
-    add_bias_to_mask,
-    cross_attention_mask,
-    may_unpad,
-    select_implementation,
-    self_attention_mask,
-    varlen_inputs,
-    warn_of_zeros,
-)
+from .attention_masks import add_bias_to_mask, cross_attention_mask, prepare_attention
 from .configuration_roformer import RoFormerConfig
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_fixed_fields, check_ids, check_inputs
@@ -42,7 +33,6 @@ from .linear_attention import (
     RandomFeatureMap,
     RoFormerLinearSelfAttention,
     count_training_call,
-    linear_attention_inputs,
 )
 from .padding import BatchMetadata, describe_batch
 from .position_encodings import (
@@ -628,8 +618,21 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, batch.position_ids, past_length, is_counted=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
-        attn_inputs = self._attention_inputs(
-            hidden_states, batch, relative_positions, cross_inputs, cache, unpad, kwargs
+        options = {
+            name: bool(kwargs.get(name, getattr(self.config, name)))
+            for name in ("output_attentions", "output_hidden_states")
+        }
+        attn_inputs = prepare_attention(
+            config,
+            self.config._attn_implementation or "eager",
+            hidden_states,
+            batch,
+            self.encoder,
+            cache,
+            cross_inputs,
+            None if self.score_bias is None else self.score_bias(relative_positions),
+            unpad,
+            **options,
         )
         encoder_mask = cross_attention_mask(
             config, attn_inputs.implementation, hidden_states, *cross_inputs
@@ -676,44 +679,3 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, row_lengths, position_ids.device
         )
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
-
-    def _attention_inputs(
-        self,
-        hidden_states: Tensor,
-        batch: BatchMetadata,
-        relative_positions: RelativePositions | None,
-        cross_inputs: tuple[Tensor | None, Tensor | None],
-        cache: Cache | None,
-        unpad: bool | None,
-        kwargs: dict[str, Any],
-    ) -> AttentionInputs:
-        """Choose the implementation, and bring padding, causality and documents into its form.
-
-        `cross_inputs` are `encoder_hidden_states` and `encoder_attention_mask` of `forward`, and
-        `kwargs` its other ones: with `output_hidden_states` all layers have the rows of the batch.
-        """
-        config, requested = self.roformer_config, self.config._attn_implementation or "eager"
-        output_attentions, output_hidden_states = (
-            bool(kwargs.get(name, getattr(self.config, name)))
-            for name in ("output_attentions", "output_hidden_states")
-        )
-        masks = (batch.attention_mask, cross_inputs[1])
-        implementation = select_implementation(config, requested, output_attentions, masks)
-        if config.linear_attention is not None:
-            return linear_attention_inputs(batch, implementation, output_hidden_states)
-        # implementations without masks support neither a cache nor an encoder nor a bias
-        if cache is None and cross_inputs[0] is None and not config.has_position_bias:
-            removes_padding = unpad is not False and may_unpad(
-                requested, batch, hidden_states, self.encoder, output_hidden_states
-            )
-            inputs = varlen_inputs(implementation, batch, removes_padding)
-            if inputs is not None:
-                if inputs.layout is not None and unpad is None:
-                    warn_of_zeros(requested)
-                return inputs
-        implementation, mask = self_attention_mask(
-            config, requested, implementation, hidden_states, batch, cache
-        )
-        if self.score_bias is not None:
-            mask = add_bias_to_mask(mask, self.score_bias(relative_positions).to(hidden_states))
-        return AttentionInputs(implementation, mask)
