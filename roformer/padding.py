@@ -51,16 +51,15 @@ class BatchMetadata:
         The length is counted from the first to the last position, without padding, so that it is
         the same in a batch as alone.
         """
-        position_ids, mask = self.position_ids.long(), self.padding_mask
+        mask = self.padding_mask
         if mask is None:
-            mask = torch.ones_like(position_ids, dtype=torch.bool)
-        position_ids = position_ids.expand(mask.shape)
+            mask = torch.ones_like(self.position_ids, dtype=torch.bool)
+        position_ids = self.position_ids.long().expand(mask.shape)
+        ids = torch.zeros_like(position_ids)
+        if self.document_ids is not None:
+            ids = self.document_ids - self.document_ids[:, :1]
         limits = torch.iinfo(torch.int64)
         first, last = (position_ids.masked_fill(~mask, x) for x in (limits.max, limits.min))
-        if self.document_ids is None:
-            length = last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1
-            return length.expand(position_ids.shape)
-        ids = self.document_ids - self.document_ids[:, :1]
         last = last.scatter_reduce(1, ids, last, "amax", include_self=False)
         first = first.scatter_reduce(1, ids, first, "amin", include_self=False)
         return (last - first + 1).gather(1, ids)
