@@ -32,7 +32,6 @@ from .configuration_rules import check_rules, summary_rules
 from .input_checks import check_one_document_a_row, check_shape
 from .losses import (
     IGNORE_INDEX,
-    check_answers,
     check_labels,
     check_sequence_labels,
     compute_loss,
@@ -430,10 +429,10 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         outputs = self.roformer(
             *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": False} | kwargs)
         )
-        start_positions, end_positions = check_answers(
-            start_positions, end_positions, outputs.last_hidden_state.shape[0]
-        )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        shapes = (len(start),), (len(start), 1)
+        start_positions = check_labels(start_positions, *shapes, name="start_positions")
+        end_positions = check_labels(end_positions, *shapes, name="end_positions")
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions)

@@ -77,26 +77,6 @@ def check_sequence_labels(
     return labels if labels.is_floating_point() else labels.float()
 
 
-def check_answers(
-    start_positions: Any, end_positions: Any, batch_size: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Check that start and end of the answers are given together, [B] or [B, 1].
-
-    Raises:
-        ValueError: As `check_labels`, or one is given alone.
-    """
-    if (start_positions is None) != (end_positions is None):
-        found = "end_positions" if start_positions is None else "start_positions"
-        raise ValueError(
-            f"start_positions and end_positions must be given together, got {found} alone"
-        )
-    shapes = (batch_size,), (batch_size, 1)
-    return (
-        check_labels(start_positions, *shapes, name="start_positions"),
-        check_labels(end_positions, *shapes, name="end_positions"),
-    )
-
-
 def compute_loss(
     model: PreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
 ) -> Tensor | None:

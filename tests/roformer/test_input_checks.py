@@ -174,7 +174,6 @@ STARTS = IDS[:, 0]
     [
         ({"start_positions": IDS, "end_positions": STARTS}, "start_positions must have the shape"),
         ({"start_positions": STARTS, "end_positions": STARTS.float()}, "end_positions must be"),
-        ({"start_positions": STARTS}, "start_positions and end_positions must be given together"),
     ],
 )
 def test_wrong_answers_are_refused_by_name(answers, message, config):
