@@ -41,12 +41,14 @@ class AttentionInputs:
         attention_mask: Mask in the form of the implementation, or None.
         layout: Rows that the tokens are rearranged into for all layers, or None.
         attention_kwargs: Further keyword arguments of the attention function.
+        encoder_attention_mask: Mask of the cross-attention, in the same form.
     """
 
     implementation: str
     attention_mask: Any
     layout: UnpaddedLayout | SplitLayout | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    encoder_attention_mask: Any = None
 
     def to_layout(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
         """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
@@ -128,7 +130,8 @@ def prepare_attention(
     mask = _self_attention_mask(config, requested, chosen, hidden_states, batch, cache)
     if position_bias is not None:
         mask = add_bias_to_mask(mask, position_bias.to(hidden_states))
-    return AttentionInputs(chosen, mask)
+    encoder_mask = _cross_attention_mask(config, chosen, hidden_states, *cross_inputs)
+    return AttentionInputs(chosen, mask, encoder_attention_mask=encoder_mask)
 
 
 def _select_implementation(
@@ -257,7 +260,7 @@ def _self_attention_mask(
     kwargs: dict[str, Any] = {"attention_mask": attention_mask}
     if document_ids is not None:
         kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
-    config = with_implementation(config, form)
+    config = _with_implementation(config, form)
     if config.is_decoder:
         mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
     else:
@@ -273,7 +276,7 @@ def _self_attention_mask(
     return mask
 
 
-def cross_attention_mask(
+def _cross_attention_mask(
     config: RoFormerConfig,
     implementation: str,
     hidden_states: Tensor,
@@ -286,14 +289,14 @@ def cross_attention_mask(
     if is_4d_mask(encoder_attention_mask):
         return _convert_4d_mask(implementation, hidden_states, encoder_attention_mask)
     return create_bidirectional_mask(
-        with_implementation(config, implementation),
+        _with_implementation(config, implementation),
         hidden_states,
         attention_mask=encoder_attention_mask,
         encoder_hidden_states=encoder_hidden_states,
     )
 
 
-def with_implementation(config: RoFormerConfig, implementation: str) -> RoFormerConfig:
+def _with_implementation(config: RoFormerConfig, implementation: str) -> RoFormerConfig:
     """Return the configuration with another implementation, from which masks take their form."""
     if implementation == config._attn_implementation:
         return config

@@ -323,7 +323,6 @@ class RoFormerLinearSelfAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
-        self.has_rotary = config.position_encoding == "rope"
         self.interleave = config.rope_interleave
         self.is_causal = config.is_decoder
         is_random = config.linear_attention == "favor"

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_masks import add_bias_to_mask, cross_attention_mask, prepare_attention
+from .attention_masks import AttentionInputs, add_bias_to_mask, prepare_attention
 from .configuration_roformer import RoFormerConfig
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_fixed_fields, check_ids, check_inputs
@@ -618,24 +618,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, batch.position_ids, past_length, is_counted=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
-        options = {
-            name: bool(kwargs.get(name, getattr(self.config, name)))
-            for name in ("output_attentions", "output_hidden_states")
-        }
-        attn_inputs = prepare_attention(
-            config,
-            self.config._attn_implementation or "eager",
-            hidden_states,
-            batch,
-            self.encoder,
-            cache,
-            cross_inputs,
-            None if self.score_bias is None else self.score_bias(relative_positions),
-            unpad,
-            **options,
-        )
-        encoder_mask = cross_attention_mask(
-            config, attn_inputs.implementation, hidden_states, *cross_inputs
+        attn_inputs = self._attention_inputs(
+            hidden_states, batch, relative_positions, cross_inputs, cache, unpad, kwargs
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attn_inputs.to_layout(
@@ -649,7 +633,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             attn_inputs.attention_mask,
             position_embeddings,
             encoder_hidden_states,
-            encoder_mask,
+            attn_inputs.encoder_attention_mask,
             past_key_values=cache,
             implementation=attn_inputs.implementation,
             relative_positions=relative_positions,
@@ -679,3 +663,32 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, row_lengths, position_ids.device
         )
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
+
+    def _attention_inputs(
+        self,
+        hidden_states: Tensor,
+        batch: BatchMetadata,
+        relative_positions: RelativePositions | None,
+        cross_inputs: tuple[Tensor | None, Tensor | None],
+        cache: Cache | None,
+        unpad: bool | None,
+        kwargs: dict[str, Any],
+    ) -> AttentionInputs:
+        """Call `prepare_attention` with the options of the call, or else of `self.config`."""
+        output_attentions, output_hidden_states = (
+            bool(kwargs.get(name, getattr(self.config, name)))
+            for name in ("output_attentions", "output_hidden_states")
+        )
+        return prepare_attention(
+            self.roformer_config,
+            self.config._attn_implementation or "eager",
+            hidden_states,
+            batch,
+            self.encoder,
+            cache,
+            cross_inputs,
+            None if self.score_bias is None else self.score_bias(relative_positions),
+            unpad,
+            output_attentions,
+            output_hidden_states,
+        )
