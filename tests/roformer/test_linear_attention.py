@@ -18,16 +18,7 @@ from roformer.linear_attention import (
     orthogonal_vectors,
 )
 from roformer.rotary import compute_inv_freq, rotary_embeddings
-from tiny import (
-    HEADS,
-    VARIANTS,
-    assert_near,
-    build,
-    hidden,
-    inputs_with_labels,
-    rotation_matrices,
-    tiny_config,
-)
+from tiny import VARIANTS, assert_near, build, hidden, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
 
@@ -241,12 +232,6 @@ def test_features_are_drawn_anew_on_schedule_and_the_same_after_loading(tmp_path
     for _ in range(4):
         model(ids)
     assert torch.equal(features.vectors, seen[-1])
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_all_heads_compute_with_it(head):
-    found = build(head, config_of("elu"))(**inputs_with_labels(head, torch.randint(5, V, (2, 9))))
-    assert all(x.isfinite().all() for x in found.values() if torch.is_tensor(x))
 
 
 def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
