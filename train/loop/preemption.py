@@ -6,11 +6,9 @@ the requests of all of them, so that all processes save and exit after the same 
 
 import errno
 import faulthandler
-import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,9 +34,6 @@ MIN_STALL_SECONDS = 25.0
 
 MIN_STALL_SECONDS_COMPILED = 600.0
 """The same with torch.compile, which may stop at any step to compile a new shape."""
-
-POLL_SECONDS = 0.5
-"""Interval at which the watchdog thread looks for heartbeats."""
 
 MAX_SAVE_SECONDS = 900.0
 """Heartbeat timeout while a checkpoint is written."""
@@ -74,8 +69,8 @@ class PreemptionHandler:
     """Context manager that collects requests to stop, and ends the process when it hangs.
 
     Inside the context, signals are recorded instead of ending the process, broken output pipes are
-    tolerated, and a watchdog thread expects regular calls of `heartbeat`. The launch has to stop
-    `max_hours` after it `started` (by `time.monotonic`); `compiled` steps may take minutes.
+    tolerated, and faulthandler's watchdog expects regular calls of `heartbeat`. The launch has to
+    stop `max_hours` after it `started` (by `time.monotonic`); `compiled` steps may take minutes.
     """
 
     def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
@@ -89,11 +84,8 @@ class PreemptionHandler:
         self.evaluation_started: float | None = None
         self.evaluation_seconds = 0.0
         self.last_heartbeat: float | None = None
-        self.silent_seconds, self.timeout = 0.0, math.inf
-        self.stopped = threading.Event()
 
     def __enter__(self) -> "PreemptionHandler":
-        threading.Thread(target=self._watch, daemon=True).start()
         self.handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         for number, handler in self.handlers.items():
             if handler == signal.SIG_IGN:  # set by `nohup`, or by a script's `&`
@@ -107,7 +99,7 @@ class PreemptionHandler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stopped.set()
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout, sys.stderr = self.streams
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -137,42 +129,31 @@ class PreemptionHandler:
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
         the process prints its stack and exits, so that the launcher ends the other processes. The
-        first step of a stage, of other lengths, has no timeout. In an evaluation a batch follows
-        instead of a step.
+        first step, which compiles and starts workers, and that of a stage, of other lengths, have
+        no timeout. In an evaluation a batch follows instead of a step.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:
-            # not set before: the first interval includes compilation and the start of workers
-            interval = min(now - self.last_heartbeat, self.silent_seconds + 2 * POLL_SECONDS)
+            interval = now - self.last_heartbeat
             if self.evaluation_started is None:
                 self.recent_intervals.append(interval)
             self.longest_interval = max(self.longest_interval, interval)
-            self.timeout = max(self.min_timeout, 10 * self.longest_interval)
-        if is_new_stage:
-            self.timeout = math.inf
+        if self.last_heartbeat is None or is_new_stage:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            timeout = max(self.min_timeout, 10 * self.longest_interval)
+            faulthandler.dump_traceback_later(timeout, exit=True, file=2)
         if in_evaluation and self.evaluation_started is None:
             self.evaluation_started = now
         elif not in_evaluation and self.evaluation_started is not None:
             seconds, self.evaluation_started = now - self.evaluation_started, None
             self.evaluation_seconds = max(self.evaluation_seconds, seconds)
-        self.last_heartbeat, self.silent_seconds = now, 0.0
-
-    def _watch(self) -> None:
-        """Watchdog thread: exit after `timeout` seconds without a heartbeat.
-
-        Time is counted in polls, so that a process stopped by Ctrl-Z does not time out.
-        """
-        while not self.stopped.wait(POLL_SECONDS):
-            self.silent_seconds += POLL_SECONDS
-            if self.silent_seconds > self.timeout:
-                os.write(2, f"no sign of life for {self.timeout:.0f} s, stuck here:\n".encode())
-                faulthandler.dump_traceback(file=2)
-                os._exit(1)
+        self.last_heartbeat = now
 
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
         """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
-        self.silent_seconds, self.timeout = 0.0, MAX_SAVE_SECONDS
+        faulthandler.dump_traceback_later(MAX_SAVE_SECONDS, exit=True, file=2)
         yield
         self.last_heartbeat = time.monotonic()
 

@@ -1,7 +1,7 @@
 """What ends a run early: signals, launchers, readers, limits, dead and hung processes, all real."""
 
+import faulthandler
 import json
-import math
 import os
 import re
 import signal
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 import launched_runs as runs
 from tiny import ROOT
 from train.loop import checkpoint
-from train.loop.preemption import MIN_STALL_SECONDS, STOP_REASONS, PreemptionHandler
+from train.loop.preemption import STOP_REASONS, PreemptionHandler
 
 SRUN = """#!/bin/sh
 echo $$ > "$(dirname "$0")/task"
@@ -215,25 +215,33 @@ def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain, capsys):
 
 
 @pytest.fixture
-def beat(monkeypatch):
-    """A function that lets seconds pass, as the watchdog counts them, before a heartbeat."""
+def timeouts(monkeypatch):
+    """Timeouts that the watchdog got, None where it was switched off."""
+    found = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: found.append(s))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: found.append(None))
+    return found
+
+
+@pytest.fixture
+def beat(monkeypatch, timeouts):
+    """A function that lets seconds pass before a heartbeat."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def beat(handler: PreemptionHandler, seconds: float, **options: bool) -> None:
         now[0] += seconds
-        handler.silent_seconds = seconds
         handler.heartbeat(**options)
 
     return beat
 
 
-def test_steps_that_compiled_do_not_end_a_launch_early(beat, monkeypatch):
+def test_steps_that_compiled_do_not_end_a_launch_early(beat, timeouts, monkeypatch):
     limit = PreemptionHandler(0.0, 100 / 3600)
     for seconds in (0, 30, *[1] * 20):
         beat(limit, seconds)
     assert not any(limit.stop_requests())
-    assert limit.timeout == 300  # a later compilation may take as long
+    assert timeouts[-1] == 300  # a later compilation may take as long
     monkeypatch.setattr(time, "monotonic", lambda: 98.0)
     assert any(limit.stop_requests())
 
@@ -248,16 +256,11 @@ def test_time_is_kept_for_an_evaluation_which_does_not_count_as_steps(beat, monk
         assert any(limit.stop_requests()) == expected
 
 
-def test_the_first_step_of_a_stage_may_take_any_time(beat):
+def test_the_first_step_of_a_stage_may_take_any_time(beat, timeouts):
     limit = PreemptionHandler(0.0, None)
-    for seconds, is_new_stage, timeout in (
-        (0, True, math.inf),
-        (1, False, 25),
-        (1, True, math.inf),
-        (100, False, 1000),
-    ):
+    for seconds, is_new_stage in ((0, True), (1, False), (1, True), (100, False)):
         beat(limit, seconds, is_new_stage=is_new_stage)
-        assert limit.timeout == timeout
+    assert timeouts == [None, 25, None, 1000]
 
 
 def test_a_rank_that_dies_stops_the_launch(launch):
@@ -277,23 +280,11 @@ def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(pretrain, l
     launch.train_until(torchrun, 2)
     launch.rank_processes()[1].suspend()
     assert torchrun.wait(75) != 0
-    assert "no sign of life for 25 s, stuck here" in launch.output()
+    assert "Timeout (0:00:25)!" in launch.output()
     assert "most recent call first" in launch.output()
     assert not launch.processes()
     assert launch.torchrun(*runs.TWO_RANKS).wait(runs.PATIENCE) == 0
     assert "going on after step" in launch.output()
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_when_it_is_continued(pretrain, launch):
-    whole = pretrain("--optim.steps=200", "--run.name=whole")
-    stopped = launch("--optim.steps=200")
-    launch.train_until(stopped, 2)
-    stopped.send_signal(signal.SIGSTOP)
-    time.sleep(MIN_STALL_SECONDS + 3)
-    stopped.send_signal(signal.SIGCONT)
-    assert stopped.wait(runs.PATIENCE) == 0
-    runs.assert_same_run(whole, launch.run)
 
 
 def test_a_data_worker_that_is_killed_stops_the_launch_and_the_next_goes_on(pretrain, launch):
