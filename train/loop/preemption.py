@@ -86,10 +86,9 @@ class PreemptionHandler:
         self.last_heartbeat: float | None = None
 
     def __enter__(self) -> "PreemptionHandler":
-        self.handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        for number, handler in self.handlers.items():
-            if handler == signal.SIG_IGN:  # set by `nohup`, or by a script's `&`
-                signal.signal(number, handler)
+        # `nohup` and the `&` of a script set signals to be ignored
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self._on_signal) for number in heard}
         on_broken_pipe = partial(self.requested.add, LAUNCHER_DIED)
         self.streams = sys.stdout, sys.stderr  # None when closed by `>&-`
         sys.stdout, sys.stderr = (
