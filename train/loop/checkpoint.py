@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
@@ -181,10 +182,10 @@ class Checkpoints:
         Raises:
             InputError: The last checkpoint could not be written; of others this is a warning.
         """
-        error, is_main = "", self.accelerator.is_main_process
+        error = ""
         state = run_log.state() | {"data": self.store_names}
-        tensors = gather_state(self.model, self.optimizer, keep=is_main)
-        if is_main:
+        tensors = gather_state(self.model, self.optimizer)
+        if self.accelerator.is_main_process:
             try:
                 write_checkpoint(self.folder, step, tensors, state)
             except OSError as failure:
@@ -221,7 +222,7 @@ def save_model(
     Raises:
         InputError: They could not be written; an earlier model stays.
     """
-    weights = gather_weights(language_model.model, keep=accelerator.is_main_process)
+    weights = gather_weights(language_model.model)
     error = ""
     if accelerator.is_main_process:
         for name, table in weights.items():
@@ -239,32 +240,30 @@ def save_model(
     _check_written(error, "the model", accelerator)
 
 
-def gather_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True
-) -> TrainingState:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
     """Gather the tensors of a checkpoint; a collective call if the model is sharded.
 
-    A process that does not `keep` the result gets empty dictionaries.
+    All processes but the first get empty dictionaries.
     """
     moments = {
         f"{number}.{name}": value
         for number, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    return gather_weights(model, keep), _gather(moments, keep)
+    return gather_weights(model), _gather(moments)
 
 
-def gather_weights(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Gather parameters and saved buffers by name, tied ones once; as `gather_state`."""
-    return _gather({name: tensor.detach() for name, tensor in _saved_tensors(model).items()}, keep)
+    return _gather({name: tensor.detach() for name, tensor in _saved_tensors(model).items()})
 
 
-def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    # each tensor goes to the host before the next is gathered: a GPU holds one full tensor at most
+def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
     gathered = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)
-        if keep:
+        if is_main:  # at once to the host: a GPU holds one full tensor at most
             gathered[name] = full.cpu() if isinstance(tensor, DTensor) else full
     return gathered
 

@@ -179,4 +179,3 @@ def test_tensors_that_are_not_sharded_are_not_copied():
     state = optimizer.state[model[0].weight]
     assert {"exp_avg", "exp_avg_sq"} < state.keys()
     assert moments["0.exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
-    assert checkpoint.gather_state(model, optimizer, keep=False) == ({}, {})
