@@ -188,13 +188,10 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             try:
                 write_checkpoint(self.folder, step, tensors, state)
-            except OSError as failure:
-                error = str(failure)
+            except (OSError, SafetensorError) as failure:
+                error = " ".join(str(failure).split())
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
-            try:
-                prune(self.folder, self.settings.run.keep)
-            except OSError as failure:
-                run_log.warn(f"older checkpoints could not be deleted: {failure}")
+            prune(self.folder, self.settings.run.keep)
         _check_written(error, "a checkpoint", self.accelerator, is_needed=last)
 
 
@@ -297,18 +294,16 @@ def write_checkpoint(
     returns.
 
     Raises:
-        OSError: It could not be written, for example on a full disk; nothing is left of it.
+        OSError, SafetensorError: It could not be written, for example on a full disk; nothing is
+            left of it.
     """
     target = folder / "checkpoints" / f"step-{step:08d}"
-    try:
-        with write_dir_atomically(target, replace=True) as temporary:
-            for tensors, name in zip(training_state, (WEIGHTS, OPTIMIZER)):
-                save_file(tensors, temporary / name)
-            (temporary / STATE).write_text(json.dumps({"step": step} | state))
-            hashes = {name: _sha256(temporary / name) for name in FILES}
-            (temporary / MANIFEST).write_text(json.dumps(hashes, indent=2))
-    except SafetensorError as error:
-        raise OSError(f"{target}: {' '.join(str(error).split())}") from error
+    with write_dir_atomically(target, replace=True) as temporary:
+        for tensors, name in zip(training_state, (WEIGHTS, OPTIMIZER)):
+            save_file(tensors, temporary / name)
+        (temporary / STATE).write_text(json.dumps({"step": step} | state))
+        hashes = {name: _sha256(temporary / name) for name in FILES}
+        (temporary / MANIFEST).write_text(json.dumps(hashes, indent=2))
     return target
 
 
@@ -378,7 +373,7 @@ def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints but the newest `keep`, and what killed saves left."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*[0-9]"))
     for path in [*checkpoints[:-keep], *(folder / "checkpoints").glob(f".*{UNFINISHED}*")]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
 
 
 def _sha256(path: Path) -> str:
