@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import UNFINISHED, write_dir_atomically
+from train.loop.launch import any_process
 from train.loop.objective import LanguageModel
 from train.loop.run_log import INITIAL_STATE, RunLog
 from train.loop.run_metadata import changed_settings, write_metadata
@@ -101,12 +102,6 @@ def _wait_for_lock(stream: TextIO) -> str:
     stream.write(f"process {os.getpid()} on {platform.node()}")
     stream.flush()
     return ""
-
-
-def any_process(condition: bool, accelerator: Accelerator) -> bool:
-    """Return whether the condition holds on any process; a collective call."""
-    value = torch.tensor(float(condition), device=accelerator.device)
-    return bool(accelerator.reduce(value).item())
 
 
 @dataclass

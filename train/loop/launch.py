@@ -95,6 +95,12 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     return accelerator
 
 
+def any_process(condition: bool, accelerator: Accelerator) -> bool:
+    """Return whether the condition holds on any process; a collective call."""
+    value = torch.tensor(float(condition), device=accelerator.device)
+    return bool(accelerator.reduce(value).item())
+
+
 def is_compiled(accelerator: Accelerator) -> bool:
     """Return whether Accelerate compiles the model."""
     return accelerator.state.dynamo_plugin.backend != DynamoBackend.NO

@@ -17,6 +17,7 @@ from torch import nn
 from train.data import vocabulary
 from train.data.batching import StagedDataset, max_predictions, packed_layout
 from train.environment import is_out_of_memory, peak_memory
+from train.loop.launch import any_process
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import count_steps
@@ -96,13 +97,12 @@ def fit_micro_batch(
                 f"optim.micro_batch must fit into memory with FSDP, got {size} sequences of "
                 f"{length} tokens, which do not; lower it"
             )
-        failed = torch.tensor(float(not fits))
         model.zero_grad(set_to_none=True)
         for buffer, old in zip(language_model.buffers(), before):  # FAVOR+ counts its calls
             buffer.copy_(old)
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
-        if not accelerator.reduce(failed.to(accelerator.device)).item():
+        if not any_process(not fits, accelerator):
             return size
         if size == 1:
             raise InputError(
