@@ -31,18 +31,17 @@ SAVED_BYTES = 12
 
 
 def largest_batch(
-    rows: int, length: int, vocab_size: int, mask_rate: float | None, packed: bool
+    language_model: LanguageModel, rows: int, length: int, mask_rate: float | None
 ) -> dict[str, Any]:
     """Build `rows` sequences of random tokens, with the largest shapes that a run usually meets.
 
-    `mask_rate` and `packed` are those of `BatchFormat`; whole words can be masked at a few more
-    tokens.
+    `mask_rate` is that of `BatchFormat`; whole words can be masked at a few more tokens.
     """
-    ids = torch.randint(vocab_size, (rows, length))
+    ids = torch.randint(language_model.model.config.vocab_size, (rows, length))
     predicted = max_predictions(rows * length, mask_rate)
     positions = torch.arange(predicted) * rows * length // predicted
     batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
-    if not packed:
+    if not language_model.packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return batch | packed_layout(np.full(rows, length)) | {"input_ids": ids.view(1, -1)}
 
@@ -87,9 +86,8 @@ def fit_micro_batch(
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
     """
     size, before = micro_batch, [buffer.clone() for buffer in language_model.buffers()]
-    vocab_size = language_model.model.config.vocab_size
     while True:
-        batch = largest_batch(size, length, vocab_size, mask_rate, language_model.packed)
+        batch = largest_batch(language_model, size, length, mask_rate)
         fits = _fits(model, batch, accelerator)
         if not fits and accelerator.distributed_type == DistributedType.FSDP:
             # the other processes may wait for a part of this one's weights, so it has to end
@@ -194,8 +192,7 @@ def _measure_micro_batch(
         rows = fit_micro_batch(language_model, language_model, length, size, mask_rate, accelerator)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
-    vocab_size = language_model.model.config.vocab_size
-    batch = largest_batch(rows, length, vocab_size, mask_rate, language_model.packed)
+    batch = largest_batch(language_model, rows, length, mask_rate)
     seconds = 0.0
     for _ in range(2):  # the second counts
         started = time.perf_counter()

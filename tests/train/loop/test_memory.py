@@ -36,7 +36,7 @@ def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
     from torch.utils.flop_counter import FlopCounterMode
 
     model = objective(linear_attention=kind, random_features=64)
-    batch = largest_batch(2, 200, 60, 0.15, packed=False)
+    batch = largest_batch(model, 2, 200, 0.15)
     with FlopCounterMode(display=False) as counter:
         model(**batch)[0].backward()
     ours = step_flops(model.model.config, 400, 2 * 200**2, len(batch["labels"]))
@@ -155,7 +155,7 @@ def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(dry_run, limit_me
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
 def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
     sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 24)
-    tried = largest_batch(8, 24, 60, rate, packed=False)
+    tried = largest_batch(objective(), 8, 24, rate)
     assert tried["label_positions"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)
