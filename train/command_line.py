@@ -192,32 +192,30 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 
-def _check_yaml(file: str) -> None:
-    """Refuse a file that is no mapping, or repeats a key, of which the parser would use the last.
+class _StrictLoader(yaml.SafeLoader):
+    """YAML loader that refuses a repeated key, of which yaml and the parser would use the last."""
 
-    A file that cannot be read is left to the parser.
-    """
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        repeated = [key for key in keys if keys.count(key) > 1]
+        if repeated:
+            found = f"the key {repeated[0]} twice"
+            raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _check_yaml(file: str) -> None:
+    """Refuse a file that is no mapping in YAML; one that cannot be read is left to the parser."""
     try:
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} must be UTF-8, got {error}; convert it") from error
-    except yaml.YAMLError as error:
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), _StrictLoader)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
-        raise InputError(f"{file} must be YAML, got {found}; correct it") from error
+        raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
     except (OSError, ValueError):
         return
-    rule = "must be a mapping of settings"
-    found = "an empty file" if root is None else "a list or a value"
-    require(isinstance(root, yaml.MappingNode), file, rule, found, "write SECTION: {KEY: VALUE}")
-    nodes = [root]
-    for node in nodes:  # the list grows by the children of each node
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            repeated = ", ".join(sorted({str(key) for key in keys if keys.count(key) > 1}))
-            require(not repeated, file, "must say a key once", repeated, "join the two")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
+    found = "an empty file" if content is None else "a list or a value"
+    rule, remedy = "must be a mapping of settings", "write SECTION: {KEY: VALUE}"
+    require(isinstance(content, dict), file, rule, found, remedy)
 
 
 def _check_whole_field(flag: str) -> None:
