@@ -64,34 +64,16 @@ def progress_interval() -> float:
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
-class _StrictParser(jsonargparse.ArgumentParser):
-    """Parser that refuses null and other values that jsonargparse accepts for every type.
+class _Parser(jsonargparse.ArgumentParser):
+    """Parser whose help begins with examples, and omits flags that read a section from a file."""
 
-    `types` are those of all settings by key; `--help` begins with the `examples`.
-    """
-
-    def __init__(
-        self, *args: Any, examples: str = "", types: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples, self.types = examples, types or {}
+    examples = ""
 
     def format_help(self, *args: Any) -> str:
-        """Return the help, without the flags that read a section from a file of its own."""
         for action in self._actions:
             if action.help == "Path to a configuration file.":
                 action.help = SUPPRESS
         return self.examples + super().format_help(*args)
-
-    def parse_args(self, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
-        """Parse; jsonargparse accepts null for every type, and anything for a section in YAML."""
-        parsed = super().parse_args(*args, **kwargs)
-        for key, kind in self.types.items():
-            value, is_section = parsed.get(key), is_dataclass(kind)
-            fits = isinstance(value, jsonargparse.Namespace) if is_section else value is not None
-            if not fits and NoneType not in get_args(kind) and key in parsed:
-                self.error(f'"{key}": Got value: {value}')  # as `_describe_parser_error` expects
-        return parsed
 
 
 def _names_config(flags: Sequence[str]) -> bool:
@@ -112,29 +94,39 @@ def parse_settings(
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    defaults = [] if default_config is None or _names_config(flags) else [default_config]
     types = dict(_field_types(settings))
     for flag, next_flag in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name == "--config":
             _check_yaml(value if equals else next_flag)
         _check_whole_field(name)
+    parser = _Parser(
+        default_config_files=[] if _names_config(flags) or not default_config else [default_config],
+        usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
+        description=settings.__doc__,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.examples = examples
+    parser.add_argument("--config", action="config", help="YAML file of settings; may be repeated.")
+    parser.add_class_arguments(settings, as_group=False)
     try:
-        return jsonargparse.auto_cli(
-            settings,
-            args=list(flags),
-            config_help="YAML file of settings; may be repeated.",
-            parser_class=_StrictParser,
-            as_positional=False,
-            default_config_files=defaults,
-            usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
-            allow_abbrev=False,
-            exit_on_error=False,
-            examples=examples,
-            types=types,
-        )
+        parsed = parser.parse_args(list(flags))
     except ArgumentError as error:
         raise InputError(_describe_parser_error(str(error), types)) from error
+    _check_null(parsed, types)
+    values = parser.instantiate(parsed)
+    values.pop("config")
+    return settings(**vars(values))
+
+
+def _check_null(parsed: jsonargparse.Namespace, types: dict[str, Any]) -> None:
+    """Refuse null for other types, and values for a section, which jsonargparse accepts in YAML."""
+    for key, kind in types.items():
+        value, is_section = parsed.get(key), is_dataclass(kind)
+        fits = isinstance(value, jsonargparse.Namespace) if is_section else value is not None
+        if not fits and NoneType not in get_args(kind) and key in parsed:
+            raise InputError(_wrong_type(key, kind, str(value)))
 
 
 def _field_types(settings: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -161,20 +153,22 @@ def _describe_type(kind: Any) -> str:
     return f"{name} of {', '.join(parts)}" if parts else name
 
 
+def _wrong_type(key: str, kind: Any, found: str) -> str:
+    found = found.strip("'\"").replace("None", "null")
+    is_item = get_origin(kind) is list and found != "null" and not found.startswith("[")
+    remedy = f"write [{found}]" if is_item else "see --help"
+    return f"{key} must be of type {_describe_type(kind)}, got {found}; {remedy}"
+
+
 def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     """Turn jsonargparse's message into one of ours; `types` are those of `_field_types`."""
     message = " ".join(message.split()).removeprefix("Parser key ")
-    noise = r"- Expected a path but .*? - | Subclass types expect one of.*"
-    message = re.sub(rf"{noise}|Problem with given class_path '.*?': ", "", message)
+    message = re.sub(r"Problem with given class_path '.*?': ", "", message)
     # "optim.steps": Expected a <class 'int'>. Got value: x
     key = ".".join(dict.fromkeys(re.findall(r'"([a-z_.]+)": ', message)))
     value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
     if key in types and value:
-        found = value[1].strip("'\"").replace("None", "null")
-        is_list = get_origin(types[key]) is list
-        is_item = is_list and found != "null" and not found.startswith("[")
-        remedy = f"write [{found}]" if is_item else "see --help"
-        return f"{key} must be of type {_describe_type(types[key])}, got {found}; {remedy}"
+        return _wrong_type(key, types[key], value[1])
     # unrecognized arguments: --optim.lr=1; or Group 'optim' does not accept option 'lr'
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
     prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
