@@ -67,6 +67,7 @@ def write_text_atomically(file: Path, text: str) -> None:
     """Write a text file through a temporary one, so that it is always the old or the new one."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several processes may write it
     temporary.write_text(text, encoding="utf-8")
+    _fsync(temporary)  # after a power cut the file is the old or the new one, too
     temporary.replace(file)
 
 
