@@ -43,16 +43,12 @@ of up to B / 4 sequences hold one, with hardly any padding."""
 SPECIAL_TOKENS = 2
 """[CLS] and [SEP] of a sequence."""
 
-BLOCK = 16
-"""Documents per entry of the table of sequences that is kept in memory."""
-
 
 class SequenceIndex:
     """Documents of a store, cut into sequences of at most `length` tokens.
 
-    A sequence does not cross the end of a document. It is found by bisection among blocks of
-    documents (half a byte of memory per document), then by counting within its block; the ends of
-    the documents stay on disk.
+    A sequence does not cross the end of a document. The sequence of a given number is found by
+    bisection in a table of 8 bytes per document; the ends of the documents stay on disk.
 
     Args:
         store: The tokens.
@@ -70,18 +66,14 @@ class SequenceIndex:
         self.store = store
         self.length = length
         self._content = length - SPECIAL_TOKENS
-        documents = len(store.document_ends)
-        counts = [np.zeros(1, np.int64)]
-        for first in range(0, documents, 2**16 * BLOCK):  # in parts, to bound the memory
-            last = min(first + 2**16 * BLOCK, documents)
-            number = self._count(*self._documents(np.arange(first, last)))
-            counts.append(np.add.reduceat(number, np.arange(0, len(number), BLOCK)))
-        self._block_starts = np.cumsum(np.concatenate(counts))
-        bounds = np.cumsum((0, *store.source_documents) if weights else (0, documents))
-        self.source_sizes = np.diff([self._count_before(int(document)) for document in bounds])
+        starts = np.concatenate([[0], store.document_ends])  # the last is the end of the text
+        counts = -(-np.diff(starts) // self._content)  # sequences of each document, rounded up
+        self._first_ids = np.concatenate([[0], np.cumsum(counts)])  # [documents + 1]
+        bounds = np.cumsum((0, *store.source_documents) if weights else (0, len(counts)))
+        self.source_sizes = np.diff(self._first_ids[bounds])
         draws = np.rint(self.source_sizes * np.array(weights or [1.0]))
         self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
-        tokens = np.diff(self._documents(bounds)[0])
+        tokens = np.diff(starts[bounds])
         mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
         self.mean_length = SPECIAL_TOKENS + float(mean)
 
@@ -95,15 +87,11 @@ class SequenceIndex:
 
     def locate(self, sequence_ids: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
-        block = np.searchsorted(self._block_starts, sequence_ids, side="right") - 1
-        start, end = self._documents(block[:, None] * BLOCK + np.arange(BLOCK))  # [n, BLOCK]
-        after = np.cumsum(self._count(start, end), axis=1)  # sequences up to each document's end
-        offset = sequence_ids - self._block_starts[block]
-        row, column = np.arange(len(sequence_ids)), (after <= offset[:, None]).sum(axis=1)
-        start, end = start[row, column], end[row, column]
-        index_in_document = offset - after[row, column] + self._count(start, end)
-        start += index_in_document * self._content
-        return start, np.minimum(self._content, end - start)
+        document = np.searchsorted(self._first_ids, sequence_ids, side="right") - 1
+        ends = self.store.document_ends
+        start = np.where(document > 0, ends[document - 1], 0)
+        start += (sequence_ids - self._first_ids[document]) * self._content
+        return start, np.minimum(self._content, ends[document] - start)
 
     def sequences_of_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
         """Return sequences of an epoch [n], and how often each was taken before [n].
@@ -124,22 +112,6 @@ class SequenceIndex:
             order = stateless_rng.permute(count % size, size, seed, number)
             sequence_ids[chosen] = self.source_sizes[:number].sum() + order
         return sequence_ids, epochs
-
-    def _documents(self, number: Indices) -> tuple[Indices, Indices]:
-        """Start and end of documents in the tokens of the store; empty beyond the last document."""
-        ends = self.store.document_ends
-        end = ends[np.minimum(number, len(ends) - 1)]
-        before = ends[np.minimum(number, len(ends)) - 1]
-        return np.where(number > 0, before, 0), end
-
-    def _count(self, start: Indices, end: Indices) -> Indices:
-        """Sequences in each document: its tokens over the content of a sequence, rounded up."""
-        return -((start - end) // self._content)
-
-    def _count_before(self, document: int) -> int:
-        first = document // BLOCK * BLOCK
-        count = self._count(*self._documents(np.arange(first, document))).sum()
-        return int(self._block_starts[document // BLOCK] + count)
 
 
 def training_order(
