@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roformer import RoFormerConfig
+from roformer import RoFormerConfig, use_for_auto_classes
 from roformer.rotary import compute_inv_freq
 from train.analysis.runs import find_folders
 from train.command_line import run_command
@@ -28,8 +27,7 @@ from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
-from train.loop.launch import start_accelerator
-from train.loop.model_init import build_config, build_model, load_config
+from train.loop.model_init import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, ModelSettings, require
 
@@ -103,24 +101,20 @@ def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict
 
 
 def decay_of_model(
-    name: str, folder: str, settings: DecaySettings, distances: Floats, accelerator: Accelerator
+    name: str, folder: str, settings: DecaySettings, distances: Floats
 ) -> dict[str, Scores]:
     """Decay for queries and keys of a model on held-out text, trained and with random weights."""
     tokenizer = vocabulary.load_tokenizer(folder, key="models")
-    saved = load_config(folder, key="models")
+    config = load_config(folder, key="models")
     supported = (
-        isinstance(saved, RoFormerConfig)
-        and (saved.position_encoding, saved.linear_attention) == ("rope", None)
-        and saved.rope_interleave
-        and (saved.rope_parameters or {}).get("rope_type") == "default"
+        isinstance(config, RoFormerConfig)
+        and (config.position_encoding, config.linear_attention) == ("rope", None)
+        and config.rope_interleave
+        and (config.rope_parameters or {}).get("rope_type") == "default"
     )
     rule = "must be RoFormers with softmax attention, adjacent pairs and the default rope_type"
     require(supported, "models", rule, folder, "leave it out")
-    trained = ModelSettings(init=folder, attention="eager")
-    untrained = ModelSettings(attention="eager")
-    config = build_config(trained, settings.length, tokenizer)
-    with accelerator.local_main_process_first():
-        store = tokenize_corpus(settings.corpus, "validation", tokenizer)
+    store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     sequences = SequenceIndex(store, settings.length)
     rows = np.arange(min(NUM_SEQUENCES, len(sequences)))
     batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), mask_rate=0.15, seed=0)
@@ -128,8 +122,8 @@ def decay_of_model(
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     inv_freq = compute_inv_freq(config.rotary_dim, config.rope_parameters["rope_theta"])
     decays = {}
-    for state, model_settings in (("trained", trained), ("untrained", untrained)):
-        model = build_model(model_settings, config, seed=0).eval()
+    for state, init in (("trained", folder), ("untrained", None)):
+        model = build_model(ModelSettings(init=init, attention="eager"), config, seed=0).eval()
         pairs = queries_and_keys(model.base_model, inputs, config.rotary_dim)
         decays[f"{name}, {state}"] = decay_of_scores(*pairs, distances, inv_freq)
     return decays
@@ -161,26 +155,25 @@ def queries_and_keys(
 
 def main(settings: DecaySettings) -> dict[str, Any]:
     """Compute bounds and scores, write figure and numbers, print a summary."""
-    accelerator = start_accelerator()
+    use_for_auto_classes()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
     scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
     for name, folder in find_folders(settings.models, "models").items():
-        scores |= decay_of_model(name, folder, settings, distances, accelerator)
+        scores |= decay_of_model(name, folder, settings, distances)
     bounds = {
         f"d {width}, theta {theta:g}": decay_bound(distances, width, theta).tolist()
         for width, theta in BOUNDS
     }
     numbers = {"distances": distances.tolist(), "bound": bounds, "scores": scores}
-    if accelerator.is_main_process:
-        output = Path(settings.output)
-        plot(numbers, output)
-        output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
-        for label, values in bounds.items():
-            print(f"bound, {label}: {ends(values, '.1f')}")
-        for name, row in scores.items():
-            mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
-            print(f"score, {name}: {mean}; absolute {size}")
-        print(f"figure: {output}")
+    output = Path(settings.output)
+    plot(numbers, output)
+    output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
+    for label, values in bounds.items():
+        print(f"bound, {label}: {ends(values, '.1f')}")
+    for name, row in scores.items():
+        mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
+        print(f"score, {name}: {mean}; absolute {size}")
+    print(f"figure: {output}")
     return numbers
 
 
