@@ -1,4 +1,4 @@
-"""Step 4 of the data path: documents cut into sequences, put in order and grouped into batches.
+"""Step 4 of the data path: documents cut into sequences, put in order and collected into batches.
 
 Everything is a pure function of (settings, seed, step) and does not depend on the number of
 processes, so that the state of the loader is one integer. A batch has one of two layouts, with the
@@ -33,11 +33,11 @@ Indices = NDArray[np.int64]
 WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
 
-GROUP = 8
-"""Least number of sequences of similar length that stay neighbours."""
+MIN_BUCKET = 8
+"""Least number of sequences in a bucket: sequences of similar length that stay neighbours."""
 
-GROUPS_PER_STEP = 4
-"""A step of B sequences has groups of at least B / 4: it holds several lengths, and micro-batches
+BUCKETS_PER_STEP = 4
+"""A step of B sequences has buckets of at least B / 4: it holds several lengths, and micro-batches
 of up to B / 4 sequences hold one, with hardly any padding."""
 
 SPECIAL_TOKENS = 2
@@ -115,35 +115,35 @@ class SequenceIndex:
 
 
 def training_order(
-    sequences: SequenceIndex, samples: Indices, seed: int, group: int = GROUP
+    sequences: SequenceIndex, samples: Indices, seed: int, bucket_size: int = MIN_BUCKET
 ) -> tuple[Indices, Indices]:
     """Return the sequences [n] of training samples [n], and the epoch of each [n].
 
     Samples are counted from 0 at the start of the run, epochs as by `sequences_of_epoch`.
     Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
-    sequences. Within a window of it, sequences are sorted by length, cut into groups of `group`
-    neighbours, and the groups are shuffled.
+    sequences. Within a window of it, sequences are sorted by length and cut into buckets
+    of `bucket_size`, and the buckets are shuffled.
     """
     epoch, entry = np.divmod(samples, sequences.epoch_size)
     sequence_ids, epochs = np.empty_like(samples), np.empty_like(samples)
     for key in {(int(e), int(w)) for e, w in zip(epoch, entry // WINDOW)}:
         chosen = (epoch == key[0]) & (entry // WINDOW == key[1])
-        order = _window_order(sequences, *key, seed, group)
+        order = _window_order(sequences, *key, seed, bucket_size)
         sequence_ids[chosen], epochs[chosen] = (x[entry[chosen] % WINDOW] for x in order)
     return sequence_ids, epochs
 
 
 def _window_order(
-    sequences: SequenceIndex, epoch: int, window: int, seed: int, group: int
+    sequences: SequenceIndex, epoch: int, window: int, seed: int, bucket_size: int
 ) -> tuple[Indices, Indices]:
     size = sequences.epoch_size
     entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
     entry = stateless_rng.permute(entry, size, seed, epoch)
     sequence_ids, epochs = sequences.sequences_of_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
-    groups = [by_length[i : i + group] for i in range(0, len(by_length), group)]
-    keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(groups)))
-    order = np.concatenate([groups[i] for i in np.argsort(keys)])
+    buckets = [by_length[i : i + bucket_size] for i in range(0, len(by_length), bucket_size)]
+    keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(buckets)))
+    order = np.concatenate([buckets[i] for i in np.argsort(keys)])
     return sequence_ids[order], epochs[order]
 
 
@@ -290,9 +290,9 @@ class StepDataset(Dataset):
     def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        group = max(GROUP, self.batch_size // GROUPS_PER_STEP)
+        bucket_size = max(MIN_BUCKET, self.batch_size // BUCKETS_PER_STEP)
         sequence_ids, epochs = training_order(
-            self.sequences, samples, self.batch_format.seed, group
+            self.sequences, samples, self.batch_format.seed, bucket_size
         )
         by_length = np.argsort(self.sequences.locate(sequence_ids)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting
