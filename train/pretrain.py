@@ -144,7 +144,7 @@ def train(
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
-    names = [store.folder.name for store in stores]
+    names = [store.name for store in stores]
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
     )

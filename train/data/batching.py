@@ -48,7 +48,7 @@ class SequenceIndex:
     """Documents of a store, cut into sequences of at most `length` tokens.
 
     A sequence does not cross the end of a document. The sequence of a given number is found by
-    bisection in a table of 8 bytes per document; the ends of the documents stay on disk.
+    bisection in a table of documents.
 
     Args:
         store: The tokens.

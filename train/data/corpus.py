@@ -10,11 +10,9 @@ one cannot be read, and an interrupted build continues with the first missing sh
                          documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
                          hashes.bin      uint64 hash of each document's tokens
                          manifest.json   what it was made from, counts, whether it is the last
-    <cache>/<corpus>/    documents.bin   int64 ends of all documents of all shards
-                         manifest.json   names of the shards, counts
     <cache>/hashes/                      hashes of files, so that unchanged files are not read again
 
-A manifest also holds the size and a hash of each file of its folder. The hash is of 16 pages: it
+A manifest also holds the size and a hash of each file of its shard. The hash is of 16 pages: it
 notices a file that was cut, swapped, emptied or overwritten, and costs 64 KB of reading; it does
 not notice a change between those pages.
 """
@@ -81,13 +79,12 @@ class TokenStore:
     """Token ids of a corpus, in shards; each document lies in one shard.
 
     Attributes:
-        document_ends: End of each document in the tokens of all shards, [documents], int64,
-            memory-mapped.
+        document_ends: End of each document in the tokens of all shards, [documents], int64.
         shards: Folders of the shards, in order.
         shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
         dtype: dtype of the ids on disk, uint16 or uint32.
         source_documents: Number of documents of each name in `corpus.train`, in order.
-        folder: Folder of the joined corpus; its name is a hash of what decides the tokens.
+        name: Hash of what decides the tokens and their order.
     """
 
     document_ends: NDArray[np.int64]
@@ -95,7 +92,7 @@ class TokenStore:
     shard_starts: NDArray[np.int64]
     dtype: np.dtype
     source_documents: tuple[int, ...]
-    folder: Path
+    name: str
 
     def document_hashes(self) -> NDArray[np.uint64]:
         """Read a hash of the tokens of each document, [documents]."""
@@ -219,7 +216,7 @@ def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
 def _open_store(
     corpus: HeldOutSettings, part: str, shards: list[Path], source_documents: tuple[int, ...]
 ) -> TokenStore:
-    """Join shards: the ends of their documents become one file, which all processes map."""
+    """Join shards, and check that they hold text that the tokenizer knows."""
     manifests = [_read_manifest(shard) for shard in shards]
     sizes = [manifest["tokens"] for manifest in manifests]
     found = f"{', '.join(source_names(corpus, part))} with none"
@@ -229,38 +226,29 @@ def _open_store(
     rule, remedy = f"must know at least half of corpus.{part}", "learn one from this text"
     require(unknown <= 0.5, "corpus.tokenizer", rule, f"{unknown:.0%} unknown tokens", remedy)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+    # the ends in each shard's own tokens -> in the tokens of all shards
+    ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
     # with weights, the order also depends on which shards belong to which source
     weighted = isinstance(corpus, CorpusSettings) and corpus.weights
-    names = [shard.name for shard in shards]
-    folder = Path(corpus.cache) / short_hash(names, source_documents if weighted else None)
-    documents = sum(source_documents)
-    if not _is_intact(folder):
-        with write_dir_atomically(folder) as unfinished:
-            with (unfinished / "documents.bin").open("wb") as stream:
-                for shard, start in zip(shards, starts):
-                    ends = np.fromfile(shard / "documents.bin", np.int64) + start
-                    stream.write(ends.tobytes())
-            counts = {"documents": documents, "tokens": sum(sizes)}
-            _seal(unfinished, counts | {"shards": names})
-    ends = np.memmap(folder / "documents.bin", np.int64, "r")
+    name = short_hash([x.name for x in shards], source_documents if weighted else None)
     dtype = np.dtype(manifests[0]["dtype"])
-    return TokenStore(ends, tuple(shards), starts, dtype, source_documents, folder)
+    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, source_documents, name)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder of the cache."""
+    """Return the manifest of a shard."""
     return json.loads((folder / "manifest.json").read_text())
 
 
 def _seal(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a folder, with the size and hash of each of its files."""
+    """Write the manifest of a shard, with the size and hash of each of its files."""
     files = {file.name: _fingerprint(file) for file in sorted(folder.glob("*.bin"))}
     text = json.dumps(manifest | {"files": files}, indent=2)
     (folder / "manifest.json").write_text(text)
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a folder is as it was sealed; one that is not is removed."""
+    """Return whether a shard is as it was sealed; one that is not is removed."""
     if not folder.exists():
         return False
     try:
@@ -348,7 +336,7 @@ def main(settings: TokenizeSettings) -> None:
         new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
         size = sum(_read_manifest(shard)["text_bytes"] for shard in new) / 1e6
         print(
-            f"{part}: {store.folder}, {len(new)} of {len(store.shards)} shards made from "
+            f"{part}: {len(new)} of {len(store.shards)} shards made from "
             f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.2f} MB/s"
         )
     print(*describe_stores(stores[:1], stores[1]), sep="\n")
