@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from itertools import product
 
 import psutil
-import torch
 
 from train.bench.baselines import (
     BERT,
@@ -54,14 +53,6 @@ def defaults(benchmark: Benchmark) -> None:
         for name, values in ratios.items():
             case = f"{task}, geometric mean"
             benchmark.add(case, name, values, "x", statistics.geometric_mean)
-
-
-def one_thread(benchmark: Benchmark) -> None:
-    """The same on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    defaults(benchmark)
-    torch.set_num_threads(threads)
 
 
 def trainer(benchmark: Benchmark) -> None:
@@ -148,8 +139,7 @@ def attention_scaling(benchmark: Benchmark) -> None:
         benchmark.add_speeds("inference", workload, seconds)
 
 
-CPU_PARTS = (defaults, one_thread, trainer, long_text, peak, explicit, rope,
-             attention_scaling)  # fmt: skip
+CPU_PARTS = (defaults, trainer, long_text, peak, explicit, rope, attention_scaling)
 PARTS: Mapping[str, Mapping[str, Callable[[Benchmark], None]]] = {
     "cpu": {part.__name__: part for part in CPU_PARTS},
     "cuda": {"training": explicit_on_gpu, "rope": rope},

@@ -82,7 +82,8 @@ class Benchmark:
         """Time models alternately in a new process, as `time_models`."""
         context = multiprocessing.get_context("forkserver")  # torch imported, nothing computed
         context.set_forkserver_preload(["train.bench.baselines"])
-        with ProcessPoolExecutor(1, context, _start, (torch.get_num_threads(),)) as pool:
+        quiet = transformers.utils.logging.set_verbosity_error  # of zeros at padding
+        with ProcessPoolExecutor(1, context, quiet) as pool:
             return pool.submit(time_models, task, names, workload, self.settings.rounds).result()
 
     def compare(
@@ -123,11 +124,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     digits = ",.0f" if abs(row["value"]) >= 1000 else ",.2f"
     value, low, high = (f"{row[key]:{digits}}" for key in ("value", "low", "high"))
     return [row["case"], row["model"], f"{value} {row['unit']} ({low} to {high})"]
-
-
-def _start(threads: int) -> None:
-    torch.set_num_threads(threads)
-    transformers.utils.logging.set_verbosity_error()  # of zeros at padding, which nobody reads here
 
 
 def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:
