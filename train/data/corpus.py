@@ -116,20 +116,16 @@ def tokenize_corpus(
     corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
     """Return the token store of a part, without special tokens; missing shards are made."""
-    shards: list[Path] = []
-    documents: list[int] = []
+    state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
     bar = tqdm(
         desc=f"tokenizing {part}", unit=" documents", delay=1, mininterval=progress_interval()
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
-        state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
-        for files in find_files(corpus, part):
-            found: list[Path] = []
-            for source in files:
-                found += _make_shards(source, corpus, part, tokenizer, state, bar)
-            shards += found
-            documents.append(sum(_read_manifest(shard)["documents"] for shard in found))
-        return _open_store(corpus, part, shards, tuple(documents))
+        shards = [
+            [x for file in files for x in _make_shards(file, corpus, part, tokenizer, state, bar)]
+            for files in find_files(corpus, part)
+        ]
+    return _open_store(corpus, part, shards)
 
 
 def _make_shards(
@@ -214,25 +210,27 @@ def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _open_store(
-    corpus: HeldOutSettings, part: str, shards: list[Path], source_documents: tuple[int, ...]
+    corpus: HeldOutSettings, part: str, shards_of_sources: list[list[Path]]
 ) -> TokenStore:
-    """Join shards, and check that they hold text that the tokenizer knows."""
-    manifests = [_read_manifest(shard) for shard in shards]
-    sizes = [manifest["tokens"] for manifest in manifests]
+    """Join the shards of all sources, and check that they hold text that the tokenizer knows."""
+    shards = list(itertools.chain.from_iterable(shards_of_sources))
+    manifests = {shard: _read_manifest(shard) for shard in shards}  # copies of a file share them
+    sizes = [manifests[x]["tokens"] for x in shards]
     found = f"{', '.join(source_names(corpus, part))} with none"
     remedy = "raise the share" if corpus.held_out_share else "check the files"
     require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, remedy)
-    unknown = sum(manifest["unknown"] for manifest in manifests) / sum(sizes)
+    unknown = sum(manifests[x]["unknown"] for x in shards) / sum(sizes)
     rule, remedy = f"must know at least half of corpus.{part}", "learn one from this text"
     require(unknown <= 0.5, "corpus.tokenizer", rule, f"{unknown:.0%} unknown tokens", remedy)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # the ends in each shard's own tokens -> in the tokens of all shards
     ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
+    documents = [sum(manifests[x]["documents"] for x in found) for found in shards_of_sources]
     # with weights, the order also depends on which shards belong to which source
     weighted = isinstance(corpus, CorpusSettings) and corpus.weights
-    name = short_hash([x.name for x in shards], source_documents if weighted else None)
-    dtype = np.dtype(manifests[0]["dtype"])
-    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, source_documents, name)
+    name = short_hash([x.name for x in shards], documents if weighted else None)
+    dtype = np.dtype(manifests[shards[0]]["dtype"])
+    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, tuple(documents), name)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
