@@ -21,6 +21,7 @@ import roformer
 from roformer.configuration_rules import FEATURE_MAPS
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import packed_layout
+from train.data.vocabulary import byte_tokenizer
 from train.loop.objective import LanguageModel
 from train.loop.optim import adamw
 
@@ -228,10 +229,9 @@ def make_trainer(
     masked: bool,
 ) -> transformers.Trainer:
     """Build a Trainer that saves and logs nothing, with a collator that masks or its own."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    names = special + [f"w{n}" for n in range(VOCAB_SIZE - len(special))]
-    tokenizer = transformers.BertTokenizer(vocab={name: n for n, name in enumerate(names)})
+    tokenizer = byte_tokenizer()  # pads and masks; the ids are drawn
     masking = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
+    collator = masking if masked else None
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.gettempdir(),
         max_steps=TRAINER_STEPS,
@@ -243,7 +243,6 @@ def make_trainer(
         report_to=[],
         disable_tqdm=True,
     )
-    collator = masking if masked else None
     trainer = transformers.Trainer(
         model, arguments, data_collator=collator, train_dataset=rows, processing_class=tokenizer
     )
