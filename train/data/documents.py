@@ -72,8 +72,6 @@ def _match_files(name: str, key: str) -> list[Path]:
         require(bool(files), key, rule, found, "put text there")
         return sorted(unique.values())
     files = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
-    if glob.has_magic(name):
-        require(bool(files), key, "must match a file", f"none for {name!r}", "check the pattern")
     unknown = [str(file) for file in files if not known_suffix(file)]
     rule, remedy = f"must be {suffixes} files", "convert or rename the file"
     require(not unknown, key, rule, ", ".join(unknown[:3]), remedy)
@@ -82,8 +80,8 @@ def _match_files(name: str, key: str) -> list[Path]:
 
 def _looks_like_path(name: str) -> bool:
     """Whether a name cannot be a hub data set's, which is NAME or OWNER/NAME."""
-    path_start = name.startswith((".", "/", "~"))
-    return path_start or name.count("/") > 1 or bool(known_suffix(Path(name)))
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return is_path or glob.has_magic(name) or bool(known_suffix(Path(name)))
 
 
 def known_suffix(path: Path) -> str:

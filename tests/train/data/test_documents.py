@@ -87,7 +87,7 @@ BAD_FILES = {
 BAD_NAMES = [
     ("/nowhere/x", "corpus.train must exist, got '/nowhere/x'"),
     ("{0}/empty", "corpus.train must hold", ".parquet", "got none in"),
-    ("{0}/none-*.parquet", "corpus.train must match a file, got none for"),
+    ("none-*", "corpus.train must exist, got 'none-*'"),
     ("{0}/lists.parquet", "corpus.text_column", "with [1];"),
     ([], "corpus.train must name a source, got an empty list"),
     (["no-such/dataset"], "corpus.train must be a folder, file, glob or hub data set"),
