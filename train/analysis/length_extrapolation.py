@@ -172,7 +172,10 @@ def format_table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], trained: int, output: Path) -> None:
-    """Plot loss against length: a color for each model, a line style for each rescaling."""
+    """Plot loss against length: a color for each model, a line style for each rescaling.
+
+    The line of a model with a table of positions ends where that ends.
+    """
     figure, (axis,) = make_axes(1, 1, 9.5, 4.6)
     losses = mean_losses(rows)
     lengths = sorted({row["length"] for row in rows})
@@ -180,17 +183,10 @@ def plot(rows: list[Row], trained: int, output: Path) -> None:
     colors = dict(zip(models, COLORS * len(models)))
     styles = dict(zip(ways, ("-", "--", ":")))
     for (model, way), part in losses.groupby(["model", "way"], sort=False):
-        part = part.droplevel(["model", "way"])
-        measured, refused = part.dropna(), part.index[part["mean"].isna()]
-        style = {"color": colors[model], "linestyle": styles[way], "label": f"{model}, {way}"}
-        axis.plot(measured.index, measured["mean"], marker="o", markersize=4, **style)
-        axis.fill_between(
-            measured.index, measured["min"], measured["max"], color=colors[model], alpha=0.15
-        )
-        if len(refused):
-            y = [measured["mean"].iloc[-1] if len(measured) else 0.0] * len(refused)
-            label = f"{model}: refused, its table of positions has ended"
-            axis.plot(refused, y, "x", color=colors[model], markersize=8, label=label)
+        x, color = part.index.get_level_values("length"), colors[model]
+        style = {"color": color, "linestyle": styles[way], "label": f"{model}, {way}"}
+        axis.plot(x, part["mean"], marker="o", markersize=4, **style)
+        axis.fill_between(x, part["min"], part["max"], color=color, alpha=0.15)
     axis.axvline(trained, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
