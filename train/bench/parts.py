@@ -42,16 +42,15 @@ def defaults(benchmark: Benchmark) -> None:
     """Default options against transformers' RoFormer, each cell in a process of its own."""
     shapes = SHAPES if benchmark.settings.scale == "full" else SHAPES[:1]
     for task, (dropout, names) in TASKS.items():
-        ratios: dict[str, list[float]] = {name: [] for name in names}
+        first = len(benchmark.rows)
         for (batch, length), padded, bf16 in product(shapes, (False, True), (False, True)):
             workload = benchmark.workload(
                 batch=batch, length=length, padded=padded, bf16=bf16, dropout=dropout
             )
             benchmark.compare(task, workload, names)
-            for row in benchmark.rows[-len(names) :]:
-                ratios[row["model"]].append(row["value"])
-        for name, values in ratios.items():
-            case = f"{task}, geometric mean"
+        rows, case = benchmark.rows[first:], f"{task}, geometric mean"
+        for name in names:
+            values = [row["value"] for row in rows if row["model"] == name]
             benchmark.add(case, name, values, "x", statistics.geometric_mean)
 
 
