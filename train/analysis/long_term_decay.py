@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -154,6 +155,7 @@ def queries_and_keys(
 def main(settings: DecaySettings) -> dict[str, Any]:
     """Compute bounds and scores, write figure and numbers, print a summary."""
     use_for_auto_classes()
+    transformers.utils.logging.disable_progress_bar()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
     scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
     for name, folder in find_folders(settings.models, "models").items():
