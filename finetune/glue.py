@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 import roformer
 from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
 from finetune.metrics import score_splits
-from finetune.publish.model_card import check_save_folder, save_model
+from finetune.publish.model_card import save_model
 from finetune.results import (
     Result,
     append_result,
@@ -78,7 +79,8 @@ def run(
     started, task = time.perf_counter(), load_task(settings.task)
     accelerator = accelerator or start_accelerator()
     if settings.save is not None:
-        check_save_folder(settings.save)
+        is_free = slot is not None or not Path(settings.save).exists()  # a grid replaces its own
+        require(is_free, "save", "must be new", settings.save, "delete it or choose another")
         distribution = accelerator.distributed_type.value
         rule = "must be null with sharded weights"
         require(distribution != "FSDP", "save", rule, distribution, "launch without FSDP")

@@ -112,13 +112,15 @@ class GlueSettings(Recipe):
     """Folder of this model fine-tuned on MNLI, from which the run starts instead; RoBERTa and
     ModernBERT do so for RTE, MRPC and STS-B. Tables label it."""
     save: str | None = None
-    """Folder for the fine-tuned model, its tokenizer and a model card."""
+    """New folder for the fine-tuned model, its tokenizer and a model card."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         normalize_paths(self, "model", "tokenizer", "mnli", "task")
         task = load_task(self.task)
         check_seed(self.seed, "seed")
+        if self.save is not None:
+            check_writable(Path(self.save).parent, "save")
         has_data = self.glue_dir is not None or task.is_glue or task.is_own
         rule = "must name the folder of a demo task"
         require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")

@@ -189,7 +189,8 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         (None, {"model": "bert"}, "model must"),
         (None, {"attention": "imagined"}, "attention must"),
         (None, {"task": "rte"}, "glue_dir must"),
-        (None, {"save": "model"}, "save must"),
+        (None, {"save": "model"}, "save must be new"),
+        (None, {"save": "file/x"}, "save must be a folder"),
         (None, {"output": "file/x"}, "output must"),
     ],
 )

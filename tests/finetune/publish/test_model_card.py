@@ -14,10 +14,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import roformer
 from finetune.publish import model_card
-from finetune.publish.model_card import check_save_folder, save_model
+from finetune.publish.model_card import save_model
 from finetune.tasks import TASKS
 from tiny import command, enlarge, refused
-from tiny_glue import SHAPE, tiny_model, tiny_tokenizer
+from tiny_glue import SHAPE, tiny_tokenizer
 from tiny_results import line
 
 COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"
@@ -153,7 +153,7 @@ def test_official_results_name_the_hubs_data_and_metrics():
 @pytest.mark.parametrize("run", [a_line("mnli", **REDUCED), a_line("demo-order")])
 def test_reduced_data_are_never_called_glue(run):
     made = model_card.finetuned_card(run, "bert")
-    assert "glue" not in str(made).replace(COMMAND, "").replace(model_card.MARK, "").lower()
+    assert "glue" not in str(made).replace(COMMAND, "").lower()
     assert made.data.datasets is None
     assert {r.dataset_name for r in made.data.eval_results} == {run["label"]}
     assert run["label"] in made.text
@@ -194,22 +194,17 @@ def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):
     hub = "google-bert/bert-base-uncased"
     assert model_card.finetuned_card_data(a_line()).base_model == hub
     assert model_card.finetuned_card_data(a_line(random_weights=True)).base_model is None
-    for model in ("runs/small/model", "/srv/runs/model", "../model", "runs/model"):
-        Path("runs/model").mkdir(parents=True, exist_ok=True)
-        run = a_line(model=model)
-        assert model_card.finetuned_card_data(run).base_model is None
-        assert f"`{model}`" in model_card.finetuned_card(run, "bert").text
     Path(hub).mkdir(parents=True)  # what transformers would read instead
     assert model_card.finetuned_card_data(a_line()).base_model is None
+    assert f"`{hub}`" in model_card.finetuned_card(a_line(), "bert").text
 
 
-def test_a_saved_folder_holds_known_files_and_a_clean_tokenizer(tmp_path):
+def test_a_saved_folder_holds_model_card_and_a_clean_tokenizer(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer("good film", truncation=True, max_length=3, padding="max_length")
     save_model(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
     names = {path.name for path in (tmp_path / "new/tuned").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
-    check_save_folder(str(tmp_path / "new/tuned"))  # knows all of them
     backend = json.loads((tmp_path / "new/tuned/tokenizer.json").read_text())
     assert (backend["truncation"], backend["padding"]) == (None, None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned"]
@@ -232,20 +227,3 @@ def test_a_second_save_replaces_the_first_whole_and_one_that_fails_leaves_it(tmp
     assert json.loads((folder / "config.json").read_text())["id2label"]["0"] == "entailment"
     assert not (folder / "vocab.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
-
-
-def test_nothing_but_an_earlier_save_is_replaced(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for free in (tmp_path / "absent", tmp_path / "empty", saved(tmp_path)):
-        check_save_folder(str(free))
-    tiny_model(tmp_path / "pretrained", "bert")  # known names, but no card of ours
-    (tmp_path / "pretrained/README.md").write_text("# The model of another author")
-    (tmp_path / "file").write_text("mine")
-    more = saved(tmp_path / "more")
-    (more / "notes.json").write_text("{}")  # no file of a model, though it looks like one
-    kept = {"pretrained": "with README.md", "more/tuned": "with notes.json", "file": "the file"}
-    for folder, found in kept.items():
-        save = partial(save_model, str(tmp_path / folder), a_model(), tiny_tokenizer(), a_line())
-        refused(save, "save must", found)
-    assert (more / "notes.json").exists()
-    assert "another author" in (tmp_path / "pretrained/README.md").read_text()
