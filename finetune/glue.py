@@ -26,14 +26,7 @@ import roformer
 from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
 from finetune.metrics import score_splits
 from finetune.publish.model_card import save_model
-from finetune.results import (
-    Result,
-    append_result,
-    delete_stale_predictions,
-    prediction_file,
-    write_answers,
-    write_predictions,
-)
+from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
@@ -103,7 +96,12 @@ def run(
     result["parameters"] = model.num_parameters()
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
-        write_outcome(settings, task, result, logits, labels)
+        if task.is_own and "test" in logits:
+            rows = read_split_columns(task, "test", None)
+            file = prediction_file(settings.output, result, "test").with_suffix(".csv")
+            texts = {name: rows[name] for name in task.columns}
+            write_answers(file, texts, task.labels, logits["test"])
+        write_result(settings.output, result, labels, logits)
         if settings.save is not None and logits:
             save_model(settings.save, model, tokenizer, result)
     return result
@@ -207,25 +205,6 @@ def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Ac
         rule, remedy = "must fit into memory", "lower it, or shorten length"
         raise InputError(f"micro_batch_tokens {rule}, got {tokens}; {remedy}") from error
     model.zero_grad(set_to_none=True)
-
-
-def write_outcome(
-    settings: GlueSettings,
-    task: Task,
-    result: Result,
-    logits: Logits,
-    labels: dict[str, NDArray],
-) -> None:
-    """Write all predictions, then append the result; predictions of an earlier run are deleted."""
-    delete_stale_predictions(settings.output, result, kept=logits)
-    for split, values in logits.items():
-        write_predictions(prediction_file(settings.output, result, split), labels[split], values)
-    if task.is_own and "test" in logits:
-        texts = read_split_columns(task, "test", None)
-        texts.pop("label")
-        file = prediction_file(settings.output, result, "test")
-        write_answers(file.with_suffix(".csv"), texts, task.labels, logits["test"])
-    append_result(settings.output, result)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

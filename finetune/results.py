@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,7 @@ def write_answers(
 
     Logits are [N, num_labels].
     """
+    file.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = dict(texts)
     if names is None:
         columns["prediction"] = logits[:, 0]
@@ -134,13 +135,6 @@ def write_answers(
         columns["prediction"] = [names[index] for index in logits.argmax(axis=1)]
         columns["probability"] = softmax(logits.astype(np.float64), axis=1).max(axis=1).round(4)
     csv.write_csv(pyarrow.table(columns), file)
-
-
-def delete_stale_predictions(results: str, result: Result, kept: Collection[str]) -> None:
-    """Delete predictions of an earlier run with the same key, except for the splits `kept`."""
-    for file in prediction_file(results, result, "any").parent.glob("*.*"):
-        if file.stem not in kept:
-            file.unlink()
 
 
 def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
@@ -167,6 +161,22 @@ def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
     folder = Path(results).parent
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / f".{run_name(values)}.lock")
+
+
+def write_result(
+    results: str, result: Result, labels: Mapping[str, NDArray], logits: Mapping[str, NDArray]
+) -> None:
+    """Write the predictions of a run, then append its result.
+
+    `labels` [N] and `logits` [N, num_labels] are those of each predicted split; predictions of
+    other splits are those of an earlier run with the same key, and are deleted.
+    """
+    for file in prediction_file(results, result, "any").parent.glob("*.*"):
+        if file.stem not in logits:
+            file.unlink()
+    for split, values in logits.items():
+        write_predictions(prediction_file(results, result, split), labels[split], values)
+    append_result(results, result)
 
 
 def append_result(results: str, result: Result) -> None:

@@ -26,13 +26,11 @@ from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
     Result,
-    append_result,
-    delete_stale_predictions,
     inputs_differ,
     prediction_file,
     read_finished,
     run_key,
-    write_predictions,
+    write_result,
 )
 from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
@@ -107,10 +105,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         **score_splits(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    delete_stale_predictions(settings.output, result, kept=logits)
-    for split, values in logits.items():
-        write_predictions(prediction_file(settings.output, result, split), labels[split], values)
-    append_result(settings.output, result)
+    write_result(settings.output, result, labels, logits)
     return result
 
 
