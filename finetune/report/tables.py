@@ -3,7 +3,7 @@
 Every table has the name of its row in the first column.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,18 +109,22 @@ def comparison_text(comparison: Comparison) -> str:
 
 def score_table(group: TaskGroup) -> Table:
     """Mean and spread over seeds of every configuration on every task, and the average."""
-    cells = {key: score_text(runs) for key, runs in group.cells().items()}
-    rows = []
-    for configuration, runs in group.runs.groupby("configuration", sort=False):
-        row = {"model": configuration}
-        row |= {t: cells.get((configuration, label), DASH) for label, t in group.titles.items()}
-        if len(group.titles) > 1:
-            row[group.average_name(group.titles)] = average_text(runs, list(group.titles))
-        rows.append(row)
+    frame = _by_task(group, [(*key, score_text(runs)) for key, runs in group.cells().items()])
     remark = "Mean ± sample standard deviation over seeds (their number), x 100, validation split."
     if len(group.titles) > 1:
+        rows = group.runs.groupby("configuration", sort=False)
+        averages = [average_text(runs, list(group.titles)) for _, runs in rows]
+        frame[group.average_name(group.titles)] = averages
         remark += f" The last column is the mean over {', '.join(group.titles)}."
-    return Table(f"{GROUPS[group.name]}: scores", pd.DataFrame(rows), [remark])
+    return Table(f"{GROUPS[group.name]}: scores", frame, [remark])
+
+
+def _by_task(group: TaskGroup, texts: Iterable[tuple[str, str, str]]) -> pd.DataFrame:
+    """Arrange (configuration, label, text): a row a configuration, a column a task."""
+    cells = pd.DataFrame(texts, columns=["model", "label", "text"])
+    frame = cells.pivot(index="model", columns="label", values="text")
+    frame = frame.reindex(index=cells["model"].unique(), columns=list(group.titles)).fillna(DASH)
+    return frame.set_axis(list(group.titles.values()), axis=1).reset_index(names="model")
 
 
 def score_text(runs: pd.DataFrame) -> str:
@@ -163,21 +167,17 @@ def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
 
 def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     """What each pretrained configuration is above its best control, one column a task."""
-    rows = []
-    judged = gains[gains["control"] != ""]  # the others have no scores, or no control
-    for configuration, found in judged.groupby("configuration", sort=False):
-        texts = {}
-        for row in found.itertuples():
-            spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
-            texts[row.label] = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
-        columns = {title: texts.get(label, DASH) for label, title in group.titles.items()}
-        rows.append({"model": configuration, **columns})
+    texts = []
+    for row in gains[gains["control"] != ""].itertuples():  # others have no scores, or no control
+        spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
+        text = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
+        texts.append((row.configuration, row.label, text))
     remark = (
         "Mean difference from the best of random weights (the same architecture and head), majority"
         " class and simple features; in brackets the larger standard deviation over seeds of the "
         "two. Pretraining helps both models on a task where both gain more than that."
     )
-    return Table("Above the best control without pretraining", pd.DataFrame(rows), [remark])
+    return Table("Above the best control without pretraining", _by_task(group, texts), [remark])
 
 
 def problem_table(group: TaskGroup) -> Table:
