@@ -40,21 +40,17 @@ class Picture:
 
 
 def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> list[Picture]:
-    """Write report-GROUP-{differences,scores,rates}.png, as far as there is something to draw."""
+    """Write report-GROUP-{differences,scores}.png, as far as there is something to draw."""
     lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
     for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
         lines[run.label][LINES[run.kind]] = run.score
     zeros = {label: {"-": 0.0} for label in (*group.titles, AVERAGE)}
     caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
     differences = f"Differences. {SEEDS}; the line at 0 is no difference."
-    swept = group.runs.loc[group.runs["best_of"] != "", "family"]
-    rates = group.fine_tuned()
-    rates = rates[(rates["kind"] == "model") & rates["family"].isin(swept)]
     pictures = []
     for name, rows, marks, text in (
         ("differences", _difference_rows(pairs), zeros, differences),
         ("scores", _score_rows(group.selected()), lines, caption),
-        ("rates", _score_rows(rates), lines, caption),
     ):
         if any(values for _, cells in rows.values() for values in cells.values()):
             file = f"report-{group.name}-{name}.png"
