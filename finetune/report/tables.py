@@ -4,7 +4,7 @@ Every table has the name of its row in the first column.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -31,11 +31,10 @@ PAPER_REMARK = (
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of text with the title above it and the sentences below it."""
+    """A table of text with the title above it; templates/notes.j2 says what the texts mean."""
 
     title: str
     frame: pd.DataFrame
-    remarks: list[str] = field(default_factory=list)
 
 
 def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
@@ -110,13 +109,11 @@ def comparison_text(comparison: Comparison) -> str:
 def score_table(group: TaskGroup) -> Table:
     """Mean and spread over seeds of every configuration on every task, and the average."""
     frame = _by_task(group, [(*key, score_text(runs)) for key, runs in group.cells().items()])
-    remark = "Mean ± sample standard deviation over seeds (their number), x 100, validation split."
     if len(group.titles) > 1:
         rows = group.runs.groupby("configuration", sort=False)
         averages = [average_text(runs, list(group.titles)) for _, runs in rows]
         frame[group.average_name(group.titles)] = averages
-        remark += f" The last column is the mean over {', '.join(group.titles)}."
-    return Table(f"{GROUPS[group.name]}: scores", frame, [remark])
+    return Table(f"{GROUPS[group.name]}: scores", frame)
 
 
 def _by_task(group: TaskGroup, texts: Iterable[tuple[str, str, str]]) -> pd.DataFrame:
@@ -172,12 +169,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
         spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
         text = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
         texts.append((row.configuration, row.label, text))
-    remark = (
-        "Mean difference from the best of random weights (the same architecture and head), majority"
-        " class and simple features; in brackets the larger standard deviation over seeds of the "
-        "two. Pretraining helps both models on a task where both gain more than that."
-    )
-    return Table("Above the best control without pretraining", _by_task(group, texts), [remark])
+    return Table("Above the best control without pretraining", _by_task(group, texts))
 
 
 def problem_table(group: TaskGroup) -> Table:

@@ -49,7 +49,6 @@ def test_the_average_needs_every_task_and_has_a_spread_where_all_have_the_same_s
     assert scores(lines)["small-bert"].popitem()[1] == "50.0 ± 14.1 (2)"
     assert scores(lines[:-1])["small-bert"].popitem()[1] == "45.0"
     lines.append(line(ROFORMER, "rte", 0.7))
-    assert "the mean over rte, wnli" in score_table(report(lines).group).remarks[0]
     assert list(scores(lines)["small-roformer"].values()) == ["70.0 (1)", DASH, DASH]
 
 
@@ -255,14 +254,6 @@ def test_latex_prints_minus_signs():
     found = report([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.5)])
     text = latex_tables(group_tables(found.group, found.pairs))
     assert r"RTE, accuracy & $-$10.00 & no \\" in text
-
-
-def test_a_line_of_an_unknown_task_or_without_scores_is_one_warning(capsys):
-    broken = line(BERT, "rte", 0.7, seed=1)
-    del broken["metrics"]
-    found = scores([line(BERT, "rte", 0.6), broken, line(BERT, "rte", 0.7) | {"task": "unheard"}])
-    assert found["small-bert"]["RTE, accuracy"] == "60.0 (1)"
-    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
