@@ -5,7 +5,6 @@ its runs on one task, one for each fine-tuning seed. Scores are x 100. GLUE, GLU
 missing and the demo tasks are never in one table.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,7 @@ class TaskGroup:
             - `score`: headline metric, mean over validation splits; NaN without a score
             - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
             - `best_of`: text, the number of rates of which this is the best; empty for one rate
-            - `task_order`, `tasks_less` (minus the number of tasks): for sorting rows
+            - `tasks_less`: minus the number of tasks, for sorting rows
 
             and texts, which are empty where there is nothing to tell apart:
 
@@ -101,28 +100,14 @@ class TaskGroup:
         return f"mean of these {len(names)} tasks, not the GLUE average"
 
 
-def build_groups(results: Iterable[Result]) -> list[TaskGroup]:
+def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
     """Group the results of a file; groups without runs are left out."""
-    complete = [result for result in results if is_complete(result)]
-    if not complete:
+    if not results:
         return []
-    runs = _labelled_runs(complete)
+    runs = _labelled_runs(results)
     runs = runs.join(_origins(runs[runs["kind"] != "features"]))
     groups = dict(iter(runs.groupby("group")))
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
-
-
-def is_complete(result: Result) -> bool:
-    """Whether a result is of a known task and has the fields its status implies; warns if not."""
-    needed = {"status"} if result.get("status") == "failed" else {"label", "official", "model_type"}
-    if result.get("status") == "done":
-        needed |= {"collapsed", "metrics", "majority_metrics"}
-    known = result["task"] in TASKS or "description" in result
-    if known and needed <= result.keys():
-        return True
-    run = f"{result['task']} {result['model']} seed {result['seed']}"
-    print(f"warning: the result of {run} is not complete and was ignored", file=sys.stderr)
-    return False
 
 
 def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int, float]] | None:
@@ -182,9 +167,11 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs["group"] = runs["group"].fillna(known["group"]).fillna("unplaced")
     task_names = pd.Series([recorded_task(result).name for result in results])
     runs["label"] = runs["label"].fillna(known["label"]).fillna(task_names)
-    order = list(dict.fromkeys([*TASKS, *runs["task"]]))
-    runs["task_order"] = runs["task"].map(order.index)
-    return runs.sort_values(["task_order", "label", "seed"], kind="stable", ignore_index=True)
+    order = [*TASKS, *runs["task"]]
+    runs = runs.sort_values(["label", "seed"], kind="stable")
+    return runs.sort_values(
+        "task", key=lambda x: x.map(order.index), kind="stable", ignore_index=True
+    )
 
 
 def _group(result: Result) -> str | None:
