@@ -50,7 +50,7 @@ def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) ->
     pictures = []
     for name, rows, marks, text in (
         ("differences", _difference_rows(pairs), zeros, differences),
-        ("scores", _score_rows(group.selected()), lines, caption),
+        ("scores", _score_rows(group.fine_tuned()), lines, caption),
     ):
         if any(values for _, cells in rows.values() for values in cells.values()):
             file = f"report-{group.name}-{name}.png"

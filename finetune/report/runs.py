@@ -67,7 +67,6 @@ class TaskGroup:
             - `rate_text`: the learning rate; `recipe_text`: other fields of the recipe
             - `protocol`: origin, rate and recipe: how the model was fine-tuned
             - `configuration`: model and protocol, the unique name of the row
-            - `family`: the configuration without its rate; empty for majority and features
     """
 
     name: str
@@ -85,12 +84,6 @@ class TaskGroup:
     def recorded(self) -> pd.DataFrame:
         """The runs that have a result, each once."""
         return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
-
-    def selected(self) -> pd.DataFrame:
-        """The runs of networks; of several learning rates on a task the best one only."""
-        networks = self.runs[self.runs["kind"].isin(["model", "random"])]
-        best = networks.groupby(["family", "label"])["best_of"].transform("max")
-        return networks[networks["best_of"] == best]
 
     def average_name(self, labels: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""
@@ -234,7 +227,7 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     is_fixed = runs["kind"] == "features"
     features, majority = runs[is_fixed].drop_duplicates("label", keep="last"), _majority(runs)
     fixed = pd.concat([features, majority])
-    fixed = fixed.assign(protocol="", family="", configuration=fixed["kind"].map(CONTROLS))
+    fixed = fixed.assign(protocol="", configuration=fixed["kind"].map(CONTROLS))
     runs = runs[~is_fixed].copy()
     by_task = _fields_by_task(runs)
     titles = _titles(pd.concat([runs, features]), by_task)
@@ -249,7 +242,6 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
     kinds = runs["kind"].map({"random": CONTROLS["random"], "model": ""})
     runs["model_text"] = list(map(_join, runs["short_name"], tokenizers, kinds))
-    runs["family"] = list(map(_join, runs["model_text"], runs["origin"], runs["recipe_text"]))
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
@@ -297,7 +289,8 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
     ones the smallest rate is taken. A task that was run with one rate has no selection.
     """
     selections = []
-    for _, cell in runs.groupby(["family", "label"], sort=False):
+    rest = ["model_text", "origin", "recipe_text", "label"]
+    for _, cell in runs.groupby(rest, sort=False):
         rates = cell.groupby("learning_rate")["score"].agg(["count", "mean"])
         if len(rates) > 1:
             complete = rates.loc[rates["count"] == rates["count"].max(), "mean"]
