@@ -121,21 +121,18 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         (what is missing to judge the gain) and helped: nothing is, and the gain exceeds the
         spread.
     """
-    runs = group.runs
+    runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
+    same = ["base_name", "model_type", "tokenizer", "parameters"]
+    same += ["data_origin", "rate_text", "recipe_text"]  # the protocol but for the initial weights
     rows = []
-    protocol = ["data_origin", "rate_text", "recipe_text"]  # from random weights or not
-    same = ["base_name", "model_type", "tokenizer", "parameters", *protocol]
-    known = runs.reindex(columns=same).astype(object)
-    known = known.fillna({"parameters": 0, **dict.fromkeys(protocol, "")})
     for (configuration, label), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":
             continue
-        own = known.loc[cell.index].max()  # a run that failed early has no number of parameters
-        is_control = runs["kind"].isin(["features", "majority"]) | (
-            (runs["kind"] == "random") & (known == own).all(axis=1)
-        )
-        controls = runs[is_control & (runs["label"] == label)].dropna(subset="score")
+        scored = runs[runs["label"] == label].dropna(subset="score")
+        own = runs.loc[cell.index, same].max()
+        is_random = (scored["kind"] == "random") & (scored[same] == own).all(axis=1)
+        controls = scored[is_random | scored["kind"].isin(["features", "majority"])]
         rows.append((configuration, label, *_gain(cell["score"], controls)))
     return pd.DataFrame(rows, columns=columns)
 
