@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from finetune.results import (
     Result,
@@ -31,8 +32,6 @@ from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.settings import require
-
-HEADER = "index\tprediction"
 
 
 @dataclass(frozen=True)
@@ -188,8 +187,7 @@ def tsv(results: str, file: ServerFile, run: Result | None) -> str:
             answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
         else:
             answers = np.array(file.labels)[logits.argmax(axis=1)].tolist()
-    lines = (f"{row}\t{answer}\n" for row, answer in enumerate(answers))
-    return f"{HEADER}\n{''.join(lines)}"
+    return pd.Series(answers, name="prediction").to_csv(sep="\t", index_label="index")
 
 
 if __name__ == "__main__":
