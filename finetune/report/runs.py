@@ -97,7 +97,8 @@ def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
     """Group the results of a file; groups without runs are left out."""
     if not results:
         return []
-    runs = _labelled_runs(results)
+    order = [*TASKS, *(result["task"] for result in results)]
+    runs = _labelled_runs(sorted(results, key=lambda x: (order.index(x["task"]), x["seed"])))
     runs = runs.join(_origins(runs[runs["kind"] != "features"]))
     groups = dict(iter(runs.groupby("group")))
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
@@ -135,7 +136,7 @@ def shorten_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
-    """One row for each result, in the order of tasks and seeds.
+    """One row for each result.
 
     A run that failed early has neither label nor model type: it takes those of other runs of its
     task on the same data, and of its model.
@@ -160,11 +161,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs["group"] = runs["group"].fillna(known["group"]).fillna("unplaced")
     task_names = pd.Series([recorded_task(result).name for result in results])
     runs["label"] = runs["label"].fillna(known["label"]).fillna(task_names)
-    order = [*TASKS, *runs["task"]]
-    runs = runs.sort_values(["label", "seed"], kind="stable")
-    return runs.sort_values(
-        "task", key=lambda x: x.map(order.index), kind="stable", ignore_index=True
-    )
+    return runs
 
 
 def _group(result: Result) -> str | None:
