@@ -9,7 +9,7 @@ from finetune.tasks import CLASS_METRICS, METRIC_NAMES, TASKS, VALUE_METRICS
 from tiny_glue import SCORERS
 
 draw = np.random.default_rng(7)
-VALUES = draw.uniform(0, 5, 200), draw.normal(size=200)
+VALUES = np.float32(draw.uniform(0, 5, 200)), np.float32(draw.normal(size=200))
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -17,7 +17,9 @@ def test_scores_equal_those_of_scikit_learn_and_scipy(task):
     truth, guess = VALUES
     if task.labels:
         truth, guess = (draw.integers(0, len(task.labels), 200) for _ in range(2))
-    expected = {name: SCORERS[name](truth, guess) for name in task.metrics}
+    expected = {
+        name: SCORERS[name](truth.astype(float), guess.astype(float)) for name in task.metrics
+    }
     result = score(task, guess, truth)
     assert list(result) == list(task.metrics)
     assert result == pytest.approx(expected, abs=1e-12)
