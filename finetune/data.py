@@ -44,7 +44,7 @@ class Examples:
     Attributes:
         inputs: Name of a model input, except the attention mask -> values of all examples
             concatenated, [T].
-        text_lengths: Tokens per text, [N * K]; the K texts of an example are neighbours.
+        text_lengths: Tokens per text, [N, K].
         full_lengths: The same before truncation.
         labels: Class ids, int64, or values, float32; -1 where the file has none; [N].
         padding: Padding value of each input.
@@ -58,13 +58,14 @@ class Examples:
 
     @functools.cached_property
     def starts(self) -> Rows:
-        """Offset of each text, [N * K]."""
-        return np.cumsum(self.text_lengths) - self.text_lengths
+        """Offset of each text, [N, K]; the K texts of an example are neighbours."""
+        ends = np.cumsum(self.text_lengths).reshape(self.text_lengths.shape)
+        return ends - self.text_lengths
 
     @functools.cached_property
     def lengths(self) -> Rows:
         """Tokens of the longest text of each example, [N]."""
-        return self.text_lengths.reshape(len(self), -1).max(axis=1)
+        return self.text_lengths.max(axis=1)
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -78,21 +79,16 @@ class Examples:
 
     def micro_batches(self, rows: Rows, tokens: int, processes: int) -> list[Rows]:
         """Split rows [B] so that each process has at most `tokens` padded tokens, or one row."""
-        row_tokens = self._texts_per_row * int(self.lengths[rows].max())
+        row_tokens = self.text_lengths.shape[1] * int(self.lengths[rows].max())
         size = processes * max(1, tokens // row_tokens)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    @property
-    def _texts_per_row(self) -> int:
-        return len(self.text_lengths) // len(self)
-
     def batch(self, rows: Rows, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Collate rows [B] to model inputs [B * K, L], padded to the longest, and `labels` [B]."""
-        count = self._texts_per_row
-        texts = (rows[:, None] * count + np.arange(count)).ravel()  # [B * K]
-        columns = np.arange(self.lengths[rows].max())
-        mask = columns < self.text_lengths[texts, None]  # [B * K, L]
-        indices = np.where(mask, self.starts[texts, None] + columns, 0)
+        lengths, starts = self.text_lengths[rows].ravel(), self.starts[rows].ravel()  # [B * K]
+        columns = np.arange(lengths.max())
+        mask = columns < lengths[:, None]  # [B * K, L]
+        indices = np.where(mask, starts[:, None] + columns, 0)
         arrays = {"attention_mask": mask.astype(np.int64), "labels": self.labels[rows]}
         for name, values in self.inputs.items():
             arrays[name] = np.where(mask, values[indices], self.padding[name]).astype(np.int64)
@@ -119,11 +115,12 @@ def make_examples(
     if pair_encoding == "separate":
         texts = [[text for row in zip(*texts) for text in row]]
     tokens = tokenize(texts, tokenizer, length, cache)
+    labels = columns["label"]
     lengths, full_lengths = (
-        tokens.pop(name).astype(np.int64) for name in ("lengths", "full_lengths")
+        tokens.pop(name).astype(np.int64).reshape(len(labels), -1)
+        for name in ("lengths", "full_lengths")
     )
     padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
-    labels = columns["label"]
     padding = {name: padding.get(name, 0) for name in tokens}
     return Examples(tokens, lengths, full_lengths, labels, padding)
 
