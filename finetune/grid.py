@@ -37,7 +37,7 @@ from finetune.results import (
 from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import GlueSettings, GridSettings, Recipe
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
-from finetune.tasks import describe_task, load_task
+from finetune.tasks import load_task, task_description
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, start_accelerator
 from train.settings import InputError, first_line, require
@@ -260,7 +260,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
     values = asdict(run)
     result = {
         **values,
-        **describe_task(load_task(run.task)),
+        **task_description(load_task(run.task)),
         **hash_inputs(run),
         "status": "failed",
         "error": message,

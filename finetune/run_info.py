@@ -14,7 +14,7 @@ from finetune.metrics import headline, score_majority
 from finetune.results import RUN_KEY, Result, hash_weights
 from finetune.settings import GlueSettings
 from finetune.task_data import hash_task_files
-from finetune.tasks import Task, describe_task, load_task
+from finetune.tasks import Task, load_task, task_description
 from train.environment import git_commit
 
 
@@ -55,7 +55,7 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
     rows = {split: len(labels[split]) for split in ("train", *validation)}
     majority = score_majority(task, labels["train"], validation)
     return {
-        **describe_task(task),
+        **task_description(task),
         "label": task.result_label(rows),
         "official": task.is_official(rows),
         "rows": rows,

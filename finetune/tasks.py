@@ -244,6 +244,6 @@ def recorded_task(result: Mapping[str, Any]) -> Task:
     return TASKS.get(result["task"]) or Task(**result["description"])
 
 
-def describe_task(task: Task) -> dict[str, Any]:
+def task_description(task: Task) -> dict[str, Any]:
     """Make the field `description` of a result; rows of `TASKS` need none."""
     return {} if task.name in TASKS else {"description": dataclasses.asdict(task)}
