@@ -84,7 +84,10 @@ def score_splits(
         results.
     """
     scores, splits = {}, task.validation_splits
-    is_scored = task.test is not None and "test" in logits and is_labelled(task, labels["test"])
+    is_scored = task.test is not None and "test" in logits
+    if is_scored:
+        test_labels = labels["test"]
+        is_scored = not (np.isnan(test_labels) | (test_labels == task.missing_label)).any()
     for split in (*splits, "test") if is_scored else splits:
         values = logits[split]
         predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)
@@ -95,12 +98,6 @@ def score_splits(
         "metrics": scores,
         "headline": headline(task, scores),
     } | test
-
-
-def is_labelled(task: Task, labels: NDArray) -> bool:
-    """Whether every row has a label; missing ones are nan or, where labels are bounded, -1."""
-    is_bounded = not task.is_regression or task.value_range is not None
-    return bool((~np.isnan(labels) & ((labels != -1) | (not is_bounded))).all())
 
 
 def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:

@@ -62,8 +62,7 @@ def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
 def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing: they are
-    -1 or, where every number can be a label, nan.
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
@@ -82,9 +81,8 @@ def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArr
         valid = numbers == np.floor(numbers)
     valid &= (numbers >= lowest) & (numbers <= highest)
     if is_test:
-        is_bounded = math.isfinite(lowest)
-        missing = np.isnan(numbers) | (is_bounded & (numbers == -1))
-        numbers[missing] = -1 if is_bounded else math.nan
+        missing = np.isnan(numbers) | (numbers == task.missing_label)
+        numbers[missing] = task.missing_label
         valid |= missing
     row = int(valid.argmin())
     remedy = "correct the file or the task's labels"

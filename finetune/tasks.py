@@ -8,6 +8,7 @@ GLUE. Results on a split without its official number of rows are not official ei
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,11 @@ class Task(TaskSettings):
     def num_labels(self) -> int:
         """Number of outputs of the classification head; 1 for a regression."""
         return 1 if self.labels is None else len(self.labels)
+
+    @property
+    def missing_label(self) -> float:
+        """Label of a test row that has none: -1, or nan where every number can be a label."""
+        return math.nan if self.is_regression and self.value_range is None else -1.0
 
     def is_official(self, rows: Mapping[str, int]) -> bool:
         """Whether this is a GLUE task and each split in `rows` has its official number of rows."""
