@@ -15,8 +15,6 @@ from train.intervals import Comparison, compare, holm_corrected
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
-
-
 AVERAGE = "average"
 """Stands for a label in the comparison of averages over tasks."""
 

@@ -126,13 +126,12 @@ def seed_scores(runs: pd.DataFrame) -> dict[int, float]:
 
 def shorten_names(models: Iterable[str]) -> dict[str, str]:
     """Name each model by the last parts of its path, as many as tell all of them apart."""
-    names = {model: model_name(model) for model in models}
-    parts = {model: [x for x in Path(model).parts if x not in ("/", "model")] for model in names}
-    for depth in range(2, 1 + max(map(len, parts.values()), default=0)):
+    parts = {x: [part for part in Path(x).parts if part not in ("/", "model")] for x in models}
+    for depth in range(1, 1 + max(map(len, parts.values()), default=0)):
+        names = {model: "/".join(parts[model][-depth:]) or model for model in parts}
         if len(set(names.values())) == len(names):
-            break
-        names = {model: "/".join(parts[model][-depth:]) for model in names}
-    return names if len(set(names.values())) == len(names) else {model: model for model in names}
+            return names
+    return {model: model for model in parts}
 
 
 def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
