@@ -63,10 +63,11 @@ def finetuned_card(result: Result, model_type: str) -> ModelCard:
     facts |= {"tokenizer": result["tokenizer"] or "the model's", "training loss": result["loss"]}
     value = "a value from {:g} to {:g}".format(*task.value_range) if task.value_range else "a value"
     answers = ", ".join(f"{index} {name}" for index, name in enumerate(task.labels or ()))
+    data = finetuned_card_data(result)
     return render_card(
         "finetuned.md.j2",
-        finetuned_card_data(result),
-        title=_title(result),
+        data,
+        title=data.model_name,
         run=result,
         task=task,
         answers=answers or value,
@@ -93,7 +94,7 @@ def finetuned_card_data(result: Result) -> ModelCardData:
         datasets=[HUB_DATA] if official else None,
         tags=[*tags, "glue"] if official else tags,
         metrics=[METRIC_NAMES[name][0] for name in recorded_task(result).metrics],
-        model_name=_title(result),
+        model_name=run_name(result).rpartition("-")[0],
         eval_results=[
             EvalResult(
                 task_type="text-classification",
@@ -109,7 +110,3 @@ def finetuned_card_data(result: Result) -> ModelCardData:
             for name, value in values.items()
         ],
     )
-
-
-def _title(result: Result) -> str:
-    return run_name(result).rpartition("-")[0]
