@@ -174,19 +174,18 @@ def tsv(results: str, file: ServerFile, run: Result | None) -> str:
     Raises:
         InputError: The predictions are not those of the official split.
     """
-    if run is None:
-        answers = [file.labels[0] if file.labels else "0.000"] * file.rows
-    else:
+    shape = (file.rows, len(file.labels or "1"))
+    logits = np.zeros(shape, np.float32)
+    if run is not None:
         path = prediction_file(results, run, file.split)
         _, logits = read_predictions(path)
-        shape = (file.rows, len(file.labels or "1"))
         rule = f"must be {shape[0]} rows of {shape[1]}, as of GLUE's own split"
         remedy = "make the run again on the official data"
         require(logits.shape == shape, str(path), rule, str(logits.shape), remedy)
-        if file.labels is None:  # adding 0 turns -0.0 into 0.0
-            answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
-        else:
-            answers = np.array(file.labels)[logits.argmax(axis=1)].tolist()
+    if file.labels is None:  # adding 0 turns -0.0 into 0.0
+        answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
+    else:
+        answers = np.array(file.labels)[logits.argmax(axis=1)].tolist()
     return pd.Series(answers, name="prediction").to_csv(sep="\t", index_label="index")
 
 
