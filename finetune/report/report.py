@@ -14,11 +14,11 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from finetune.report.differences import MINUS, Difference, pair_differences
+from finetune.report.differences import MINUS, pair_differences
 from finetune.report.figures import draw_figures
 from finetune.report.runs import GROUPS, TaskGroup, build_groups
 from finetune.report.tables import Table, group_tables, verdicts
-from finetune.results import RUN_KEY, Result, read_results
+from finetune.results import RUN_KEY, read_results
 from finetune.settings import normalize_paths
 from train.atomic_dir import check_writable, report_full_disk
 from train.settings import require
@@ -48,64 +48,44 @@ class ReportSettings:
         normalize_paths(self, "pair")
 
 
-@dataclass(frozen=True, eq=False)
-class GroupReport:
-    """A group, its differences and the reason if there are none."""
-
-    group: TaskGroup
-    pairs: list[Difference]
-    no_pairs: str
-
-
 def main(settings: ReportSettings) -> str:
     """Print the report as Markdown and write it in all its forms.
 
     Raises:
         InputError: There are no results, the pair is not among them, or the output is not writable.
     """
-    reports = compare_groups(read_results(settings.results), settings.pair)
+    groups = build_groups(read_results(settings.results))
     rule = "must hold a complete line"
-    require(bool(reports), "results", rule, settings.results, "make a run first")
+    require(bool(groups), "results", rule, settings.results, "make a run first")
+    if settings.pair is not None:
+        runs = pd.concat([group.fine_tuned() for group in groups])
+        is_known = {*runs["model"], *runs["short_name"]} >= set(settings.pair)
+        remedy = f"they have {', '.join(sorted(set(runs['short_name'])))}"
+        found = ", ".join(settings.pair)
+        require(is_known, "pair", "must name models of the results", found, remedy)
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
     with report_full_disk(folder, "output"):
-        text = write_report(reports, folder)
+        text = write_report(groups, settings.pair, folder)
     print(text)
     print(f"With pictures: {folder}/report.html, report.md; every run and its command: report.csv")
     return text
 
 
-def compare_groups(
-    results: Sequence[Result], pair: Sequence[str] | None = None
-) -> list[GroupReport]:
-    """Group results and take all differences; `pair` is that of `ReportSettings`.
+def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder: Path) -> str:
+    """Write the report in all its forms; returns it as Markdown.
 
-    Raises:
-        InputError: A model of the pair is not in the results.
+    `pair` is that of `ReportSettings`.
     """
-    groups = build_groups(results)
-    if pair is not None and groups:
-        runs = pd.concat([group.fine_tuned() for group in groups])
-        is_known = {*runs["model"], *runs["short_name"]} >= set(pair)
-        rule = "must name models of the results"
-        remedy = f"they have {', '.join(sorted(set(runs['short_name'])))}"
-        require(is_known, "pair", rule, ", ".join(pair), remedy)
-    return [GroupReport(group, *pair_differences(group, pair)) for group in groups]
-
-
-def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
-    """Write the report in all its forms; returns it as Markdown."""
-    sections: list[dict[str, Any]] = [
-        {
-            "name": x.group.name,
-            "title": GROUPS[x.group.name],
-            "sentences": [*filter(None, [x.no_pairs]), *verdicts(x.group, x.pairs)],
-            "tables": group_tables(x.group, x.pairs),
-            "pictures": draw_figures(x.group, x.pairs, folder),
-        }
-        for x in reports
-    ]
+    sections = []
+    for group in groups:
+        pairs, reason = pair_differences(group, pair)
+        section: dict[str, Any] = {"name": group.name, "title": GROUPS[group.name]}
+        section["sentences"] = [*filter(None, [reason]), *verdicts(group, pairs)]
+        section["tables"] = group_tables(group, pairs)
+        section["pictures"] = draw_figures(group, pairs, folder)
+        sections.append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -124,7 +104,7 @@ def write_report(reports: Sequence[GroupReport], folder: Path) -> str:
         for suffix in ("md", "html")
     }
     tex = latex_tables(table for section in sections for table in section["tables"])
-    for suffix, content in {**text, "tex": tex, "csv": csv_report(reports)}.items():
+    for suffix, content in {**text, "tex": tex, "csv": csv_report(groups)}.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
     return text["md"]
 
@@ -140,12 +120,12 @@ def latex_tables(tables: Iterable[Table]) -> str:
     return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 
 
-def csv_report(reports: Sequence[GroupReport]) -> str:
+def csv_report(groups: Sequence[TaskGroup]) -> str:
     """One line for each run: what its result says of it, every metric of every split, its command.
 
     Beside the fields of a result it has the report's name of the row, `configuration`.
     """
-    runs = pd.concat([x.group.recorded() for x in reports])
+    runs = pd.concat([group.recorded() for group in groups])
     fields = pd.json_normalize(runs["result"].tolist(), sep=" ")
     columns = [name for name in fields if name.split(" ")[0] in CSV_FIELDS]
     table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.report.report import GroupReport, compare_groups
+from finetune.report.differences import Difference, pair_differences
+from finetune.report.runs import TaskGroup, build_groups
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
 from finetune.settings import Recipe
 from finetune.tasks import TASKS
@@ -83,9 +84,15 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> str:
     return str(file)
 
 
+class GroupReport(NamedTuple):
+    group: TaskGroup
+    pairs: list[Difference]
+    no_pairs: str
+
+
 def report(lines, group: str = "official", pair=None) -> GroupReport:
-    (found,) = (x for x in compare_groups(lines, pair) if x.group.name == group)
-    return found
+    (found,) = (x for x in build_groups(lines) if x.name == group)
+    return GroupReport(found, *pair_differences(found, pair))
 
 
 def texts(table) -> dict[str, dict[str, str]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.report.report import ReportSettings, compare_groups, latex_tables, main
-from finetune.report.runs import GLUE_TASKS, average
+from finetune.report.report import ReportSettings, latex_tables, main
+from finetune.report.runs import GLUE_TASKS, average, build_groups
 from finetune.report.tables import DASH, group_tables, paper_table, problem_table, score_table
 from tiny import refused
 from tiny_results import BERT, ROFORMER, diverged, failed, line, report, seeds, texts, write
@@ -56,7 +56,7 @@ def test_reduced_and_demo_tasks_are_never_in_the_official_table():
     lines = [line(BERT, "rte", 0.6), line(BERT, "demo-order", 0.8)]
     lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
     lines.append(line(ROFORMER, "qnli", 0.7))
-    groups = {x.group.name: list(x.group.titles.values()) for x in compare_groups(lines)}
+    groups = {group.name: list(group.titles.values()) for group in build_groups(lines)}
     assert groups == {
         "official": ["QNLI, accuracy", "RTE, accuracy"],
         "reduced": ["qnli (9k), accuracy"],
