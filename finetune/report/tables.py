@@ -175,17 +175,15 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
 def problem_table(group: TaskGroup) -> Table:
     """Runs that diverged or failed; those that collapsed have scores and are counted there."""
     runs = group.fine_tuned()
-    rows = [
-        {
-            "model": run.configuration,
-            "task": group.titles[run.label],
-            "seed": str(run.seed),
-            "outcome": run.status,
-            "reason": " ".join(run.result.get("error", "").split())[:160],
-        }
-        for run in runs[runs["status"] != "done"].itertuples()
-    ]
-    return Table(f"Runs that diverged or failed: {len(rows)}", pd.DataFrame(rows))
+    runs = runs[runs["status"] != "done"]
+    columns = {
+        "model": runs["configuration"],
+        "task": runs["label"].map(group.titles),
+        "seed": runs["seed"].astype(str),
+        "outcome": runs["status"],
+        "reason": [" ".join(x.get("error", "").split())[:160] for x in runs["result"]],
+    }
+    return Table(f"Runs that diverged or failed: {len(runs)}", pd.DataFrame(columns))
 
 
 def paper_table(group: TaskGroup) -> Table:

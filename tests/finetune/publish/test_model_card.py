@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import roformer
 from finetune.publish import model_card
@@ -46,18 +46,17 @@ REDUCED = {"official": False, "label": "mnli (9k)"}
 
 
 def a_model(task: str = "rte", kind: str = "bert") -> torch.nn.Module:
+    roformer.use_for_auto_classes()
     names = TASKS[task].labels or ("value",)
     head = {
         "id2label": dict(enumerate(names)),
         "label2id": {name: index for index, name in enumerate(names)},
         "problem_type": "single_label_classification" if TASKS[task].labels else "regression",
     }
-    if kind == "bert":
-        return enlarge(BertForSequenceClassification(BertConfig(**SHAPE, **head)))
     if kind == "roformer_plus":
         head["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
-    config = roformer.RoFormerConfig(**SHAPE, **head)
-    return enlarge(roformer.RoFormerForSequenceClassification(config))
+    config = AutoConfig.for_model(kind, **SHAPE, **head)
+    return enlarge(AutoModelForSequenceClassification.from_config(config))
 
 
 def saved(folder: Path, task: str = "rte", kind: str = "bert", **changes) -> Path:
