@@ -32,6 +32,7 @@ from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
 from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
+from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
 from train.environment import is_out_of_memory
@@ -74,6 +75,7 @@ def run(
     if settings.save is not None:
         is_free = slot is not None or not Path(settings.save).exists()  # a grid replaces its own
         require(is_free, "save", "must be new", settings.save, "delete it or choose another")
+        check_writable(Path(settings.save).parent, "save")  # before hours of training
         distribution = accelerator.distributed_type.value
         rule = "must be null with sharded weights"
         require(distribution != "FSDP", "save", rule, distribution, "launch without FSDP")
