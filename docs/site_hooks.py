@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import jsonargparse
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -59,10 +58,9 @@ def command_settings() -> dict[str, tuple[ModuleType, str]]:
 
 def help_text(module: ModuleType, settings: str) -> str:
     """What a command prints with `--help`."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    printed = io.StringIO()
+    command_line, printed = importlib.import_module("train.command_line"), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        jsonargparse.auto_cli(getattr(module, settings), args=["--help"], as_positional=False)
+        command_line.parse_settings(getattr(module, settings), ["--help"])
     text = re.sub(r"\x1b\[[\d;]*m|[\x00-\x09\x0b-\x1f]", "", printed.getvalue())
     return text.split("\n\n", 1)[1].strip()  # without the list of flags at its beginning
 

@@ -165,7 +165,7 @@ def plot(models: Models, settings: CurvesSettings, unit: str) -> None:
     """Plot losses against tokens and time, and differences from the first model."""
     first, *others = models
     panels = 3 if others else 2
-    figure, (tokens, seconds, *further) = make_axes(1, panels, 5.2 * panels, 3.8)
+    figure, (tokens, seconds, *further) = make_axes(1, panels, 3.7 * panels, 3.3)
     colors = dict(zip(models, COLORS * len(models)))
     for axis, (key, scale, label) in zip((tokens, seconds), X_AXES):
         for model, seeds in models.items():
