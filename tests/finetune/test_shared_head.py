@@ -92,8 +92,8 @@ def test_weights_may_be_missing_in_the_head_only(folder, kind, protocol, has_pre
 def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     folder, monkeypatch, kind, task, protocol
 ):
-    warned = lambda config: pytest.fail("of padding, which the head does not read")  # noqa: E731
-    monkeypatch.setattr("roformer.modeling_roformer.warn_of_zeros", warned)
+    warned = lambda line: pytest.fail("of padding, which the head does not read")  # noqa: E731
+    monkeypatch.setattr("roformer.attention_masks.logger.warning_once", warned)
     tiny_model(folder / "model", kind)
     write_stsb(folder / "glue", train=192)
     saved = folder / "saved"

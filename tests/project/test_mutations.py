@@ -50,8 +50,8 @@ MUTATIONS = {
     ),
     "rotation depends on the longest row": (
         "padding.py",
-        "last.amax(dim=-1, keepdim=True) - first.amin(dim=-1, keepdim=True) + 1",
-        "(last.amax() - first.amin() + 1).expand(len(first), 1)",
+        "(last - first + 1).gather(1, ids)",
+        "(last.amax() - first.amin() + 1).expand(ids.shape)",
     ),
 }  # fmt: skip
 TESTS = ["test_rotary.py", "test_modeling.py", "test_attention.py", "test_generation.py"]
