@@ -430,7 +430,7 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
             *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": False} | kwargs)
         )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
-        shapes = (len(start),), (len(start), 1)
+        shapes = (start.shape[0],), (start.shape[0], 1)
         start_positions = check_labels(start_positions, *shapes, name="start_positions")
         end_positions = check_labels(end_positions, *shapes, name="end_positions")
         loss = None

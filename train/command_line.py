@@ -163,7 +163,8 @@ def _wrong_type(key: str, kind: Any, found: str) -> str:
 def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     """Turn jsonargparse's message into one of ours; `types` are those of `_field_types`."""
     message = " ".join(message.split()).removeprefix("Parser key ")
-    message = re.sub(r"Problem with given class_path '.*?': ", "", message)
+    noise = r"Problem with given class_path '.*?': | Subclass types expect one of.*"
+    message = re.sub(noise, "", message)
     # "optim.steps": Expected a <class 'int'>. Got value: x
     key = ".".join(dict.fromkeys(re.findall(r'"([a-z_.]+)": ', message)))
     value = re.search(r".*(?:[vV]alue: |Unable to load config )(.*)", message)
@@ -186,6 +187,10 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 
+class _RepeatedKeyError(yaml.YAMLError):
+    """A mapping has a key twice."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML loader that refuses a repeated key, of which yaml and the parser would use the last."""
 
@@ -193,8 +198,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         repeated = [key for key in keys if keys.count(key) > 1]
         if repeated:
-            found = f"the key {repeated[0]} twice"
-            raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
+            raise _RepeatedKeyError(repeated[0])
         return super().construct_mapping(node, deep)
 
 
@@ -202,6 +206,8 @@ def _check_yaml(file: str) -> None:
     """Refuse a file that is no mapping in YAML; one that cannot be read is left to the parser."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _StrictLoader)
+    except _RepeatedKeyError as error:
+        raise InputError(f"{file} must say a key once, got {error} twice; join the two") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
         raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error

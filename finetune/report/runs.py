@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
-from finetune.tasks import METRIC_NAMES, TASKS, recorded_task
+from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
 from train.atomic_dir import model_name, split_seed
 
 GROUPS = {
@@ -122,6 +122,12 @@ def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int,
 def seed_scores(runs: pd.DataFrame) -> dict[int, float]:
     """Seed -> headline score of the scored runs of a cell."""
     return runs.dropna(subset="score").set_index("seed")["score"].to_dict()
+
+
+def task_title(task: Task, name: str = "") -> str:
+    """Title of a task's column: its name, or the one given, and its headline metric."""
+    metric = METRIC_NAMES[task.headline][1].removesuffix(" correlation")
+    return f"{name or task.title}, {metric}"
 
 
 def shorten_names(models: Iterable[str]) -> dict[str, str]:
@@ -271,10 +277,9 @@ def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
     titles = {}
     for run in tasks.to_dict("records"):
         task = recorded_task(run["result"])
-        name = task.title if run["label"] == task.name else run["label"]
-        metric = METRIC_NAMES[task.headline][1].removesuffix(" correlation")
+        name = "" if run["label"] == task.name else run["label"]
         unusual = [f for f in by_task if pd.notna(run[f]) and run[f] != usual[f][0]]
-        titles[run["label"]] = _join(name, metric, _recipe_text(run, unusual))
+        titles[run["label"]] = _join(task_title(task, name), _recipe_text(run, unusual))
     return titles
 
 

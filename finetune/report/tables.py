@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.report.differences import AVERAGE, Difference, control_gains, helped_tasks
-from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average
+from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
 from finetune.tasks import TASKS, recorded_task
 from train.intervals import Comparison
 
@@ -184,11 +184,11 @@ def problem_table(group: TaskGroup) -> Table:
 def paper_table(group: TaskGroup) -> Table:
     """The paper's GLUE scores above those of our pretrained models, each with its split."""
     rows: list[Sequence[str]] = [(name, *values) for name, values in PAPER.items()]
-    models = group.runs[group.runs["kind"] == "model"]
+    models = group.runs[(group.runs["kind"] == "model") & group.runs["task"].isin(PAPER_TASKS)]
     for configuration, runs in models.groupby("configuration", sort=False):
         scores = {label: score_text(cell) for label, cell in runs.groupby("label")}
         texts = [scores.get(label, DASH) for label in PAPER_TASKS]
         rows.append((configuration, "validation", *texts))
-    columns = ["model", "split", *(group.titles.get(x, TASKS[x].title) for x in PAPER_TASKS)]
+    columns = ["model", "split", *(task_title(TASKS[task]) for task in PAPER_TASKS)]
     title = "GLUE as printed by Su et al. 2021 (arXiv:2104.09864), and ours; not comparable"
     return Table(title, pd.DataFrame(rows, columns=columns))

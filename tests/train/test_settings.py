@@ -140,9 +140,9 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(se
         ("optim: {steps: 1", "x.yaml must be YAML"),
         (b"\xff", "x.yaml must be YAML"),
         ("optim: !!python/object/apply:os.mkdir ['made']", "x.yaml must be YAML"),
-        ("optim: {steps: 4}\noptim:\n  steps: 5\n", "got the key optim twice"),
-        ("optim:\n  steps: 4\n  steps: 5\n", "got the key steps twice"),
-        ("stages: [{steps: 4, steps: 5}]\n", "got the key steps twice"),
+        ("optim: {steps: 4}\noptim:\n  steps: 5\n", "must say a key once, got optim"),
+        ("optim:\n  steps: 4\n  steps: 5\n", "must say a key once, got steps"),
+        ("stages: [{steps: 4, steps: 5}]\n", "must say a key once, got steps"),
     ],
 )
 def test_a_mistake_in_yaml_is_one_line_and_runs_no_code(text, message, tmp_path, monkeypatch):

@@ -63,6 +63,8 @@ class DecaySettings:
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
+        require(self.length >= 8, "length", "must be at least 8", self.length, "use 128")
+        require(self.distances >= 2, "distances", "must be at least 2", self.distances, "use 256")
         check_figure_path(self.output)
 
 

@@ -42,6 +42,7 @@ class BenchSettings:
     """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
+        require(self.rounds > 1, "rounds", "must be at least 2", self.rounds, "use 5")
         named = Path(self.output).suffix == ".json"
         require(named, "output", "must end in .json", self.output, "rename it")
         check_writable(Path(self.output).parent, "output")

@@ -334,7 +334,7 @@ def _find_damage(path: Path) -> str | None:
         for name in FILES:
             if _sha256(path / name) != hashes.get(name):
                 return f"{name} is not what was saved"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return f"{MANIFEST}: {error}"
     return None
 

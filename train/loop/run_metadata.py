@@ -59,7 +59,7 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
     """
     if not (folder / "settings.yaml").exists():
         return {}
-    before = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
+    before = _read_mapping(folder / "settings.yaml", "the settings")
     changed: ChangedSettings = {}
     now = settings_dict(settings)
     stages = [_decisive(stage) for stage in now.pop("stages")]
@@ -73,15 +73,27 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
                 changed[f"{section}.{key}"] = begun, value
     if stages_before != stages:
         changed["stages"] = stages_before, stages
-    begun = json.loads((folder / "environment.json").read_text())["precision"]
-    if begun != precision:
-        changed["mixed_precision"] = begun, precision
+    if (folder / "environment.json").exists():
+        environment = _read_mapping(folder / "environment.json", "the environment")
+        begun = environment.get("precision", precision)
+        if begun != precision:
+            changed["mixed_precision"] = begun, precision
     return changed
 
 
 def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
     changeable = CHANGEABLE["optim"] | CHANGEABLE["corpus"]
     return {key: value for key, value in stage.items() if key not in changeable}
+
+
+def _read_mapping(file: Path, what: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+    except (ValueError, yaml.YAMLError):
+        content = None
+    rule, remedy = f"must hold {what} of the run", "delete it to go on"
+    require(isinstance(content, dict), str(file), rule, "none", remedy)
+    return content
 
 
 def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
@@ -101,21 +113,24 @@ def write_metadata(
     parameters: int,
     changed: ChangedSettings,
 ) -> None:
-    """Write environment.json and settings.yaml of a new run, or one whose settings have changed.
+    """Write environment.json and settings.yaml if they are missing or settings have changed.
 
     Changes are printed, and kept as comments at the top of settings.yaml, because results of the
     run belong to neither set of settings alone. The run goes on from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
-    comments = ""
-    if not settings_file.exists():
+    is_new, comments = not settings_file.exists(), ""
+    environment: dict[str, Any] | None = None
+    if is_new or not environment_file.exists():
         environment = collect_environment(accelerator) | {"parameters": parameters}
+    elif "mixed_precision" in changed:
+        environment = _read_mapping(environment_file, "the environment")
+        environment["precision"] = accelerator.mixed_precision
+    if environment is not None:
         write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
-    elif changed:
-        if "mixed_precision" in changed:
-            environment = json.loads(environment_file.read_text())
-            environment["precision"] = accelerator.mixed_precision
-            write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
+    if not is_new and not changed:
+        return
+    if not is_new:
         changes = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
         )
@@ -123,7 +138,5 @@ def write_metadata(
         print(f"warning: {note}", flush=True)
         lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
-    else:
-        return
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
     write_text_atomically(settings_file, text)

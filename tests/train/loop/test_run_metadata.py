@@ -69,6 +69,18 @@ def test_another_precision_is_refused_and_noted_where_it_may_be(begun):
     assert changed_settings(begun, SETTINGS, "no") == {"mixed_precision": ("bf16", "no")}
     about = json.loads((begun / "environment.json").read_text())
     assert (about["precision"], about["parameters"]) == ("bf16", 7)
+    (begun / "environment.json").write_text("{}")  # a run that does not say goes on
+    assert not changed_settings(begun, SETTINGS, "no")
+
+
+def test_an_environment_that_was_deleted_is_written_again(begun):
+    """As the message about a broken one says; publishing a run needs it."""
+    before = (begun / "settings.yaml").read_text()
+    (begun / "environment.json").unlink()
+    assert not changed_settings(begun, SETTINGS, "bf16")
+    write(begun, SETTINGS, 5)
+    assert json.loads((begun / "environment.json").read_text())["parameters"] == 7
+    assert (begun / "settings.yaml").read_text() == before
 
 
 def test_a_run_goes_on_under_another_name_of_its_folder(begun):
@@ -89,6 +101,13 @@ def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
         check_settings_unchanged(begun, settings_of(DRIFT, name="muon"), "no")
 
     refused(check, "optim.name must stay 'adamw'", "got 'muon'; choose another run.name")
+
+
+@pytest.mark.parametrize("torn", ["", "optim: {", "[1]", "\x00"])
+@pytest.mark.parametrize("name", ["settings.yaml", "environment.json"])
+def test_metadata_that_cannot_be_read_is_named(name, torn, begun):
+    (begun / name).write_text(torn)
+    refused(lambda: changed_settings(begun, SETTINGS, "no"), str(begun / name), "must hold the")
 
 
 def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
