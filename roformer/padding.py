@@ -120,7 +120,6 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
         [B, L] int64, counting from 0 over all rows; None if each row is one document (which cannot
         be known while the values are hidden by a compiler).
     """
-    L = position_ids.shape[1]  # noqa: N806
     # with padding on the left the first token is not the first of the row
     is_first = padding_mask & (padding_mask.long().cumsum(dim=-1) == 1)
     counts_up = (position_ids == position_ids.roll(1, dims=-1) + 1) & ~is_first
@@ -130,7 +129,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
     is_next = is_start & is_packed & ~is_first  # starts a further document of its row
     if not values_are_unreadable(position_ids) and not is_next.any():
         return None
-    starts = is_next | (torch.arange(L, device=position_ids.device) == 0)
+    starts = F.pad(is_next[:, 1:], (1, 0), value=True)
     return (starts.long().flatten().cumsum(dim=0) - 1).view(position_ids.shape)
 
 
