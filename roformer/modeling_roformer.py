@@ -555,7 +555,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
 
         Documents packed into one row do not attend to each other if `cu_seq_lens_q` is given;
         their outputs are those of separate rows. Without it, documents are read from
-        `position_ids` that count from 0 for each of them, as transformers' collator
+        `position_ids` that count from 0 for each of them, as transformers'
         `DataCollatorWithFlattening` makes them.
 
         Args:

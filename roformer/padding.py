@@ -77,9 +77,9 @@ def describe_batch(
     """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
     Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
-    documents are read from `position_ids`, unless tokens are cached. With a cache, even an empty
-    one, a compiled model does not look for packed documents, because it would have to treat every
-    row as packed. Default positions count from `past_length`.
+    documents are read from `position_ids`, unless tokens are cached. With a cache,
+    even an empty one, a compiled model does not look for packed documents, because it would have
+    to treat every row as packed. Default positions count from `past_length`.
     """
     (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
     padding_mask: Tensor | None = None
