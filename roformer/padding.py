@@ -121,7 +121,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
         be known while the values are hidden by a compiler).
     """
     # with padding on the left the first token is not the first of the row
-    is_first = padding_mask & (padding_mask.long().cumsum(dim=-1) == 1)
+    is_first = padding_mask & (padding_mask.cumsum(dim=-1) == 1)
     counts_up = (position_ids == position_ids.roll(1, dims=-1) + 1) & ~is_first
     is_start = (position_ids == 0) & padding_mask
     is_packed = (counts_up | is_start | ~padding_mask).all(dim=-1, keepdim=True)
@@ -130,7 +130,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
     if not values_are_unreadable(position_ids) and not is_next.any():
         return None
     starts = F.pad(is_next[:, 1:], (1, 0), value=True)
-    return (starts.long().flatten().cumsum(dim=0) - 1).view(position_ids.shape)
+    return (starts.flatten().cumsum(dim=0) - 1).view(position_ids.shape)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
