@@ -554,8 +554,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """Encode tokens.
 
         Documents packed into one row do not attend to each other if `cu_seq_lens_q` is given;
-        their outputs are those of separate rows. Without it, documents are read from
-        `position_ids` that count from 0 for each of them, as transformers'
+        their outputs are those of separate rows. Without it, the documents of a batch of one row
+        are read from `position_ids` that count from 0 for each of them, as transformers'
         `DataCollatorWithFlattening` makes them.
 
         Args:

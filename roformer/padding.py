@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import logging
 
-from .kernels.dispatch import values_are_unreadable
+from .kernels.dispatch import is_plain, values_are_unreadable
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def describe_batch(
     """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
     Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
-    documents are read from `position_ids`, unless tokens are cached. With a cache,
+    documents of a single row are read from `position_ids`, unless tokens are cached. With a cache,
     even an empty one, a compiled model does not look for packed documents, because it would have
     to treat every row as packed. Default positions count from `past_length`.
     """
@@ -99,7 +102,10 @@ def describe_batch(
         is_hidden = has_cache and torch.compiler.is_compiling()
         may_be_packed = cu_seqlens is None and L > 1 and not is_hidden
         if may_be_packed and padding_mask is not None and int(past_length) == 0:
-            document_ids = document_ids_from_position_ids(position_ids.expand(B, L), padding_mask)
+            if B == 1:
+                document_ids = document_ids_from_position_ids(position_ids, padding_mask)
+            if document_ids is None:
+                _warn_of_partly_packed_rows(position_ids, padding_mask)
     elif document_ids is not None:
         position_ids = positions_in_documents(document_ids)
     else:
@@ -110,27 +116,39 @@ def describe_batch(
 
 
 def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -> Tensor | None:
-    """Number the documents of rows, [B, L], whose positions count from 0 again and again.
+    """Number the documents of one row, [1, L], whose positions count from 0 again and again.
 
     This is the form that transformers' `DataCollatorWithFlattening` makes. Any other row is one
     document, and so is a row of zeros only, which switches positions off. The positions of padding
     are ignored.
 
     Returns:
-        [B, L] int64, counting from 0 over all rows; None if each row is one document (which cannot
-        be known while the values are hidden by a compiler).
+        [1, L] int64, counting from 0; None if there is one document (which cannot be known while
+        the values are hidden by a compiler).
     """
     # with padding on the left the first token is not the first of the row
     is_first = padding_mask & (padding_mask.cumsum(dim=-1) == 1)
     counts_up = (position_ids == position_ids.roll(1, dims=-1) + 1) & ~is_first
     is_start = (position_ids == 0) & padding_mask
-    is_packed = (counts_up | is_start | ~padding_mask).all(dim=-1, keepdim=True)
-    is_packed = is_packed & (position_ids * padding_mask != 0).any(dim=-1, keepdim=True)
-    is_next = is_start & is_packed & ~is_first  # starts a further document of its row
-    if not values_are_unreadable(position_ids) and not is_next.any():
+    is_packed = (counts_up | is_start | ~padding_mask).all()
+    is_packed = is_packed & (position_ids * padding_mask != 0).any()
+    document_ids = (is_start.long().cumsum(dim=-1) - 1).clamp(min=0) * is_packed
+    if not values_are_unreadable(position_ids) and not document_ids.any():
         return None
-    starts = F.pad(is_next[:, 1:], (1, 0), value=True)
-    return (starts.flatten().cumsum(dim=0) - 1).view(position_ids.shape)
+    return document_ids
+
+
+def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> None:
+    """Warn once of positions that count up and fall back, in another form than the one above."""
+    if not is_plain(position_ids):
+        return
+    steps, both = position_ids.diff(dim=-1), padding_mask[:, 1:] & padding_mask[:, :-1]
+    counts_up, falls = (steps == 1) & both, (steps < 0) & both
+    if counts_up.any() and falls.any() and (counts_up | falls | ~both).all():
+        logger.warning_once(
+            "position_ids fall back as if several documents were packed, but each row is computed "
+            "as one document; give cu_seq_lens_q, the cumulative lengths of the documents"
+        )
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

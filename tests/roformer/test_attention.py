@@ -149,8 +149,9 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, r
     if given.startswith("padded"):  # the positions of padding mean nothing
         ids, positions = (F.pad(x, (0, 5)) for x in (ids, positions))
         inputs = {"attention_mask": torch.arange(56)[None] < 51, "position_ids": positions}
-        if given == "padded rows":
+        if given == "padded rows":  # two, which only lengths can describe
             inputs = {name: x.view(2, 28) for name, x in inputs.items()}
+            inputs["cu_seq_lens_q"] = torch.cat((cu_seqlens, torch.tensor([56])))
         output = model(ids.view(inputs["position_ids"].shape), **inputs)[0].view(1, 56, -1)[:, :51]
     elif given == "empty documents":  # more of them than tokens
         output = model(ids, cu_seq_lens_q=cu_seqlens.repeat_interleave(20))[0]
@@ -182,34 +183,36 @@ def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options,
 
 
 @pytest.mark.parametrize(
-    "positions",
+    ("positions", "is_warned_of"),
     [
-        [0] * 6,  # positions switched off
-        [3, 5, 4, 0, 1, 2],
-        [0, 1, 2, 10, 11, 12],
-        [0, 2, 4, 0, 2, 4],
-        [-2, -1, 0, 1, 2, 3],
-        [1, 2, 3, 1, 2, 3],
-        [0, 1, 2, 3, 1, 2],
-        [5, 6, 7, 0, 1, 2],
+        ([[0] * 6], False),  # positions switched off
+        ([[3, 5, 4, 0, 1, 2]], False),
+        ([[0, 1, 2, 10, 11, 12]], False),
+        ([[0, 2, 4, 0, 2, 4]], False),
+        ([[-2, -1, 0, 1, 2, 3]], False),
+        ([[1, 2, 3, 1, 2, 3]], True),
+        ([[0, 1, 2, 3, 1, 2]], True),
+        ([[5, 6, 7, 0, 1, 2]], True),
+        ([[0, 1, 2, 0, 1, 2]] * 2, True),
     ],
 )
-def test_other_positions_are_one_document_also_beside_a_packed_row(positions, config):
-    model = model_with(config, "sdpa")
-    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], positions])
-    ids = torch.randint(0, 60, (2, 6))
+def test_other_positions_are_one_document_and_partly_packed_ones_are_warned_of(
+    positions, is_warned_of, config, warnings_once
+):
+    model, position_ids = model_with(config, "sdpa"), torch.tensor(positions)
+    ids = torch.randint(0, 60, position_ids.shape)
     changed = ids.clone()
-    changed[:, 5] = (ids[:, 5] + 1) % 60
-    first, second = (model(x, position_ids=position_ids)[0][:, 0] for x in (ids, changed))
-    assert torch.equal(first[0], second[0])
-    assert not torch.equal(first[1], second[1])
+    changed[0, 5] = (ids[0, 5] + 1) % 60
+    first, second = (model(x, position_ids=position_ids)[0][0, 0] for x in (ids, changed))
+    assert not torch.equal(first, second)
+    warnings = [r for r in warnings_once.records if "cu_seq_lens_q" in r.getMessage()]
+    assert len(warnings) == is_warned_of
 
 
 def test_lengths_make_one_document_of_positions_that_start_again(config):
     model, ids = model_with(config, "sdpa"), torch.randint(0, 60, (1, 6))
     position_ids, lengths = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
-    everything = torch.ones(1, 1, 6, 6, dtype=torch.bool)
-    single = model(ids, everything, position_ids=position_ids)[0]
+    single = model(ids.expand(2, -1), position_ids=position_ids)[0][:1]  # never packed
     assert not torch.allclose(model(ids, position_ids=position_ids)[0], single, atol=1e-3)
     found = model(ids, position_ids=position_ids, cu_seq_lens_q=lengths)[0]
     assert_near(found, single)
