@@ -41,6 +41,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # types that multiply cos and sin by a factor: it scales scores, but would also scale values
 _SCALED_ROPE_TYPES = ("yarn", "longrope")
 
+_ROPE_MINIMA = {"factor": 1, "mscale": 0, "mscale_all_dim": 0}
 _ROPE_BOUNDS = {  # which a value must exceed
     "rope_theta": 1, "original_max_position_embeddings": 1, "attention_factor": 0, "beta_fast": 0,
     "beta_slow": 0, "low_freq_factor": 0, "high_freq_factor": 0,
@@ -178,11 +179,19 @@ def _rope_key_rules(rope: dict[str, Any]) -> Iterator[Rule]:
 
 def _rope_value_rules(rope: dict[str, Any]) -> Iterator[Rule]:
     given = {name: value for name, value in rope.items() if value is not None}
-    factor = given.get("factor", 1)
-    yield _is_number(factor) and factor >= 1, "rope_parameters.factor", "be a number >= 1"
+    for name in sorted(set(given) & set(_ROPE_MINIMA)):
+        is_valid = _is_number(given[name]) and given[name] >= _ROPE_MINIMA[name]
+        yield is_valid, f"rope_parameters.{name}", f"be a number >= {_ROPE_MINIMA[name]}"
     for name in sorted(set(given) & set(_ROPE_BOUNDS)):
         is_valid = _is_number(given[name]) and given[name] > _ROPE_BOUNDS[name]
         yield is_valid, f"rope_parameters.{name}", f"be a number > {_ROPE_BOUNDS[name]}"
+    is_valid = isinstance(given.get("truncate", True), bool)
+    yield is_valid, "rope_parameters.truncate", "be True or False"
+    fast, slow = given.get("beta_fast", 32), given.get("beta_slow", 1)  # transformers' defaults
+    yield fast > slow, "rope_parameters.beta_fast", f"be above beta_slow = {slow}"
+    if rope["rope_type"] == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        yield high > low, "rope_parameters.high_freq_factor", f"be above low_freq_factor = {low}"
 
 
 def _rotary_dim_rules(config: PreTrainedConfig) -> Iterator[Rule]:

@@ -81,7 +81,10 @@ def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size)
         ("longrope", "long_factor", {"long_factor": [1.0]}),
         ("longrope", "original_max_position_embeddings", {"original_max_position_embeddings": 1}),
         ("yarn", "attention_factor", {"attention_factor": 0}),
+        ("yarn", "beta_fast", {"beta_fast": 1, "beta_slow": 2}),
+        ("yarn", "truncate", {"truncate": "no"}),
         ("llama3", "low_freq_factor", {"low_freq_factor": 0}),
+        ("llama3", "high_freq_factor", {"high_freq_factor": 0.5}),
     ],
 )
 def test_a_rope_setting_that_breaks_its_rule_is_named(rope, key, settings):
