@@ -137,15 +137,24 @@ class RoFormerConfig(PreTrainedConfig):
             self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        angles = ("rope_theta", "partial_rotary_factor")
-        if self._is_initialized and name in angles:
+        if self._is_initialized and name in ("rope_theta", "partial_rotary_factor"):
             name, value = "rope_parameters", self._rope | {name: value}
-        if self._is_initialized and name == "rope_parameters":
-            # replaced after construction, also by an argument of `from_pretrained`: the angles
-            # that the weights were trained with stay; a model checks the result
-            kept = {key: x for key, x in self._rope.items() if key in angles and value is not None}
-            value = {"rope_type": "default", "rope_theta": 10000.0} | kept | (value or {})
-        super().__setattr__(name, value)
+        if name != "rope_parameters" or not self._is_initialized:
+            return super().__setattr__(name, value)
+        # replaced after construction, also by an argument of `from_pretrained`: keep the angles
+        # that the weights were trained with, complete the rest and check it
+        previous, new = self._rope, dict(value or {})
+        if "type" in new:
+            new.setdefault("rope_type", new.pop("type"))
+        angles = ("rope_theta", "partial_rotary_factor")
+        kept = {} if value is None else {key: previous[key] for key in angles if key in previous}
+        default = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__setattr__(name, default | kept | new)
+        try:
+            self.check_rope()
+        except ValueError:
+            super().__setattr__(name, previous)
+            raise
 
     @property
     def embedding_dim(self) -> int:

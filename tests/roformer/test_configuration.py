@@ -136,6 +136,9 @@ def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, con
         assert name not in changed.to_dict()
     loaded = RoFormerConfig.from_pretrained(tmp_path, **{name: value})
     assert getattr(loaded, name) == loaded.rope_parameters[name] == value
+    with pytest.raises(ValueError, match=f"rope_parameters.{name} must"):
+        setattr(config, name, -1.0)
+    assert config.rope_parameters[name] == value
 
 
 def test_the_type_follows_later_edits(config):
@@ -162,6 +165,9 @@ def test_the_callers_rope_settings_are_not_changed():
 def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
     assert config.rope_parameters["rope_theta"] == 10000.0
+    with pytest.raises(ValueError, match="rope_parameters.factor must"):
+        config.rope_parameters = {"rope_type": "linear"}
+    assert config.rope_parameters["rope_type"] == "dynamic"
     config.rope_parameters = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}  # what the weights know stays
     assert (config.rope_theta, config.partial_rotary_factor) == (500.0, 0.5)
