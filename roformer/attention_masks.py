@@ -110,8 +110,8 @@ def prepare_attention(
     chosen = _select_implementation(config, requested, output_attentions, masks)
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
     if cache is None and cross_inputs[0] is None and not config.has_position_bias:
-        can_unpad = unpad is not False and not output_hidden_states
-        can_unpad = can_unpad and _may_unpad(requested, batch, hidden_states, encoder)
+        is_allowed = unpad is not False and not output_hidden_states
+        can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, encoder)
         inputs = _varlen_inputs(chosen, batch, can_unpad)
         if inputs is not None:
             if inputs.layout is not None and unpad is None and requested == AUTO:

@@ -192,14 +192,15 @@ class _RepeatedKeyError(yaml.YAMLError):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses a repeated key, of which yaml and the parser would use the last."""
+    """Safe YAML loader that refuses a repeated key, of which the parser would use the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         repeated = [key for key in keys if keys.count(key) > 1]
         if repeated:
             raise _RepeatedKeyError(repeated[0])
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _check_yaml(file: str) -> None:

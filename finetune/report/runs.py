@@ -241,9 +241,7 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     rest = [field for field in varying if field != "learning_rate"]
     for column, fields in {"rate_text": rate, "recipe_text": rest}.items():
         runs[column] = [_recipe_text(run, fields) for run in runs.to_dict("records")]
-    tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
-    kinds = runs["kind"].map({"random": CONTROLS["random"], "model": ""})
-    runs["model_text"] = list(map(_join, runs["short_name"], tokenizers, kinds))
+    runs["model_text"] = _model_texts(runs)
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
@@ -251,6 +249,24 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     order = ["random_weights", "model_text", "origin", "best_of", "tasks_less", *identity]
     runs = pd.concat([runs.sort_values(order, kind="stable"), fixed], ignore_index=True)
     return TaskGroup(name, titles, runs)
+
+
+def _model_texts(runs: pd.DataFrame) -> list[str]:
+    """Names of the models; random weights of one architecture are one row.
+
+    Random weights do not depend on the pretraining, so that those of bert-0 and bert-1 are called
+    bert. If both were run on one task, the second keeps its full name; so do models of several
+    sizes, because `split_seed` reads roformer-12 as seed 12 of roformer.
+    """
+    sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
+    sizes = runs.groupby(["base_name", "label"])["parameters"].transform("nunique")
+    is_one_size = sizes.groupby(runs["base_name"]).transform("max") <= 1
+    is_first = (runs["model"] == sources.transform("first")) & is_one_size
+    is_random = runs["kind"] == "random"
+    names = runs["base_name"].where(is_random & is_first, runs["short_name"])
+    tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
+    kinds = is_random.map({True: CONTROLS["random"], False: ""})
+    return list(map(_join, names, tokenizers, kinds))
 
 
 def _fields_by_task(runs: pd.DataFrame) -> list[str]:

@@ -14,6 +14,7 @@ import roformer
 from roformer import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
+    RoFormerForQuestionAnswering,
     RoFormerForSequenceClassification,
     RoFormerModel,
     RoFormerPreTrainedModel,
@@ -89,6 +90,7 @@ def exported(
     [
         (RoFormerForMaskedLM, {}, True),
         (RoFormerForSequenceClassification, {}, True),
+        (RoFormerForQuestionAnswering, {}, True),
         (RoFormerModel, {}, False),
         (RoFormerModel, VARIANTS["elu"], True),
         (RoFormerModel, VARIANTS["favor"], True),

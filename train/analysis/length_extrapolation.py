@@ -57,8 +57,9 @@ class LengthSettings:
     """Figure to write; table and numbers are written beside it as .md and .json."""
 
     def __post_init__(self) -> None:
-        for length in (*self.lengths, self.trained):
+        for length in self.lengths:
             require(length >= 8, "lengths", "must be at least 8", length, "use 128")
+        require(self.trained >= 8, "trained", "must be at least 8", self.trained, "use 128")
         require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
         require(len(self.models) > 0, "models", "must name a folder", "none", "add one")
         check_figure_path(self.output)
