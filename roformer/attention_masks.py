@@ -73,10 +73,10 @@ def prepare_attention(
     requested: str,
     hidden_states: Tensor,
     batch: BatchMetadata,
-    encoder: nn.Module,
+    layers: nn.Module,
     cache: Cache | None,
     cross_inputs: tuple[Tensor | None, Any],
-    position_bias: Tensor | None,
+    shared_bias: Tensor | None,
     unpad: bool | None,
     output_attentions: bool,
     output_hidden_states: bool,
@@ -93,10 +93,10 @@ def prepare_attention(
         requested: `attn_implementation`.
         hidden_states: [B, L, E], of which only shape, dtype and device are read.
         batch: Positions, padding and documents.
-        encoder: Module that holds the layers, asked for hooks.
+        layers: Module that holds the layers, asked for hooks.
         cache: Cache of a decoder.
         cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of the call.
-        position_bias: Bias that all layers add to their scores, [1 or B, H, L, S].
+        shared_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
         unpad: See `RoFormerModel.forward`.
         output_attentions: Return the probabilities, which only eager attention computes.
         output_hidden_states: Return the hidden states, in the rows of the batch.
@@ -111,7 +111,7 @@ def prepare_attention(
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
     if cache is None and cross_inputs[0] is None and not config.has_position_bias:
         is_allowed = unpad is not False and not output_hidden_states
-        can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, encoder)
+        can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, layers)
         inputs = _varlen_inputs(chosen, batch, can_unpad)
         if inputs is not None:
             if inputs.layout is not None and unpad is None and requested == AUTO:
@@ -128,8 +128,8 @@ def prepare_attention(
         )
         chosen = "sdpa"
     mask = _self_attention_mask(config, requested, chosen, hidden_states, batch, cache)
-    if position_bias is not None:
-        mask = add_bias_to_mask(mask, position_bias.to(hidden_states))
+    if shared_bias is not None:
+        mask = add_bias_to_mask(mask, shared_bias.to(hidden_states))
     encoder_mask = _cross_attention_mask(config, chosen, hidden_states, *cross_inputs)
     return AttentionInputs(chosen, mask, encoder_attention_mask=encoder_mask)
 
@@ -167,7 +167,7 @@ def _select_implementation(
 
 
 def _may_unpad(
-    requested: str, batch: BatchMetadata, hidden_states: Tensor, encoder: nn.Module
+    requested: str, batch: BatchMetadata, hidden_states: Tensor, layers: nn.Module
 ) -> bool:
     """Return whether padding can be left out of the layers.
 
@@ -179,9 +179,9 @@ def _may_unpad(
         return False
     if requested != AUTO:
         return True
-    if not is_plain(hidden_states) or batch.padding_mask is None:  # not on a CPU
+    if not is_plain(hidden_states, "cpu") or batch.padding_mask is None:
         return False
-    return not has_hooks(encoder) and bool(batch.padding_mask.any(dim=-1).all())
+    return not has_hooks(layers) and bool(batch.padding_mask.any(dim=-1).all())
 
 
 def _linear_attention_inputs(
@@ -222,7 +222,7 @@ def is_4d_mask(mask: Any) -> bool:
 def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
-    """Return document lengths in place of a mask; None if the call needs a mask."""
+    """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
     if not (implementation == UNPADDED or is_flash_attention(implementation)):
         return None
     cu_seqlens = batch.row_cu_seqlens()

@@ -73,8 +73,8 @@ class RoFormerConfig(PreTrainedConfig):
             each head that is rotated) and the keys of the type. None means the paper's: default,
             10,000, all of it. When they are replaced, by assignment or by an argument of
             `from_pretrained`, theta and share keep their values unless given.
-        rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + D/2,
-            as Llama does. `roformer.convert_rope_layout` converts weights.
+        rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + R/2
+            of R rotated coordinates, as Llama does. `convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
         norm_type: "layer_norm", or "rms_norm" without a gain; both as in RoFormerV2.
         position_encoding: "rope", or one of those it is compared with: "learned", "sinusoidal",

@@ -22,7 +22,7 @@ def convert_rope_layout(
 ) -> dict[str, Tensor]:
     """Return weights for the other value of `config.rope_interleave`, with the same outputs.
 
-    Twice is the identity, exactly.
+    Applied again with the converted `rope_interleave`, it gives the first weights exactly.
 
     Args:
         state_dict: Weights of a RoFormer, with or without head.

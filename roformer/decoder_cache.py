@@ -55,7 +55,9 @@ def _check_cache(cache: Any, config: RoFormerConfig) -> None:
         )
 
 
-def cache_of_packed_rows(cache: Cache, was_given: bool, cu_seqlens: Tensor | None) -> Cache | None:
+def cache_of_packed_rows(
+    cache: Cache, cache_given: bool, cu_seqlens: Tensor | None
+) -> Cache | None:
     """Drop the cache of packed rows, whose next token would belong to no known document.
 
     A cache that the caller gave is a ValueError instead.
@@ -63,7 +65,7 @@ def cache_of_packed_rows(cache: Cache, was_given: bool, cu_seqlens: Tensor | Non
     While compiling any row may be packed by its positions, which are not known: then the cache
     stays.
     """
-    if was_given:
+    if cache_given:
         raise ValueError(
             "position_ids must count through one document beside past_key_values, got several "
             "that start from 0; leave the cache out"

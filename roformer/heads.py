@@ -36,14 +36,15 @@ from .losses import (
     check_sequence_labels,
     compute_loss,
     is_sparse_loss_faster,
-    loss_ignores_padding,
+    may_unpad_for_loss,
 )
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
 
-ENCODER_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
-"""Arguments that heads pass to the encoder: they read outputs by name and need no cache."""
+BASE_MODEL_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
+"""Arguments that heads pass to `RoFormerModel`: they read outputs by name and need no cache.
+`unpad` allows it to leave padding out without its warning: heads read no outputs at padding."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
@@ -115,11 +116,11 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             `logits` [B, L, V], or of n labelled tokens [n, V] in row-major order; `loss`, the mean
             over labelled tokens, when `labels` are given.
         """
-        unpad = loss_ignores_padding(self, labels, attention_mask)
+        unpad = may_unpad_for_loss(self, labels, attention_mask)
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
-        encoder = encoder_hidden_states, encoder_attention_mask
-        options = ENCODER_KWARGS | {"unpad": unpad} | kwargs
-        outputs = self.roformer(*tokens, *encoder, position_ids=position_ids, **options)
+        cross_inputs = encoder_hidden_states, encoder_attention_mask
+        options = BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs
+        outputs = self.roformer(*tokens, *cross_inputs, position_ids=position_ids, **options)
         hidden_states = outputs.last_hidden_state
         vocab_size = self.config.vocab_size
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
@@ -188,12 +189,12 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         """
         if labels is not None and use_cache is None:
             use_cache = past_key_values is not None
-        unpad = loss_ignores_padding(self, labels, attention_mask, shift=1)
+        unpad = may_unpad_for_loss(self, labels, attention_mask, shift=1)
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
-        encoder = encoder_hidden_states, encoder_attention_mask
+        cross_inputs = encoder_hidden_states, encoder_attention_mask
         options = {"unpad": unpad, "return_dict": True} | kwargs
         options |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        outputs = self.roformer(*tokens, *encoder, position_ids=position_ids, **options)
+        outputs = self.roformer(*tokens, *cross_inputs, position_ids=position_ids, **options)
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
@@ -260,7 +261,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         """
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         check_one_document_a_row(kwargs)
-        outputs = self.roformer(*tokens, position_ids=position_ids, **(ENCODER_KWARGS | kwargs))
+        outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
         labels = check_sequence_labels(labels, self.config, self.num_labels, logits.shape[0])
@@ -330,7 +331,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
         )
         check_one_document_a_row(kwargs)
-        outputs = self.roformer(*tokens, position_ids=positions, **(ENCODER_KWARGS | kwargs))
+        outputs = self.roformer(*tokens, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
         pooled = _pool_token(outputs.last_hidden_state, tokens[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
@@ -376,10 +377,10 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
-        unpad = loss_ignores_padding(self, labels, attention_mask)
+        unpad = may_unpad_for_loss(self, labels, attention_mask)
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(
-            *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": unpad} | kwargs)
+            *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs)
         )
         hidden_states = outputs.last_hidden_state
         labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
@@ -427,7 +428,7 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         # the softmax over a row includes its padding, as in transformers
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(
-            *tokens, position_ids=position_ids, **(ENCODER_KWARGS | {"unpad": False} | kwargs)
+            *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": False} | kwargs)
         )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         shapes = (start.shape[0],), (start.shape[0], 1)

@@ -1,7 +1,7 @@
 """Checks of the arguments of a forward pass: shapes, dtypes and ids; errors name the argument.
 
-Values are checked on a CPU only, because reading them would wait for another device, and nothing is
-checked while a model is compiled, exported or transformed.
+Values are checked on a CPU only, because reading them would wait for another device. While a model
+is compiled, exported or transformed, only which arguments are given is checked.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads.
 """
@@ -35,18 +35,18 @@ def check_inputs(
     config: RoFormerConfig,
     word_embeddings: nn.Module,
     input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
     attention_mask: Any,
-    cu_seqlens: Tensor | None,
-    encoder_hidden_states: Tensor | None,
-    encoder_attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    cross_inputs: tuple[Tensor | None, Tensor | None],
     cache: Cache | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
-    """Check the arguments of `RoFormerModel.forward` against each other and the configuration.
+    """Check the arguments of `RoFormerModel.forward`, in its order, against each other.
 
-    `word_embeddings` is the table of word embeddings, which may have been resized.
+    `word_embeddings` is the table of word embeddings, and `cross_inputs` are
+    `encoder_hidden_states` and `encoder_attention_mask`.
 
     Raises:
         ValueError: One line that names the argument.
@@ -54,6 +54,7 @@ def check_inputs(
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
+    encoder_hidden_states, encoder_attention_mask = cross_inputs
     if encoder_hidden_states is None and encoder_attention_mask is not None:
         raise ValueError(
             "encoder_attention_mask must be None without encoder_hidden_states, got a mask"
@@ -131,7 +132,7 @@ def _check_mask(
             f"{name} must have the shape [{B}, {S}] or [{B} or 1, 1 or {H}, {L} or 1, {S}], got "
             f"{list(shape)}"
         )
-    if mask.dtype == torch.bool or not is_plain(mask):
+    if mask.dtype == torch.bool or not is_plain(mask, "cpu"):
         return
     if len(shape) == 4 and mask.is_floating_point():
         if mask.max() == 1 and ((mask == 0) | (mask == 1)).all():
@@ -159,7 +160,7 @@ def _check_cu_seqlens(
     check_shape("cu_seq_lens_q", cu_seqlens, (None,))
     if cu_seqlens.dtype not in INTEGERS:
         raise ValueError(f"cu_seq_lens_q must be int32 or int64, got {cu_seqlens.dtype}")
-    if not is_plain(cu_seqlens):
+    if not is_plain(cu_seqlens, "cpu"):
         return
     ends, tokens = cu_seqlens.tolist(), shape[0] * shape[1]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
@@ -177,7 +178,10 @@ def _check_cu_seqlens(
 
 
 def check_one_document_a_row(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError for packed rows, of which a head would read the first document alone."""
+    """Raise a ValueError for packed rows, of which a head would read the first document alone.
+
+    Only packing by `cu_seq_lens_q` is noticed.
+    """
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q must be None for a head that reads one token of each row, got packed "
@@ -216,7 +220,7 @@ def check_ids(name: str, ids: Tensor, size: int, remedy: str = "") -> None:
     """
     if ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
-    if not is_plain(ids) or not ids.numel():
+    if not is_plain(ids, "cpu") or not ids.numel():
         return
     least, most = ids.aminmax()
     if least < 0 or most >= size:

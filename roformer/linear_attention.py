@@ -138,7 +138,7 @@ class RandomFeatureMap(FeatureMap):
     phi(x) = exp(w x - |x|^2 / 2) for M orthogonal random vectors w; products of features estimate
     exp(q k / sqrt(D)), the kernel function of softmax.
 
-    The vectors are a function of a saved seed and of the number of training steps so far: they are
+    The vectors are a function of a saved seed and of the number of forward passes so far: they are
     redrawn every `redraw_features` forward passes in training mode. All keys of a row and head
     share one scale: keys whose features are e^87 times smaller than the largest underflow to 0.
     With gradient checkpointing, a redraw between a forward pass and its backward pass makes the

@@ -34,7 +34,7 @@ def check_labels(
     check_shape(name, labels, *shapes)
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {labels.dtype}")
-    if num_classes is not None and is_plain(labels):
+    if num_classes is not None and is_plain(labels, "cpu"):
         given = labels[labels != IGNORE_INDEX]
         invalid = given[(given < 0) | (given >= num_classes)]
         if len(invalid):
@@ -87,12 +87,13 @@ def compute_loss(
     return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
 
 
-def loss_ignores_padding(
+def may_unpad_for_loss(
     model: PreTrainedModel, labels: Tensor | None, attention_mask: Any, shift: int = 0
 ) -> bool:
-    """Return False if the loss of [B, L] labels needs outputs at padding.
+    """Return False if `auto` or `unpadded` would leave out an output that [B, L] labels need.
 
-    `shift` is the number of tokens between an output and its label, 1 for causal models.
+    Other implementations leave nothing out: then it is True. `shift` is the number of tokens
+    between an output and its label, 1 for causal models.
     """
     if labels is None or attention_mask is None:
         return True
@@ -100,7 +101,9 @@ def loss_ignores_padding(
         return False
     implementation = model.config._attn_implementation
     # other devices would have to be waited for, which "auto" never does
-    if implementation not in (AUTO, UNPADDED) or (implementation == AUTO and not is_plain(labels)):
+    if implementation not in (AUTO, UNPADDED) or (
+        implementation == AUTO and not is_plain(labels, "cpu")
+    ):
         return True
     if values_are_unreadable(labels):
         return True
@@ -114,6 +117,6 @@ def is_sparse_loss_faster(labels: Tensor, hidden_states: Tensor) -> bool:
     Running the head again on fewer than half of the tokens takes less time than its backward pass
     over the others.
     """
-    if not (hidden_states.requires_grad and is_plain(labels) and kernels_enabled()):
+    if not (hidden_states.requires_grad and is_plain(labels, "cpu") and kernels_enabled()):
         return False
     return 2 * int((labels != IGNORE_INDEX).sum()) < labels.numel()

@@ -38,7 +38,7 @@ from .padding import BatchMetadata, describe_batch
 from .position_encodings import (
     RelativePositions,
     TransformerXLBias,
-    build_position_bias,
+    build_shared_bias,
     compute_relative_positions,
     sinusoidal_embeddings,
 )
@@ -134,7 +134,7 @@ def eager_attention_forward(
         if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
-    weights = fast_dropout(probabilities, dropout, training=True)
+    weights = fast_dropout(probabilities, dropout, training=True)  # in evaluation `dropout` is 0
     return torch.matmul(weights, value).transpose(1, 2), probabilities
 
 
@@ -182,6 +182,7 @@ class RoFormerSelfAttention(nn.Module):
         Args:
             hidden_states: [B, L, E].
             attention_mask: Mask in the form of the implementation (additive or boolean), or None.
+                For T5 and ALiBi it includes the position bias.
             position_embeddings: cos and sin for RoPE, else None.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
@@ -370,7 +371,11 @@ class RoFormerEncoder(nn.Module):
         encoder_attention_mask: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[B, L, E] to [B, L, E]; the other arguments, as in `RoFormerLayer`, go to all layers."""
+        """[B, L, E] to [B, L, E]; the other arguments, as in `RoFormerLayer`, go to all layers.
+
+        `kwargs` are `implementation`, `relative_positions` and `past_key_values`, which
+        `RoFormerSelfAttention` reads, and arguments of the attention function.
+        """
         # positional, because a checkpointed layer passes no gradient to keyword arguments
         shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
         for layer in self.layer:
@@ -438,7 +443,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     config: RoFormerConfig
     loss_name: str | None = None
-    """transformers' name of the loss; None derives it from the class name."""
+    """transformers' name of the loss. It would derive it from the class name, which a subclass may
+    not contain."""
     base_model_prefix = "roformer"
     _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
@@ -521,7 +527,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_position_bias(config)  # checkpoints have this name
+        self.score_bias = build_shared_bias(config)  # checkpoints have this name
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
         # it tells the attention implementation and what to return, this one all else
         self.roformer_config = config
@@ -569,12 +575,13 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_attention_mask: [B, S], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
-            position_ids: [L] or [B, L] integers with any start, order and gaps; None counts from 0,
-                or from the end of the cache. Encodings with a position bias ignore them
-                if tokens are cached.
-            cu_seq_lens_q: [documents + 1] int32, cumulative lengths of the documents in the
-                flattened rows, each of which ends a document. [0, L] makes one document of a row,
-                whatever its `position_ids` are.
+            position_ids: [L] or [B, L] integers with any start, order and gaps; None counts columns
+                from 0, or from the end of the cache; so padding on the left moves learned and
+                sinusoidal positions. Encodings with a position bias ignore them if tokens are
+                cached.
+            cu_seq_lens_q: [documents + 1] int32 or int64, cumulative lengths of the documents in
+                the flattened rows, each of which ends a document. [0, L] makes one document of a
+                row, whatever its `position_ids` are.
             max_length_q: Length of the longest document.
             unpad: Whether the implementations `auto` and `unpadded` may leave padding out, where
                 `last_hidden_state` is then 0. None: they may, and `auto` warns; True: they may,
@@ -591,20 +598,21 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        has_encoder, has_past = encoder_hidden_states is not None, past_key_values is not None
+        has_encoder, cache_given = encoder_hidden_states is not None, past_key_values is not None
         cache = prepare_cache(past_key_values, use_cache, config, has_encoder)
+        tokens = (input_ids, attention_mask, token_type_ids, inputs_embeds)
         cross_inputs = (encoder_hidden_states, encoder_attention_mask)
-        tokens = (input_ids, inputs_embeds, token_type_ids, position_ids, attention_mask)
         check_fixed_fields(config, self.fixed_fields)
-        word_embeddings = self.embeddings.word_embeddings
-        check_inputs(config, word_embeddings, *tokens, cu_seq_lens_q, *cross_inputs, cache)
+        table = self.embeddings.word_embeddings  # may have been resized
+        check_inputs(config, table, *tokens, cross_inputs, cache, position_ids, cu_seq_lens_q)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        lengths = (cu_seq_lens_q, max_length_q)
         batch = describe_batch(
-            inputs, attention_mask, position_ids, cu_seq_lens_q, max_length_q, past_length, has_past
+            inputs, attention_mask, position_ids, *lengths, past_length, cache_given
         )
         if batch.document_ids is not None and cache is not None:
-            cache = cache_of_packed_rows(cache, has_past, cu_seq_lens_q)
+            cache = cache_of_packed_rows(cache, cache_given, cu_seq_lens_q)
 
         # 1. embed
         hidden_states = self.embeddings(
@@ -658,7 +666,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return None
         if not torch.compiler.is_compiling():
             config.check_rope()  # rope_parameters is a dict that may have been edited
-        row_lengths = batch.row_lengths() if config.has_dynamic_rope else None
+        row_lengths = batch.row_length_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(
             config, row_lengths, position_ids.device
         )
@@ -681,14 +689,14 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         return prepare_attention(
             self.roformer_config,
-            self.config._attn_implementation or "eager",
-            hidden_states,
-            batch,
-            self.encoder,
-            cache,
-            cross_inputs,
-            None if self.score_bias is None else self.score_bias(relative_positions),
-            unpad,
-            output_attentions,
-            output_hidden_states,
+            requested=self.config._attn_implementation or "eager",
+            hidden_states=hidden_states,
+            batch=batch,
+            layers=self.encoder,
+            cache=cache,
+            cross_inputs=cross_inputs,
+            shared_bias=None if self.score_bias is None else self.score_bias(relative_positions),
+            unpad=unpad,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )

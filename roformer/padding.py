@@ -41,14 +41,14 @@ class BatchMetadata:
     max_seqlen: int | None
 
     def row_cu_seqlens(self) -> Tensor | None:
-        """Return the given lengths of one row without a mask, if they may be read, else None."""
+        """Return `cu_seqlens` if the batch is one packed row without a mask, else None."""
         if self.attention_mask is not None or self.document_ids is None:
             return None
         # without a kernel for the device, lengths are read on the host, which no compiler follows
         can_read = self.position_ids.is_cuda or not torch.compiler.is_compiling()
         return self.cu_seqlens if can_read and len(self.document_ids) == 1 else None
 
-    def row_lengths(self) -> Tensor:
+    def row_length_of_each_token(self) -> Tensor:
         """Return for each token the length of its row or document, [B, L] int64.
 
         The length is counted from the first to the last position, without padding, so that it is
@@ -75,14 +75,14 @@ def describe_batch(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     past_length: int | Tensor,
-    has_cache: bool,
+    cache_given: bool,
 ) -> BatchMetadata:
     """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
     Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
-    documents of a single row are read from `position_ids`, unless tokens are cached. With a cache,
-    even an empty one, a compiled model does not look for packed documents, because it would have
-    to treat every row as packed. Default positions count from `past_length`.
+    documents of a single row are read from `position_ids`, unless tokens are cached. If the
+    caller gave a cache, even an empty one, a compiled model does not look for packed documents,
+    because it would have to treat every row as packed. Default positions count from `past_length`.
     """
     (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
     padding_mask: Tensor | None = None
@@ -99,8 +99,8 @@ def describe_batch(
         document_ids = F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
     if position_ids is not None:
         position_ids = position_ids.to(device).long().view(-1, L)
-        is_hidden = has_cache and torch.compiler.is_compiling()
-        may_be_packed = cu_seqlens is None and L > 1 and not is_hidden
+        can_look = not (cache_given and torch.compiler.is_compiling())
+        may_be_packed = cu_seqlens is None and L > 1 and can_look
         if may_be_packed and padding_mask is not None and int(past_length) == 0:
             if B == 1:
                 document_ids = document_ids_from_position_ids(position_ids, padding_mask)
@@ -140,7 +140,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
 
 def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> None:
     """Warn once of positions that count up and fall back, in another form than the one above."""
-    if not is_plain(position_ids):
+    if not is_plain(position_ids, "cpu"):
         return
     steps, both = position_ids.diff(dim=-1), padding_mask[:, 1:] & padding_mask[:, :-1]
     counts_up, falls = (steps == 1) & both, (steps < 0) & both

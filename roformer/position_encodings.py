@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_roformer import RoFormerConfig
-from .configuration_rules import POSITION_BIASES
 from .rotary import compute_inv_freq
 
 T5_NUM_BUCKETS = 32
@@ -190,10 +189,11 @@ class TransformerXLBias(nn.Module):
         return query + self.u, scores.gather(-1, indices)
 
 
-def build_position_bias(config: RoFormerConfig) -> nn.Module | None:
+SHARED_BIASES: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
+"""The position biases that all layers share; those of transformer_xl belong to each layer."""
+
+
+def build_shared_bias(config: RoFormerConfig) -> nn.Module | None:
     """Return the module of the bias that all layers share, or None if the encoding has none."""
-    encoding = config.position_encoding
-    if encoding not in POSITION_BIASES or encoding == "transformer_xl":  # each layer has its own
-        return None
-    classes: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
-    return classes[encoding](config)
+    bias = SHARED_BIASES.get(config.position_encoding)
+    return None if bias is None else bias(config)

@@ -2,7 +2,7 @@
 
 A pair of coordinates of a query or key at position m is rotated by the angle m * theta_i. By
 default the pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper. Llama and
-GPT-NeoX pair coordinate i with i + D/2; `roformer.convert` translates weights between the layouts.
+GPT-NeoX pair coordinate i with i + R/2; `roformer.convert` translates weights between the layouts.
 
 Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head.
 """
@@ -118,8 +118,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-    dim, pairs = (-1, (-1, 2)) if interleave else (-2, (2, -1))
-    first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, pairs).unbind(dim)
+    dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))  # of the coordinates of a pair
+    first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, shape).unbind(dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).to(x.dtype)
 

@@ -46,7 +46,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
 
     | dtype, dropout | scores of all heads below 32 MiB | from 32 MiB |
     |---|---|---|
-    | bfloat16, or dropout in float32 | `full`: all scores at once | `chunked`: a part at once |
+    | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
     | otherwise | `sdpa` | `sdpa` |
 
     It is the same whether gradients are computed or not.
@@ -58,14 +58,14 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
 
 def use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:
     """Return whether kernels are on and all tensors are plain ones on such devices."""
-    return _enabled and all(x is None or is_plain(x, devices) for x in tensors)
+    return _enabled and all(x is None or is_plain(x, *devices) for x in tensors)
 
 
-def is_plain(x: Tensor, devices: tuple[str, ...] = ("cpu",)) -> bool:
-    """Return whether x is an ordinary dense tensor that nothing traces or transforms.
+def is_plain(x: Tensor, *devices: str) -> bool:
+    """Return whether x is an ordinary dense tensor on such a device, untraced and untransformed.
 
-    Excluded are other devices, subclasses (sharded, jagged, fake), sparse tensors and dual tensors
-    of forward-mode differentiation.
+    Excluded are subclasses (sharded, jagged, fake), sparse tensors and dual tensors of forward-mode
+    differentiation.
     """
     if type(x) not in (Tensor, nn.Parameter) or is_traced():
         return False
@@ -74,7 +74,10 @@ def is_plain(x: Tensor, devices: tuple[str, ...] = ("cpu",)) -> bool:
 
 
 def is_traced() -> bool:
-    """Detect compilation, export and torch.func, under which only plain operations may be used."""
+    """Detect compilation, export and torch.func, under which only plain operations may be used.
+
+    To be asked before an operation is chosen; `values_are_unreadable` before a value is read.
+    """
     is_exporting = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
     return torch.compiler.is_compiling() or is_exporting or _is_functorch_active()
 
