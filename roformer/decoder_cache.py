@@ -66,9 +66,10 @@ def cache_of_packed_rows(
     stays.
     """
     if cache_given:
+        name = "position_ids" if cu_seqlens is None else "cu_seq_lens_q"
         raise ValueError(
-            "position_ids must count through one document beside past_key_values, got several "
-            "that start from 0; leave the cache out"
+            f"{name} must hold one document beside past_key_values, got several; leave the cache "
+            "out"
         )
     is_known = cu_seqlens is not None or not torch.compiler.is_compiling()
     return None if is_known or isinstance(cache, LinearAttentionCache) else cache

@@ -158,6 +158,8 @@ def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(causal):
     cache.reset()  # which leaves a tensor for its length
     with pytest.raises(ValueError, match="position_ids must"):
         causal(ids, past_key_values=cache, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q must"):
+        causal(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 3, 6]))
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
