@@ -104,6 +104,7 @@ def test_host_a_training_step_waits_for_nothing(kernel, dropout, config):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # as in train/loop/launch.py
 @pytest.mark.parametrize("kernel", ["unpadded", "auto"])
 def test_host_compiled_layers_have_no_graph_break_and_compile_once(kernel, config):
     """As `configs/accelerate/one_gpu_compiled.yaml` asks for, over batches of many lengths."""
