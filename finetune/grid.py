@@ -56,6 +56,7 @@ def main(settings: GridSettings) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     remedy = "launch one and give --workers"
     require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
+    check_learning_rate(settings)
     runs = list_runs(settings)
     finished = read_finished(settings.output)
     pending = [run for run in runs if not is_finished(run, finished)]
@@ -83,6 +84,14 @@ def main(settings: GridSettings) -> None:
             f"grid must finish every run, got {failures} of {len(pending)} that failed (above); "
             "remove the causes and start the same command again"
         )
+
+
+def check_learning_rate(settings: GridSettings) -> None:
+    """Refuse the flag --learning_rate beside several rates, which replace that of a file."""
+    is_given = any(flag.partition("=")[0] == "--learning_rate" for flag in sys.argv)
+    rule, remedy = "must be left out with learning_rates", "write --learning_rates '[RATE]'"
+    valid = settings.learning_rates is None or not is_given
+    require(valid, "learning_rate", rule, settings.learning_rate, remedy)
 
 
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:

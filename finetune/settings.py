@@ -140,7 +140,7 @@ class GridSettings(Recipe):
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of fine-tuning, one run each."""
     learning_rates: list[float] | None = None
-    """Peak learning rates; null means `learning_rate` alone."""
+    """Peak learning rates, which replace `learning_rate` of a file; null means that one alone."""
     random_control: bool = False
     """Also make the controls without pretraining: each model from random initialisation, and
     simple features of the words (`finetune.simple_features`)."""
