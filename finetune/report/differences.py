@@ -7,6 +7,7 @@ models with, each above its best control without pretraining by more than the sp
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from finetune.report.runs import CONTROLS, TaskGroup, average, seed_scores
@@ -115,9 +116,9 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
 
     Returns:
         Columns configuration, label, control (a kind of `CONTROLS`), gain (difference of the means
-        over seeds), spread (the larger sample standard deviation over seeds of the two), absent
-        (what is missing to judge the gain) and helped: nothing is, and the gain exceeds the
-        spread.
+        over seeds), spread (the larger sample standard deviation over seeds of the two; nan if
+        either has a single seed), absent (what is missing to judge the gain) and helped: nothing
+        is, and the gain exceeds the spread.
     """
     runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
@@ -151,7 +152,9 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
         return "", float("nan"), float("nan"), ", ".join([*absent, "no scores"]), False
     best = by_row["mean"].idxmax()
     gain = float(scores.mean() - by_row.loc[best, "mean"])
-    spread = float(pd.Series([scores.std(), by_row.loc[best, "std"]]).max())
+    # of one seed it is nan; features and majority class have no seeds
+    deviations = scores.std(), by_row.loc[best, "std"] if best[0] == "random" else 0.0
+    spread = float(np.max(deviations))
     absent += ["no two seeds"] if pd.isna(spread) else []
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
 

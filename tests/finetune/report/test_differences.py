@@ -180,6 +180,13 @@ def test_the_larger_spread_of_the_two_must_be_exceeded():
     assert (gain, spread) == pytest.approx((16.0, np.std((30, 60), ddof=1)))
 
 
+def test_a_spread_needs_two_seeds_of_the_model_and_of_random_weights():
+    one_of_model = [x for x in learned() if x["random_weights"] or x["seed"] == 0]
+    one_of_control = [x for x in learned(features=0.1) if not x["random_weights"] or x["seed"] == 0]
+    for lines in (one_of_model, one_of_control):
+        assert {gain[3:] for gain in gains_of(lines).values()} == {("no two seeds", False)}
+
+
 def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_why():
     lines = learned()
     for left, absent in (
