@@ -131,7 +131,7 @@ def fine_tune(
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     model.train()
-    check_memory(model, train, tokens, accelerator)
+    check_memory(model, train, batch_size, tokens, accelerator)
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
     disable = True if rank else None  # None: where the output is a terminal
@@ -191,13 +191,15 @@ def compute_gradients(
     return loss
 
 
-def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Accelerator) -> None:
+def check_memory(
+    model: nn.Module, train: Examples, batch_size: int, tokens: int, accelerator: Accelerator
+) -> None:
     """Compute the gradients of the longest rows, so that a lack of memory shows before the run.
 
     Raises:
         InputError: The largest micro-batch does not fit into memory.
     """
-    longest = np.argsort(train.lengths, kind="stable")[::-1]
+    longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
     rows = train.micro_batches(longest, tokens, accelerator.num_processes)[0]
     try:
         compute_gradients(model, train, rows, tokens, accelerator)
