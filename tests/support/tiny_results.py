@@ -72,9 +72,11 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
 
 
 def simple_features(task: str, score: float) -> dict[str, Any]:
-    """A line of finetune.simple_features, which has no recipe."""
+    """A line of finetune.simple_features, which has no recipe and no settings."""
     recipe = dict.fromkeys(RECIPE)
-    return line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    del result["settings"]
+    return result
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> str:
