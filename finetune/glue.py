@@ -71,9 +71,9 @@ def run(
         InputError: Settings, model and data do not fit together.
     """
     started, task = time.perf_counter(), load_task(settings.task)
-    accelerator = accelerator or start_accelerator()
+    accelerator, is_in_grid = accelerator or start_accelerator(), slot is not None
     if settings.save is not None:
-        is_free = slot is not None or not Path(settings.save).exists()  # a grid replaces its own
+        is_free = is_in_grid or not Path(settings.save).exists()  # a grid replaces its own
         require(is_free, "save", "must be new", settings.save, "delete it or choose another")
         check_writable(Path(settings.save).parent, "save")  # before hours of training
         distribution = accelerator.distributed_type.value
@@ -86,7 +86,7 @@ def run(
     labels = {split: examples.labels for split, examples in data.items()}
     result = describe_run(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    for line in describe_truncation(result) if slot is None else ():  # grids show results only
+    for line in () if is_in_grid else describe_truncation(result):  # grids show results only
         accelerator.print(line)
     logits: Logits = {}
     try:

@@ -35,7 +35,7 @@ from finetune.results import (
     run_name,
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command
-from finetune.settings import GlueSettings, GridSettings, Recipe
+from finetune.settings import CommonSettings, GlueSettings, GridSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import load_task, task_description
 from train.command_line import run_command
@@ -68,8 +68,8 @@ def main(settings: GridSettings) -> None:
         print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
-        task_settings = settings.tasks, settings.glue_dir, settings.output, settings.test
-        score_tasks(SimpleFeaturesSettings(*task_settings))
+        names = ("tasks", "glue_dir", "output", "test")
+        score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
     phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
@@ -105,14 +105,14 @@ def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds:
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
     """List all combinations; all models meet a task before the next task."""
-    recipe = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
+    common = {field.name: getattr(settings, field.name) for field in fields(CommonSettings)}
     rates = settings.learning_rates or [settings.learning_rate]
     controls = (False, True) if settings.random_control else (False,)
     runs = []
     for seed, task, rate, model, control in product(
         settings.seeds, settings.tasks, rates, settings.models, controls
     ):
-        values = {**recipe, "learning_rate": rate, "model": model, "seed": seed}
+        values = {**common, "learning_rate": rate, "model": model, "seed": seed}
         run = GlueSettings(**values, task=task, random_weights=control)
         if settings.from_mnli and not control:
             if task == "mnli":
@@ -167,6 +167,7 @@ def launch_precision() -> str:
 
 def check_runs(runs: list[GlueSettings]) -> None:
     """Load every model and every task's data, and send a batch through each model."""
+    # the first run of a model and task stands for the others
     unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
     for run in unique.values():
         task = load_task(run.task)

@@ -1,6 +1,6 @@
 """Settings of fine-tuning; a YAML under configs/glue/ lists what a protocol decides.
 
-Keys are flat. `Recipe` is what a protocol fixes for all its runs; `GlueSettings` adds which run,
+Keys are flat. `CommonSettings` is what a run and a grid share; `GlueSettings` adds which run,
 `GridSettings` which runs. This file is the only place of defaults.
 """
 
@@ -25,8 +25,8 @@ def normalize_paths(settings: Any, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a model is fine-tuned, whichever model and task."""
+class CommonSettings:
+    """What a single run and a grid share: paths, and how a model is fine-tuned."""
 
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
@@ -94,7 +94,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueSettings(Recipe):
+class GlueSettings(CommonSettings):
     """Fine-tune one model on one task with one seed and append a record to the results."""
 
     model: str
@@ -130,7 +130,7 @@ class GlueSettings(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridSettings(Recipe):
+class GridSettings(CommonSettings):
     """Fine-tune models x tasks x learning rates x seeds, except for finished runs."""
 
     models: list[str]

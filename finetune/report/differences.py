@@ -46,8 +46,9 @@ class Difference:
         """How both sides were fine-tuned."""
         return self.first["protocol"].iloc[0]
 
-    def title(self, part: str) -> str:
-        """Name in print: both models, the part if it is given, and the protocol."""
+    def title(self, with_part: bool = False) -> str:
+        """Name in print: both models, the part if it is asked for, and the protocol."""
+        part = self.part if with_part else ""
         return ", ".join(filter(None, (f" {MINUS} ".join(self.names), part, self.protocol)))
 
 
@@ -131,8 +132,8 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         if cell["kind"].iloc[0] != "model":
             continue
         scored = runs[runs["label"] == label].dropna(subset="score")
-        own = runs.loc[cell.index, same].max()
-        is_random = (scored["kind"] == "random") & (scored[same] == own).all(axis=1)
+        wanted = runs.loc[cell.index, same].max()
+        is_random = (scored["kind"] == "random") & (scored[same] == wanted).all(axis=1)
         controls = scored[is_random | scored["kind"].isin(["features", "majority"])]
         rows.append((configuration, label, *_gain(cell["score"], controls)))
     return pd.DataFrame(rows, columns=columns)

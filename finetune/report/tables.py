@@ -60,7 +60,7 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
         names = f": {'; '.join(titles)}" if titles else ""
         number = f"{len(titles)} of {len(found)} tasks"
         rule = "read it only where every model is above its controls by more than the spread"
-        sentences.append(f"{same[0].title('')}: {rule}, on {number}{names}.")
+        sentences.append(f"{same[0].title()}: {rule}, on {number}{names}.")
     if pairs:
         sides = [pair.first for pair in pairs], [pair.second for pair in pairs]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -86,7 +86,7 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFram
     names = {**group.titles, AVERAGE: group.average_name(tasks)}
     frame = pd.DataFrame(cells).fillna(DASH)
     frame = frame.loc[[label for label in names if label in frame.index]]
-    return Table(pairs[0].title(""), frame.rename(index=names).reset_index(names="task"))
+    return Table(pairs[0].title(), frame.rename(index=names).reset_index(names="task"))
 
 
 def comparison_text(comparison: Comparison) -> str:

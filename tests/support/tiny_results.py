@@ -9,11 +9,11 @@ import numpy as np
 from finetune.report.differences import Difference, pair_differences
 from finetune.report.runs import TaskGroup, build_groups
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
-from finetune.settings import Recipe
+from finetune.settings import CommonSettings
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
-RECIPE = {name: getattr(Recipe(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
+RECIPE = {name: getattr(CommonSettings(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 
 

@@ -65,7 +65,7 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     assert found.pairs == []
     assert "2 RoFormer and 1 BERT; name two models with --pair" in found.no_pairs
     (named,) = report(lines, pair=["new", "small-roformer"]).pairs
-    assert named.title(named.part) == f"new {MINUS} small-roformer"
+    assert named.title(with_part=True) == f"new {MINUS} small-roformer"
     assert named.tasks["rte"].mean == 20.0
 
 
@@ -103,7 +103,7 @@ def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
             lines += seeds(bert, task, (0.5, 0.5, 0.5))
             score = 0.5 + gain + more
             lines += seeds(rope, task, (score, score, score + 0.03))
-    pairs = {pair.title(pair.part): pair.tasks for pair in report(lines).pairs}
+    pairs = {pair.title(with_part=True): pair.tasks for pair in report(lines).pairs}
     title = f"RoFormer {MINUS} BERT"
     assert list(pairs) == [
         *(f"{title}, pretraining seed {seed}" for seed in range(4)),
