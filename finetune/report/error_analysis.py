@@ -73,7 +73,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
         require(same, key, rule, "other rows or labels", "name their folder")
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
-        scores = f"{', '.join(metrics)} (x 100, development set)."
+        scores = f"{', '.join(metrics)} (x 100, validation split)."
         parts += [f"## {split}: {title}", scores, *tables]
     text = "\n\n".join(parts) + "\n"
     print(text)

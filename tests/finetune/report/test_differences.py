@@ -90,7 +90,7 @@ def test_one_model_is_not_compared_and_told_of_controls():
     assert found.pairs == []
     assert found.no_pairs.startswith("One model, no comparison; its controls: --random_control")
     titles = [table.title for table in group_tables(found.group, [])]
-    assert titles[0] == "GLUE, development set: scores"
+    assert titles[0] == "GLUE, validation split: scores"
     assert not any("as printed" in title for title in titles)  # with two of its tasks
 
 

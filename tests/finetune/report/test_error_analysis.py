@@ -93,7 +93,7 @@ def test_the_confusion_is_scikit_learns(tmp_path, task):
             assert row == [name, *cells, str(count.sum())]
         wrong = int(counts.sum() - np.trace(counts))
         assert f"## {split}: {wrong} of {len(labels)} rows wrong" in text
-    assert "43.2 (x 100, development set)" in text
+    assert "43.2 (x 100, validation split)" in text
     assert "collapsed" not in text
 
 
