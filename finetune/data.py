@@ -31,7 +31,7 @@ from train.loop.model_init import check_length
 from train.settings import require
 
 Rows = NDArray[np.int64]
-"""Numbers of examples in a split."""
+"""Indices of rows of a split."""
 ROWS_PER_CALL = 1024
 """Rows per call of the tokenizer, whose result takes 240 bytes a token."""
 BUCKET_BATCHES = 32
