@@ -31,6 +31,7 @@ from train.loop.model_init import check_length
 from train.settings import require
 
 Rows = NDArray[np.int64]
+"""Indices of rows of a split."""
 ROWS_PER_CALL = 1024
 """Rows per call of the tokenizer, whose result takes 240 bytes a token."""
 BUCKET_BATCHES = 32
@@ -51,19 +52,19 @@ class Examples:
     """
 
     inputs: dict[str, NDArray[np.int32]]
-    text_lengths: Rows
-    full_lengths: Rows
+    text_lengths: NDArray[np.int64]
+    full_lengths: NDArray[np.int64]
     labels: NDArray
     padding: dict[str, int]
 
     @functools.cached_property
-    def starts(self) -> Rows:
+    def starts(self) -> NDArray[np.int64]:
         """Offset of each text, [N, K]; the K texts of an example are neighbours."""
         ends = np.cumsum(self.text_lengths).reshape(self.text_lengths.shape)
         return ends - self.text_lengths
 
     @functools.cached_property
-    def lengths(self) -> Rows:
+    def lengths(self) -> NDArray[np.int64]:
         """Tokens of the longest text of each example, [N]."""
         return self.text_lengths.max(axis=1)
 
@@ -107,7 +108,7 @@ def make_examples(
     cache: str,
     pair_encoding: str = "joint",
 ) -> Examples:
-    """Tokenize one split, read by `read_split_columns`; the settings are those of `Recipe`.
+    """Tokenize one split, read by `read_split_columns`; the settings are those of `CommonSettings`.
 
     With the separate encoding of pairs each of the K = 2 texts has up to `length` tokens.
     """
@@ -116,13 +117,13 @@ def make_examples(
         texts = [[text for row in zip(*texts) for text in row]]
     tokens = tokenize(texts, tokenizer, length, cache)
     labels = columns["label"]
-    lengths, full_lengths = (
+    text_lengths, full_lengths = (
         tokens.pop(name).astype(np.int64).reshape(len(labels), -1)
         for name in ("lengths", "full_lengths")
     )
     padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     padding = {name: padding.get(name, 0) for name in tokens}
-    return Examples(tokens, lengths, full_lengths, labels, padding)
+    return Examples(tokens, text_lengths, full_lengths, labels, padding)
 
 
 def tokenize(
@@ -168,7 +169,9 @@ def identify_tokenizer(tokenizer: Any) -> str:
     return " ".join((type(tokenizer).__name__, *options, vocabulary.tokenizer_state(tokenizer)))
 
 
-def epoch_batches(lengths: Rows, batch_size: int, seed: int, epoch: int) -> Iterator[Rows]:
+def epoch_batches(
+    lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int
+) -> Iterator[Rows]:
     """Iterate over the batches of an epoch: each row once, rows of similar length together.
 
     Rows are permuted, sorted by length within windows of `BUCKET_BATCHES` batches and cut into

@@ -71,9 +71,9 @@ def run(
         InputError: Settings, model and data do not fit together.
     """
     started, task = time.perf_counter(), load_task(settings.task)
-    accelerator = accelerator or start_accelerator()
+    accelerator, is_in_grid = accelerator or start_accelerator(), slot is not None
     if settings.save is not None:
-        is_free = slot is not None or not Path(settings.save).exists()  # a grid replaces its own
+        is_free = is_in_grid or not Path(settings.save).exists()  # a grid replaces its own
         require(is_free, "save", "must be new", settings.save, "delete it or choose another")
         check_writable(Path(settings.save).parent, "save")  # before hours of training
         distribution = accelerator.distributed_type.value
@@ -86,7 +86,7 @@ def run(
     labels = {split: examples.labels for split, examples in data.items()}
     result = describe_run(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    for line in describe_truncation(result) if slot is None else ():  # grids show results only
+    for line in () if is_in_grid else describe_truncation(result):  # grids show results only
         accelerator.print(line)
     logits: Logits = {}
     try:
@@ -131,7 +131,7 @@ def fine_tune(
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     model.train()
-    check_memory(model, train, tokens, accelerator)
+    check_memory(model, train, batch_size, tokens, accelerator)
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
     disable = True if rank else None  # None: where the output is a terminal
@@ -191,13 +191,15 @@ def compute_gradients(
     return loss
 
 
-def check_memory(model: nn.Module, train: Examples, tokens: int, accelerator: Accelerator) -> None:
+def check_memory(
+    model: nn.Module, train: Examples, batch_size: int, tokens: int, accelerator: Accelerator
+) -> None:
     """Compute the gradients of the longest rows, so that a lack of memory shows before the run.
 
     Raises:
         InputError: The largest micro-batch does not fit into memory.
     """
-    longest = np.argsort(train.lengths, kind="stable")[::-1]
+    longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
     rows = train.micro_batches(longest, tokens, accelerator.num_processes)[0]
     try:
         compute_gradients(model, train, rows, tokens, accelerator)

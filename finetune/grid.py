@@ -35,7 +35,7 @@ from finetune.results import (
     run_name,
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command
-from finetune.settings import GlueSettings, GridSettings, Recipe
+from finetune.settings import CommonSettings, GlueSettings, GridSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import load_task, task_description
 from train.command_line import run_command
@@ -56,6 +56,7 @@ def main(settings: GridSettings) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     remedy = "launch one and give --workers"
     require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
+    check_learning_rate(settings)
     runs = list_runs(settings)
     finished = read_finished(settings.output)
     pending = [run for run in runs if not is_finished(run, finished)]
@@ -67,8 +68,8 @@ def main(settings: GridSettings) -> None:
         print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
-        task_settings = settings.tasks, settings.glue_dir, settings.output, settings.test
-        score_tasks(SimpleFeaturesSettings(*task_settings))
+        names = ("tasks", "glue_dir", "output", "test")
+        score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
     phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
@@ -85,6 +86,14 @@ def main(settings: GridSettings) -> None:
         )
 
 
+def check_learning_rate(settings: GridSettings) -> None:
+    """Refuse the flag --learning_rate beside several rates, which replace that of a file."""
+    is_given = any(flag.partition("=")[0] == "--learning_rate" for flag in sys.argv)
+    rule, remedy = "must be left out with learning_rates", "write --learning_rates '[RATE]'"
+    valid = settings.learning_rates is None or not is_given
+    require(valid, "learning_rate", rule, settings.learning_rate, remedy)
+
+
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
     text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
@@ -96,14 +105,14 @@ def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds:
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
     """List all combinations; all models meet a task before the next task."""
-    recipe = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
+    common = {field.name: getattr(settings, field.name) for field in fields(CommonSettings)}
     rates = settings.learning_rates or [settings.learning_rate]
     controls = (False, True) if settings.random_control else (False,)
     runs = []
     for seed, task, rate, model, control in product(
         settings.seeds, settings.tasks, rates, settings.models, controls
     ):
-        values = {**recipe, "learning_rate": rate, "model": model, "seed": seed}
+        values = {**common, "learning_rate": rate, "model": model, "seed": seed}
         run = GlueSettings(**values, task=task, random_weights=control)
         if settings.from_mnli and not control:
             if task == "mnli":
@@ -158,6 +167,7 @@ def launch_precision() -> str:
 
 def check_runs(runs: list[GlueSettings]) -> None:
     """Load every model and every task's data, and send a batch through each model."""
+    # the first run of a model and task stands for the others
     unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
     for run in unique.values():
         task = load_task(run.task)

@@ -96,7 +96,7 @@ def score_splits(
     return {
         "collapsed": all(is_collapsed(task, logits[x], labels[x]) for x in splits),
         "metrics": scores,
-        "headline": headline(task, scores),
+        "headline": headline_score(task, scores),
     } | test
 
 
@@ -106,7 +106,7 @@ def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArr
     return {split: score(task, np.full(len(x), constant), x) for split, x in labels.items()}
 
 
-def headline(task: Task, scores: Scores) -> float:
+def headline_score(task: Task, scores: Scores) -> float:
     """Average the headline metric over the validation splits, of which MNLI has two."""
     return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
 

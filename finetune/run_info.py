@@ -10,7 +10,7 @@ import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from finetune.metrics import headline, score_majority
+from finetune.metrics import headline_score, score_majority
 from finetune.results import RUN_KEY, Result, hash_weights
 from finetune.settings import GlueSettings
 from finetune.task_data import hash_task_files
@@ -61,7 +61,7 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
         "rows": rows,
         "headline_metric": task.headline,
         "majority_metrics": majority,
-        "majority": headline(task, majority),
+        "majority": headline_score(task, majority),
     }
 
 

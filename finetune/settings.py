@@ -1,6 +1,6 @@
 """Settings of fine-tuning; a YAML under configs/glue/ lists what a protocol decides.
 
-Keys are flat. `Recipe` is what a protocol fixes for all its runs; `GlueSettings` adds which run,
+Keys are flat. `CommonSettings` is what a run and a grid share; `GlueSettings` adds which run,
 `GridSettings` which runs. This file is the only place of defaults.
 """
 
@@ -25,8 +25,8 @@ def normalize_paths(settings: Any, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a model is fine-tuned, whichever model and task."""
+class CommonSettings:
+    """What a single run and a grid share: paths, and how a model is fine-tuned."""
 
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
@@ -57,8 +57,8 @@ class Recipe:
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     pooling: str = "own"
-    """own: each model's own head, as in `AutoModelForSequenceClassification`. first or mean: one
-    head for all models (`finetune.shared_head`) on the first token or the mean of the tokens."""
+    """own: each model's own head, as in `AutoModelForSequenceClassification`. first or mean: the
+    shared head (`finetune.shared_head`) on the first token or the mean of the tokens."""
     pair_encoding: str = "joint"
     """joint: two texts are one input; separate: each is encoded alone, for the shared head."""
     attention: str | None = None
@@ -94,7 +94,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueSettings(Recipe):
+class GlueSettings(CommonSettings):
     """Fine-tune one model on one task with one seed and append a record to the results."""
 
     model: str
@@ -130,7 +130,7 @@ class GlueSettings(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridSettings(Recipe):
+class GridSettings(CommonSettings):
     """Fine-tune models x tasks x learning rates x seeds, except for finished runs."""
 
     models: list[str]
@@ -140,7 +140,7 @@ class GridSettings(Recipe):
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of fine-tuning, one run each."""
     learning_rates: list[float] | None = None
-    """Peak learning rates; null means `learning_rate` alone."""
+    """Peak learning rates, which replace `learning_rate` of a file; null means that one alone."""
     random_control: bool = False
     """Also make the controls without pretraining: each model from random initialisation, and
     simple features of the words (`finetune.simple_features`)."""

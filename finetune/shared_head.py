@@ -3,6 +3,7 @@
 `AutoModelForSequenceClassification` gives each architecture a head of its own: RoFormer's has a
 GELU where BERT's has a tanh, and both read the first token, which masked language modelling never
 trains. Here pooling, layers, activation, dropout and initial values are the same for every encoder.
+`load_model` loads the model of a run, with this head or with its own.
 
 A saved model is a folder with `encoder/`, which `AutoModel` loads, and the head in `head.json` and
 `head.safetensors`. transformers' pipeline finds no config.json there and refuses the folder.
@@ -122,10 +123,10 @@ class SharedHeadClassifier(nn.Module):
 
     def load_fitting_head(self, folder: str | Path) -> None:
         """Take over the layers of a saved head that have the same shape."""
-        own = self.head.state_dict()
+        state = self.head.state_dict()
         saved = load_file(Path(folder) / HEAD_FILES[1])
-        fitting = {name: x for name, x in saved.items() if own[name].shape == x.shape}
-        self.head.load_state_dict(own | fitting)
+        fitting = {name: x for name, x in saved.items() if state[name].shape == x.shape}
+        self.head.load_state_dict(state | fitting)
 
 
 def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel | SharedHeadClassifier:

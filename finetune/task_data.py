@@ -182,11 +182,11 @@ def _read_hub(task: Task, split: str) -> pyarrow.Table:
     try:
         data = datasets.load_dataset(name, config, split=part)
     except (OSError, ValueError) as error:
-        rule = "glue_dir must name a folder where the hub cannot be read, got null"
+        rule = f"the hub must give {name} where glue_dir is null"
         remedy = "give --glue_dir FOLDER"
         if task.hub:
-            rule, remedy = f"hub must hold {name}, split {part}, got an error", "check the names"
-        raise InputError(f"{rule} ({first_line(error)}); {remedy}") from error
+            rule, remedy = f"hub must hold {name}, split {part}", "check the names"
+        raise InputError(f"{rule}, got {first_line(error)}; {remedy}") from error
     table, feature = data.with_format("arrow")[:], data.features.get(task.label_column)
     if task.hub is None or not isinstance(feature, datasets.ClassLabel):
         return table

@@ -71,7 +71,7 @@ class TaskSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(TaskSettings):
-    """A task: a row of `TASKS`, or a YAML file with the keys of `TaskSettings`."""
+    """A task, a row of `TASKS` or a YAML file: `TaskSettings` checked, with defaults filled in."""
 
     def __post_init__(self) -> None:
         known = VALUE_METRICS if self.is_regression else CLASS_METRICS
@@ -109,8 +109,8 @@ class Task(TaskSettings):
     @property
     def splits(self) -> Mapping[str, int | None]:
         """Split -> official number of rows, None for tasks that are not GLUE's."""
-        own = {"train": None, "validation": None} | ({"test": None} if self.test else {})
-        return OFFICIAL_ROWS.get(self.name, own)
+        splits = {"train": None, "validation": None} | ({"test": None} if self.test else {})
+        return OFFICIAL_ROWS.get(self.name, splits)
 
     @property
     def is_glue(self) -> bool:

@@ -104,7 +104,7 @@ def finetuned_card_data(result: Result) -> ModelCardData:
                 dataset_split=split,
                 metric_type=METRIC_NAMES[name][0],
                 metric_value=value,
-                metric_name=f"{METRIC_NAMES[name][1]}, development set",
+                metric_name=f"{METRIC_NAMES[name][1]}, validation split",
             )
             for split, values in result["metrics"].items()
             for name, value in values.items()

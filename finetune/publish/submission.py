@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.results import (
+    SIMPLE_FEATURES,
     Result,
     hash_weights,
     inputs_differ,
@@ -138,7 +139,11 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
     Raises:
         InputError: The results have no run of this model.
     """
-    pretrained = [x for x in read_results(settings.results) if not x["random_weights"]]
+    pretrained = [
+        x
+        for x in read_results(settings.results)
+        if not x["random_weights"] and x["model"] != SIMPLE_FEATURES
+    ]
     results = [x for x in pretrained if x["model"] == settings.model]
     models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
     rule = f"must be one of those in {settings.results}"

@@ -7,6 +7,7 @@ models with, each above its best control without pretraining by more than the sp
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from finetune.report.runs import CONTROLS, TaskGroup, average, seed_scores
@@ -45,8 +46,9 @@ class Difference:
         """How both sides were fine-tuned."""
         return self.first["protocol"].iloc[0]
 
-    def title(self, part: str) -> str:
-        """Name in print: both models, the part if it is given, and the protocol."""
+    def title(self, with_part: bool = False) -> str:
+        """Name in print: both models, the part if it is asked for, and the protocol."""
+        part = self.part if with_part else ""
         return ", ".join(filter(None, (f" {MINUS} ".join(self.names), part, self.protocol)))
 
 
@@ -87,6 +89,8 @@ def pair_differences(
     counts = [len(side[["model", "tokenizer"]].drop_duplicates()) for side in sides]
     seeds = sides[0]["pretraining_seed"].unique().tolist() if _are_seeds(sides, counts) else []
     title = f" {MINUS} ".join(names)
+    if group.runs.loc[group.runs["kind"] == "model", "model"].nunique() == 1:
+        return [], "One model, no comparison; its controls: --random_control true of finetune.grid."
     if not seeds and counts != [1, 1]:
         there = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
         remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""
@@ -115,9 +119,9 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
 
     Returns:
         Columns configuration, label, control (a kind of `CONTROLS`), gain (difference of the means
-        over seeds), spread (the larger sample standard deviation over seeds of the two), absent
-        (what is missing to judge the gain) and helped: nothing is, and the gain exceeds the
-        spread.
+        over seeds), spread (the larger sample standard deviation over seeds of the two; nan if
+        either has a single seed), absent (what is missing to judge the gain) and helped: nothing
+        is, and the gain exceeds the spread.
     """
     runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
@@ -128,8 +132,8 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         if cell["kind"].iloc[0] != "model":
             continue
         scored = runs[runs["label"] == label].dropna(subset="score")
-        own = runs.loc[cell.index, same].max()
-        is_random = (scored["kind"] == "random") & (scored[same] == own).all(axis=1)
+        wanted = runs.loc[cell.index, same].max()
+        is_random = (scored["kind"] == "random") & (scored[same] == wanted).all(axis=1)
         controls = scored[is_random | scored["kind"].isin(["features", "majority"])]
         rows.append((configuration, label, *_gain(cell["score"], controls)))
     return pd.DataFrame(rows, columns=columns)
@@ -151,7 +155,9 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
         return "", float("nan"), float("nan"), ", ".join([*absent, "no scores"]), False
     best = by_row["mean"].idxmax()
     gain = float(scores.mean() - by_row.loc[best, "mean"])
-    spread = float(pd.Series([scores.std(), by_row.loc[best, "std"]]).max())
+    # of one seed it is nan; features and majority class have no seeds
+    deviations = scores.std(), by_row.loc[best, "std"] if best[0] == "random" else 0.0
+    spread = float(np.max(deviations))
     absent += ["no two seeds"] if pd.isna(spread) else []
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
+from finetune.report.runs import shorten_names
 from finetune.results import Result, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
 from finetune.task_data import read_split_columns
@@ -34,7 +35,7 @@ class ErrorAnalysisSettings:
     results: str = "results.jsonl"
     """File that finetune/glue.py wrote, with its predictions beside it."""
     model: str
-    """The run's model, as it was given."""
+    """The run's model, as it was given, or its short name in the report."""
     task: str
     """The run's task."""
     seed: int = 0
@@ -72,7 +73,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
         require(same, key, rule, "other rows or labels", "name their folder")
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
-        scores = f"{', '.join(metrics)} (x 100, development set)."
+        scores = f"{', '.join(metrics)} (x 100, validation split)."
         parts += [f"## {split}: {title}", scores, *tables]
     text = "\n\n".join(parts) + "\n"
     print(text)
@@ -86,16 +87,19 @@ def find_run(settings: ErrorAnalysisSettings) -> Result:
         InputError: There is none, there are several, or it has no scores.
     """
     results = read_results(settings.results)
-    wanted = {"model": settings.model, "task": settings.task, "seed": settings.seed}
+    names = shorten_names(x["model"] for x in results)
+    wanted = {"task": settings.task, "seed": settings.seed}
     found = [x for x in results if all(x[name] == value for name, value in wanted.items())]
+    found = [x for x in found if settings.model in (x["model"], names[x["model"]])]
     if settings.run is None:
         found = [x for x in found if not x["random_weights"]]
     else:
         found = [x for x in found if run_name(x) == settings.run]
-    asked = ", ".join(f"{name} {value}" for name, value in wanted.items())
-    names = ", ".join(map(run_name, found or results)) or "none"
-    remedy = "give its --run, whose end is run_id in report.csv" if found else "check the names"
-    require(len(found) == 1, "results", f"must hold one run of {asked}", names, remedy)
+    asked = f"model {settings.model}, task {settings.task}, seed {settings.seed}"
+    remedy = f"it has the models {', '.join(sorted(names.values()))}"
+    remedy = "give its --run, whose end is run_id in report.csv" if found else remedy
+    runs = ", ".join(map(run_name, found)) or "none"
+    require(len(found) == 1, "results", f"must hold one run of {asked}", runs, remedy)
     status = found[0]["status"]
     require(status == "done", "run", "must have been scored", status, "make it again")
     return found[0]

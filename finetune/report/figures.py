@@ -113,7 +113,7 @@ def _score_rows(runs: pd.DataFrame) -> Rows:
 
 def _difference_rows(pairs: Sequence[Difference]) -> Rows:
     return {
-        pair.title(pair.part): (
+        pair.title(with_part=True): (
             COLORS[2 if pair.over else 0],
             {label: list(c.differences.values()) for label, c in pair.tasks.items()},
         )

@@ -18,7 +18,7 @@ from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
 from train.atomic_dir import model_name, split_seed
 
 GROUPS = {
-    "official": "GLUE, development set",
+    "official": "GLUE, validation split",
     "reduced": "GLUE tasks with rows missing (not the official splits, not a GLUE score)",
     "demo": "demo tasks (not GLUE)",
     "own": "tasks of your own",

@@ -35,12 +35,13 @@ class Table:
 def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
     """All tables of a group that have something to show, the differences first.
 
-    The paper's table stands beside official scores only.
+    The paper's table stands beside official scores on two of its tasks or more only.
     """
     gains = control_gains(group)
     tables = [pair_table(group, same, gains) for same in by_protocol(pairs)]
     tables += [score_table(group), gain_table(group, gains), problem_table(group)]
-    tables += [paper_table(group)] if group.name == "official" else []
+    has_tasks = len(group.titles.keys() & set(PAPER_TASKS)) > 1
+    tables += [paper_table(group)] if group.name == "official" and has_tasks else []
     return [table for table in tables if len(table.frame)]
 
 
@@ -58,7 +59,8 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
         titles = [group.titles[label] for label, helped in found.items() if helped]
         names = f": {'; '.join(titles)}" if titles else ""
         number = f"{len(titles)} of {len(found)} tasks"
-        sentences.append(f"{same[0].title('')}: pretraining helps both on {number}{names}.")
+        rule = "read it only where every model is above its controls by more than the spread"
+        sentences.append(f"{same[0].title()}: {rule}, on {number}{names}.")
     if pairs:
         sides = [pair.first for pair in pairs], [pair.second for pair in pairs]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -84,7 +86,7 @@ def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFram
     names = {**group.titles, AVERAGE: group.average_name(tasks)}
     frame = pd.DataFrame(cells).fillna(DASH)
     frame = frame.loc[[label for label in names if label in frame.index]]
-    return Table(pairs[0].title(""), frame.rename(index=names).reset_index(names="task"))
+    return Table(pairs[0].title(), frame.rename(index=names).reset_index(names="task"))
 
 
 def comparison_text(comparison: Comparison) -> str:

@@ -28,7 +28,15 @@ from finetune.shared_head import SharedHeadClassifier
 from finetune.tasks import TASKS
 from launched_runs import NO_DROPOUT, TORCHRUN
 from tiny import command, refused
-from tiny_glue import PAIR, predictions_of, run_settings, tiny_model, write_mnli, write_split
+from tiny_glue import (
+    PAIR,
+    load_examples,
+    predictions_of,
+    run_settings,
+    tiny_model,
+    write_mnli,
+    write_split,
+)
 
 
 def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
@@ -51,6 +59,14 @@ def test_a_lack_of_memory_is_one_line_before_the_first_step(folder, monkeypatch)
     monkeypatch.setattr(glue, "check_forward", lambda *args: None)
     monkeypatch.setattr(glue, "set_learning_rate", None)  # a step would call it
     refused(lambda: glue.run(run_settings(folder)), "micro_batch_tokens")
+
+
+def test_no_more_memory_is_tried_than_a_step_needs(folder, monkeypatch):
+    rows = []
+    monkeypatch.setattr(glue, "compute_gradients", lambda *args: rows.append(len(args[2])))
+    model, accelerator = torch.nn.Linear(1, 1), SimpleNamespace(num_processes=1)
+    glue.check_memory(model, load_examples(folder / "glue", "sst2"), 16, 16384, accelerator)
+    assert rows == [16]
 
 
 def test_a_run_says_how_much_its_length_cuts_off(folder, capsys):

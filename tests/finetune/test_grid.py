@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,7 @@ from finetune.settings import GridSettings
 from launched_runs import LAUNCH, read_output, wait_for
 from tiny import refused
 from tiny_glue import PAIR, RECIPE, run_paths, tiny_model, write_split, write_sst2
+from train.command_line import parse_settings
 
 
 def ask(folder: Path, **changes) -> GridSettings:
@@ -194,6 +196,28 @@ def test_what_cannot_be_run_is_said_before_any_run(folder, changes, rule):
     settings = ask(folder, **changes)
     refused(lambda: grid.main(settings), rule)
     assert not Path(settings.output).exists()
+
+
+def test_a_flag_for_one_learning_rate_is_refused_beside_several(folder, monkeypatch):
+    """Several replace the rate of a file, as that of standard.yaml."""
+    for name, values in (
+        ("one", {"learning_rate": 3e-5}),
+        ("two", {"learning_rates": [2e-5, 3e-5]}),
+    ):
+        (folder / name).write_text(yaml.safe_dump({**run_paths(folder), **values}))
+
+    def rates(file: str, *flags: str, refusal: str = "model must") -> list[float]:
+        flags = ("--config", str(folder / file), "--models=[gone]", "--tasks=[sst2]", *flags)
+        monkeypatch.setattr(sys, "argv", ["finetune.grid", *flags])
+        settings = parse_settings(GridSettings, flags)
+        refused(lambda: grid.main(settings), refusal)
+        return [run.learning_rate for run in grid.list_runs(settings)]
+
+    assert rates("two") == [2e-5, 3e-5]
+    assert rates("one", "--learning_rates", "[3e-5, 2e-4]") == [3e-5, 2e-4]
+    assert rates("one", "--learning_rate", "2e-4") == [2e-4]
+    for flags in (["--learning_rate", "2e-4"], ["--learning_rate=2e-4"]):
+        rates("two", *flags, refusal="learning_rate must")
 
 
 def test_several_processes_are_sent_to_workers(monkeypatch, folder):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from finetune.metrics import METRICS, headline, is_collapsed, score, score_majority
+from finetune.metrics import METRICS, headline_score, is_collapsed, score, score_majority
 from finetune.tasks import CLASS_METRICS, METRIC_NAMES, TASKS, VALUE_METRICS
 from tiny_glue import SCORERS
 
@@ -53,7 +53,7 @@ def test_the_majority_is_that_of_the_training_split():
 
 def test_the_headline_of_mnli_is_the_mean_of_both_splits():
     scores = {"validation_matched": {"accuracy": 0.8}, "validation_mismatched": {"accuracy": 0.6}}
-    assert headline(TASKS["mnli"], scores) == pytest.approx(0.7)
+    assert headline_score(TASKS["mnli"], scores) == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(("width", "collapsed"), [(0.005, True), (0.02, False)])

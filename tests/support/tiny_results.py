@@ -9,11 +9,11 @@ import numpy as np
 from finetune.report.differences import Difference, pair_differences
 from finetune.report.runs import TaskGroup, build_groups
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
-from finetune.settings import Recipe
+from finetune.settings import CommonSettings
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
-RECIPE = {name: getattr(Recipe(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
+RECIPE = {name: getattr(CommonSettings(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 
 
@@ -72,9 +72,11 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
 
 
 def simple_features(task: str, score: float) -> dict[str, Any]:
-    """A line of finetune.simple_features, which has no recipe."""
+    """A line of finetune.simple_features, which has no recipe and no settings."""
     recipe = dict.fromkeys(RECIPE)
-    return line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    del result["settings"]
+    return result
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> str:

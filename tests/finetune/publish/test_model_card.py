@@ -146,7 +146,7 @@ def test_official_results_name_the_hubs_data_and_metrics():
     for r in result:
         dataset = (r.dataset_type, r.dataset_name, r.dataset_config, r.dataset_split)
         assert dataset == ("nyu-mll/glue", "glue/stsb", "stsb", "validation")
-        assert "development set" in r.metric_name
+        assert "validation split" in r.metric_name
 
 
 @pytest.mark.parametrize("run", [a_line("mnli", **REDUCED), a_line("demo-order")])
@@ -182,7 +182,7 @@ def test_the_card_says_all_of_the_line():
         "3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M", COMMAND,
         "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction",
         "| validation_matched | 1,000 | 28.6 |", "| validation_mismatched | 1,000 | 37.7 |",
-        "development set", "Apache-2.0",
+        "validation split", "Apache-2.0",
     ):  # fmt: skip
         assert printed in text
     assert text.count(", majority baseline | 1,000 | 12.3 |") == 2

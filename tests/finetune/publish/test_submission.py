@@ -12,9 +12,10 @@ import pytest
 
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
-from finetune.results import prediction_file, write_predictions
+from finetune.results import SIMPLE_FEATURES, prediction_file, write_predictions
 from tiny import refused
 from tiny_results import line as a_line
+from tiny_results import simple_features
 
 MODEL = "runs/a/model"
 NLI = ["entailment", "neutral", "contradiction"]
@@ -194,8 +195,13 @@ def test_placeholders_are_one_valid_answer_and_are_printed(tmp_path, capsys):
             {"model": "b"},
             ["model must be one", f"got b; there: {MODEL}"],
         ),
+        (
+            [line("wnli"), simple_features("wnli", 0.5)],
+            {"model": SIMPLE_FEATURES},
+            ["model must be one", f"there: {MODEL}"],
+        ),
     ],
-    ids=["missing", "placeholders alone", "unknown model"],
+    ids=["missing", "placeholders alone", "unknown model", "simple features"],
 )
 def test_results_of_which_no_zip_can_be_made_are_refused(tmp_path, runs, changes, words):
     for run in runs:

@@ -65,7 +65,7 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     assert found.pairs == []
     assert "2 RoFormer and 1 BERT; name two models with --pair" in found.no_pairs
     (named,) = report(lines, pair=["new", "small-roformer"]).pairs
-    assert named.title(named.part) == f"new {MINUS} small-roformer"
+    assert named.title(with_part=True) == f"new {MINUS} small-roformer"
     assert named.tasks["rte"].mean == 20.0
 
 
@@ -85,6 +85,15 @@ def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, size
     assert "2 RoFormer and 2 BERT; name two models" in found.no_pairs
 
 
+def test_one_model_is_not_compared_and_told_of_controls():
+    found = report(seeds("runs/mine/model", "rte", (0.6, 0.7)))
+    assert found.pairs == []
+    assert found.no_pairs.startswith("One model, no comparison; its controls: --random_control")
+    titles = [table.title for table in group_tables(found.group, [])]
+    assert titles[0] == "GLUE, validation split: scores"
+    assert not any("as printed" in title for title in titles)  # with two of its tasks
+
+
 def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
     """Fine-tuning seeds do not count as pretraining runs; the tasks are corrected by Holm."""
     lines = []
@@ -94,7 +103,7 @@ def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
             lines += seeds(bert, task, (0.5, 0.5, 0.5))
             score = 0.5 + gain + more
             lines += seeds(rope, task, (score, score, score + 0.03))
-    pairs = {pair.title(pair.part): pair.tasks for pair in report(lines).pairs}
+    pairs = {pair.title(with_part=True): pair.tasks for pair in report(lines).pairs}
     title = f"RoFormer {MINUS} BERT"
     assert list(pairs) == [
         *(f"{title}, pretraining seed {seed}" for seed in range(4)),
@@ -150,7 +159,8 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
-    title = f"RoFormer {MINUS} BERT: pretraining helps both on"
+    rule = "read it only where every model is above its controls by more than the spread, on"
+    title = f"RoFormer {MINUS} BERT: {rule}"
     models = "RoFormer: small-roformer; BERT: small-bert."
     assert judge(learned()) == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
     assert pairs_shown(learned()).frame["pretraining helps both"].tolist() == ["yes"]
@@ -180,6 +190,13 @@ def test_the_larger_spread_of_the_two_must_be_exceeded():
     assert (gain, spread) == pytest.approx((16.0, np.std((30, 60), ddof=1)))
 
 
+def test_a_spread_needs_two_seeds_of_the_model_and_of_random_weights():
+    one_of_model = [x for x in learned() if x["random_weights"] or x["seed"] == 0]
+    one_of_control = [x for x in learned(features=0.1) if not x["random_weights"] or x["seed"] == 0]
+    for lines in (one_of_model, one_of_control):
+        assert {gain[3:] for gain in gains_of(lines).values()} == {("no two seeds", False)}
+
+
 def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_why():
     lines = learned()
     for left, absent in (
@@ -187,7 +204,7 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
         ([x for x in lines if x["model"] != SIMPLE_FEATURES], "no simple features"),
         ([x for x in lines if x["seed"] == 0], "no two seeds"),
     ):
-        assert "pretraining helps both on 0 of 1" in judge(left)[0]
+        assert "than the spread, on 0 of 1" in judge(left)[0]
         assert judge(left)[-1] == f"Not judged, because there are {absent}: CoLA, Matthews."
 
 
@@ -210,11 +227,11 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
         # random weights stand for every pretraining seed
         lines += seeds(f"runs/{name}-0/model", "cola", (0.5, 0.54), random_weights=True)
     assert {round(gain[1]) for gain in gains_of(lines).values()} == {10}
-    assert "pretraining helps both on 1 of 1" in judge(lines)[0]
+    assert "than the spread, on 1 of 1" in judge(lines)[0]
     for run in lines:
         if run["model"] == "runs/bert-1/model":
             run["metrics"]["validation"]["matthews"] -= 0.2
-    assert "pretraining helps both on 0 of 1" in judge(lines)[0]
+    assert "than the spread, on 0 of 1" in judge(lines)[0]
 
 
 def test_random_weights_of_an_architecture_are_one_row_whoever_lent_them():

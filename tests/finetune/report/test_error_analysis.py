@@ -93,7 +93,7 @@ def test_the_confusion_is_scikit_learns(tmp_path, task):
             assert row == [name, *cells, str(count.sum())]
         wrong = int(counts.sum() - np.trace(counts))
         assert f"## {split}: {wrong} of {len(labels)} rows wrong" in text
-    assert "43.2 (x 100, development set)" in text
+    assert "43.2 (x 100, validation split)" in text
     assert "collapsed" not in text
 
 
@@ -170,12 +170,12 @@ def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tm
     for changes in ({}, {"learning_rate": 3e-5}, diverged, {"seed": 2}):
         add_run(tmp_path, "rte", random_data("rte"), **changes)
     control = add_run(tmp_path, "rte", {}, seed=2, random_weights=True, status="failed")
-    refused(lambda: analyse(tmp_path, "rte", seed=5), "one run of", "seed 5, got rte-small-")
+    refused(lambda: analyse(tmp_path, "rte", seed=5), "seed 5, got none; it has the models small")
     refused(lambda: analyse(tmp_path, "rte", seed=1), "run must have been scored, got diverged")
     named = run_name(control)
     refused(lambda: analyse(tmp_path, "rte", seed=2, run=named), "scored, got failed")
     two = [run_name(x) for x in read_results(str(tmp_path / "results.jsonl")) if x["seed"] == 0]
     assert len(two) == 2
     refused(lambda: analyse(tmp_path, "rte"), "give its --run", *two)
-    for changes in ({"run": two[0]}, {"run": two[1]}, {"seed": 2}):
+    for changes in ({"run": two[0]}, {"run": two[1]}, {"seed": 2, "model": "small"}):
         assert "rows wrong" in analyse(tmp_path, "rte", **changes)

@@ -210,8 +210,9 @@ def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
 
 
 def test_a_table_needs_neither_a_roformer_nor_a_bert():
-    made = report([line("runs/distilled/model", "sst2", 0.8, model_type="distilbert")])
-    assert len(score_table(made.group).frame) == 2
+    models = [f"runs/{name}/model" for name in ("distilled", "electra")]
+    made = report([line(model, "sst2", 0.8, model_type="distilbert") for model in models])
+    assert len(score_table(made.group).frame) == 3
     assert made.no_pairs.startswith("No RoFormer − BERT: it takes one model of each, here are")  # noqa: RUF001
 
 
