@@ -17,7 +17,7 @@ import yaml
 from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
-from launched_runs import LAUNCH, read_output, wait_for
+from launched_runs import LAUNCH, wait_for
 from tiny import refused
 from tiny_glue import PAIR, RECIPE, run_paths, tiny_model, write_split, write_sst2
 
@@ -84,10 +84,10 @@ def test_grids_killed_at_any_time_or_side_by_side_lose_and_double_no_run(folder,
     assert 0 < left <= 10
     with open(settings.output, "a") as stream:
         stream.write('{"model": "x", "ta')
-    before = read_output(folder)
+    before = (folder / "output").read_text()
     both = [start(*command(settings)) for _ in range(2)]
     assert [process.wait(timeout=300) for process in both] == [0, 0]
-    printed = read_output(folder).removeprefix(before)
+    printed = (folder / "output").read_text().removeprefix(before)
     assert "ended in a torn line, cut off" in printed
     assert printed.count("accuracy") == left
     assert "made by another grid" in printed  # or they did not overlap

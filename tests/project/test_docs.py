@@ -68,8 +68,7 @@ def test_a_mistake_in_the_launched_commands_of_the_readme_is_all_that_they_print
     assert len(commands) == 2
     for words in commands:
         flags = [*words[words.index("launch") + 1 :], "--no_such_setting", "1"]
-        done = command("-m", "accelerate.commands.launch", *flags, PYTHONWARNINGS="")
-        assert done.returncode != 0
+        done = command("-m", "accelerate.commands.launch", *flags, fails=True, PYTHONWARNINGS="")
         assert re.fullmatch(r"error: .*--no_such_setting.*\n", done.stdout + done.stderr)
 
 

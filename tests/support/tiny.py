@@ -141,10 +141,12 @@ def rotation_matrices(positions: Tensor, width: int) -> Tensor:
     return torch.stack([torch.block_diag(*row) for row in blocks])
 
 
-def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project as its user would, from the root."""
+def command(
+    *arguments: str | Path, fails: bool | None = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as its user would, from the root; it must fail or not, or may with None."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | settings,
@@ -153,6 +155,8 @@ def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
         timeout=300,
         check=False,
     )
+    assert fails in (None, done.returncode != 0), done.stderr
+    return done
 
 
 def log_rows(run: Path, key: str = "loss") -> dict[int, float]:

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from accelerate import Accelerator
+from accelerate.utils.other import get_free_port
 
 import launched_runs as runs
 from tiny import ROOT
@@ -98,7 +99,7 @@ def test_the_slurm_script_queues_again_only_what_a_signal_ended(tmp_path, launch
     for ours, there in (
         (".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run"),
         ("--nproc_per_node 8", "--nproc_per_node 2"),
-        ("29500", runs.free_port()),
+        ("29500", str(get_free_port())),
     ):
         assert ours in text
         text = text.replace(ours, there)
