@@ -8,7 +8,7 @@ from functools import partial
 from finetune import results
 from finetune.results import append_result, prediction_file, read_results, run_key
 from finetune.settings import GlueSettings
-from tiny import refused
+from tiny import refused, soft_limit
 from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
@@ -39,14 +39,11 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     """The kernel writes what fits of a line, and says so only by how much it wrote."""
     file = tmp_path / "results.jsonl"
     append_result(str(file), RUN)
-    size, limits = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = file.stat().st_size
     append = partial(append_result, str(file), {**RUN, "seed": 1})
     for room in (20, 0):  # a part of it fits, nothing does
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
-        try:
+        with soft_limit(resource.RLIMIT_FSIZE, size + room):
             refused(append, "output must have room, got ", f" in {tmp_path}; make some")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [line["seed"] for line in read_results(str(file))] == [0]
         assert file.stat().st_size == size + room
     append()

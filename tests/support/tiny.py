@@ -4,9 +4,11 @@ import copy
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,17 @@ def command(
     )
     assert fails in (None, done.returncode != 0), done.stderr
     return done
+
+
+@contextmanager
+def soft_limit(kind: int, size: int) -> Iterator[None]:
+    """Limit this process: RLIMIT_FSIZE, for example, lets no file grow beyond `size` bytes."""
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
 
 
 def log_rows(run: Path, key: str = "loss") -> dict[int, float]:

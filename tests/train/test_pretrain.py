@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import launched_runs as runs
 import roformer
-from tiny import TINY_MODEL, command, log_rows, refused, tiny_config
+from tiny import TINY_MODEL, command, log_rows, refused, soft_limit, tiny_config
 from train.data import stateless_rng, vocabulary
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
@@ -362,13 +362,10 @@ def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain, monkeypatch):
 
 
 def test_workers_may_open_as_many_files_as_the_machine_allows():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-    try:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with soft_limit(resource.RLIMIT_NOFILE, 100):
         raise_open_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_run_needs_no_pickle_no_socket_and_no_foreign_code(pretrain, tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import transformers
-from small_files import TEXTS, corpus, texts
 
 import train.data.corpus
 from launched_runs import killed_at
 from tiny import refused, sentences
+from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
 from train.data.corpus import TokenizeSettings, TokenStore, describe_stores, main, tokenize_corpus
 from train.data.documents import check_disjoint_files, read_documents

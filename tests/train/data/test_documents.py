@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import TEXTS, texts
 
 from tiny import refused
+from tiny_tokens import TEXTS, texts
 from train.data import demo_corpus
 from train.data.documents import check_disjoint_files, read_documents, read_source
 from train.settings import CorpusSettings
