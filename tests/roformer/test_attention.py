@@ -9,12 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.masking_utils import flash_attention_mask
 
-from roformer import (
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForMultipleChoice, RoFormerForSequenceClassification, RoFormerModel
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
 from tiny import assert_near, build, hidden, rope_config
@@ -263,7 +258,7 @@ def test_padding_makes_no_nan_of_large_scores_in_float16(config):
 
 def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
     seen = []
-    model = model_with(config, "eager", RoFormerForMaskedLM)
+    model = model_with(config, "eager", RoFormerForSequenceClassification)
     layer = model.roformer.encoder.layer[0]
     layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     ids, mask = padded("right")

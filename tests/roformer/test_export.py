@@ -11,14 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, pipeline
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import roformer
-from roformer import (
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForQuestionAnswering,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-    RoFormerPreTrainedModel,
-)
+from roformer import RoFormerForMaskedLM, RoFormerForSequenceClassification, RoFormerModel
 from tiny import ROPES, VARIANTS, assert_near, build, sentences, tiny_config
 from train.data import vocabulary
 
@@ -76,7 +69,7 @@ def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBa
 
 
 def exported(
-    model: RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
+    model: roformer.RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
 ) -> torch.nn.Module:
     """An exported program; the model then computes padding, as programs do."""
     shapes = shapes or dict.fromkeys(inputs, AXES)
@@ -90,7 +83,7 @@ def exported(
     [
         (RoFormerForMaskedLM, {}, True),
         (RoFormerForSequenceClassification, {}, True),
-        (RoFormerForQuestionAnswering, {}, True),
+        (roformer.RoFormerForQuestionAnswering, {}, True),
         (RoFormerModel, {}, False),
         (RoFormerModel, VARIANTS["elu"], True),
         (RoFormerModel, VARIANTS["favor"], True),
@@ -240,7 +233,7 @@ def test_text_classification_gives_the_models_probabilities(make_pipeline, token
 
 @torch.no_grad()
 def test_text_generation_continues_with_the_models_best_tokens(make_pipeline, tokenizer):
-    generate, model = make_pipeline("text-generation", RoFormerForCausalLM)
+    generate, model = make_pipeline("text-generation", roformer.RoFormerForCausalLM)
     options = {"batch_size": 2, "max_new_tokens": 6, "do_sample": False, "return_tensors": True}
     found = generate(TEXTS, add_special_tokens=False, **options)  # a prompt does not end in [SEP]
     for text, [row] in zip(TEXTS, found):

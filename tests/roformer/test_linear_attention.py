@@ -165,7 +165,7 @@ def test_a_large_key_does_not_leak_to_earlier_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
-def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
+def test_a_cache_has_a_constant_size_cannot_be_cropped_and_is_empty_after_a_reset(kind):
     model, cache = model_of(kind, is_decoder=True), LinearAttentionCache()
     outputs, sizes = [], set()
     ids = torch.randint(5, V, (2, CHUNK_LENGTH + 30))
@@ -174,6 +174,8 @@ def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
         sizes.add(sum(x.numel() for sums in cache.states.values() for x in sums))
     assert cache.get_seq_length() == CHUNK_LENGTH + 32
     assert len(sizes) == 1
+    with pytest.raises(ValueError, match="^past_key_values must"):
+        cache.crop(1)
     cache.reset()
     assert not cache.is_initialized
     assert torch.equal(hidden(model, ids[:, :1], past_key_values=cache), outputs[0])
@@ -256,11 +258,6 @@ def test_calls_that_need_scores_or_keys_are_refused(key, inputs):
     model = model_of("elu", is_decoder=True)
     with pytest.raises(ValueError, match=f"^{key} must"):
         model(torch.ones(1, 5).long(), **inputs)
-
-
-def test_sums_cannot_be_cropped():
-    with pytest.raises(ValueError, match="^past_key_values must"):
-        LinearAttentionCache().crop(1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

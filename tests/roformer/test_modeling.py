@@ -10,15 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roformer
-from roformer import (
-    RoFormerConfig,
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    RoFormerForTokenClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_rules import POSITION_ENCODINGS
 from roformer.heads import RoFormerClassificationHead
 from tiny import (
@@ -99,7 +91,7 @@ def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
 
 def test_multiple_choice_reads_the_last_token_as_stock_does(config, tmp_path):
     config.summary_type = "last"
-    ours = build(RoFormerForMultipleChoice, config)
+    ours = build(roformer.RoFormerForMultipleChoice, config)
     ours.save_pretrained(tmp_path)
     stock = transformers.RoFormerForMultipleChoice.from_pretrained(tmp_path).eval()
     ids = torch.randint(1, 60, (2, 3, 9))  # stock takes the last token of the row: no padding here
@@ -162,7 +154,7 @@ def test_a_configuration_of_stocks_class_will_do(ours, stock, config, tmp_path):
     model.save_pretrained(tmp_path)
     stock_config = transformers.RoFormerConfig.from_pretrained(tmp_path)
     again = ours.from_pretrained(tmp_path, config=stock_config, attn_implementation="eager")
-    assert type(again.config) is RoFormerConfig
+    assert type(again.config) is roformer.RoFormerConfig
     assert again.config._attn_implementation == "eager"
     assert again.config.to_dict()["summary_type"] == "first"
     for name, weight in model.state_dict().items():
@@ -263,11 +255,11 @@ def test_a_checkpoint_goes_on_as_a_causal_model_and_one_that_sees_one_side_says_
 def test_sequence_heads_never_read_padding(side, config):
     ids, sides = torch.randint(1, 60, (1, 10)), (6, 0) if side == "left" else (0, 6)
     padded, mask = F.pad(ids, sides), F.pad(torch.ones_like(ids), sides)
-    model = build(RoFormerForSequenceClassification, config)
+    model = build(roformer.RoFormerForSequenceClassification, config)
     assert_near(model(padded, attention_mask=mask).logits, model(ids).logits, 1e-4)
     for which in ("first", "last"):
         config.summary_type = which
-        model = build(RoFormerForMultipleChoice, config)
+        model = build(roformer.RoFormerForMultipleChoice, config)
         found = model(padded[:, None], attention_mask=mask[:, None]).logits
         assert_near(found, model(ids[:, None]).logits, 1e-4)
 
@@ -286,7 +278,7 @@ def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
         model(torch.zeros(1, 5, dtype=torch.long))
 
 
-def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config, monkeypatch):
+def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config):
     config.is_decoder = True
     model = RoFormerForMaskedLM(config)
     seen = []
@@ -378,7 +370,8 @@ def test_each_dropout_module_decides_for_itself(training, kernel, config):
     """Turning modules off and on, as libraries do, has its effect in either mode of the model."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
     ids = torch.arange(5, 17)[None]
-    for head in (RoFormerForSequenceClassification, RoFormerForTokenClassification):
+    heads = roformer.RoFormerForSequenceClassification, roformer.RoFormerForTokenClassification
+    for head in heads:
         model = build(head, config, kernel).train(training)
         dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         assert len(dropouts) == 2 + 3 * config.num_hidden_layers

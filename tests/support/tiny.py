@@ -67,6 +67,11 @@ VARIANTS: dict[str, dict[str, object]] = {
 HEADS = [getattr(roformer, name) for name in roformer.__all__ if name.startswith("RoFormerFor")]
 
 
+def name_of(path: Path) -> str:
+    """A file of the tree as the name of a test's case."""
+    return path.relative_to(ROOT).as_posix()
+
+
 def tiny_config(**fields: object) -> roformer.RoFormerConfig:
     return roformer.RoFormerConfig(**{"vocab_size": 60} | TINY_MODEL | fields)
 

@@ -26,13 +26,7 @@ from train.loop.evaluate import main as validate
 from train.loop.loader import raise_open_file_limit
 from train.loop.model_init import build_config, build_model
 from train.pretrain import all_reduce_step_info, send_to_device
-from train.settings import (
-    OPTIMIZERS,
-    HeldOutSettings,
-    InputError,
-    ModelSettings,
-    OptimSettings,
-)
+from train.settings import OPTIMIZERS, HeldOutSettings, InputError, ModelSettings, OptimSettings
 
 
 def model_config(run: Path) -> dict:

@@ -1,6 +1,5 @@
 """Mistakes: the numbers are scikit-learn's, the rows are the data's, misfits are refused."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,13 @@ from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.report.error_analysis import MAX_CHARACTERS, NUM_MISTAKES, ErrorAnalysisSettings, main
-from finetune.results import prediction_file, read_results, run_name, write_predictions
+from finetune.results import (
+    append_result,
+    prediction_file,
+    read_results,
+    run_name,
+    write_predictions,
+)
 from finetune.tasks import TASKS
 from tiny import refused
 from tiny_glue import write_split
@@ -47,8 +52,7 @@ def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
     """Write a run's line, its data and its predictions."""
     line = results_line("runs/small/model", task, 0.4321)
     line |= {"glue_dir": str(folder / "glue"), **changes}
-    with (folder / "results.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    append_result(str(folder / "results.jsonl"), line)
     for split, (labels, logits, texts) in data.items():
         write_split(folder / "glue", task, split, {**texts, "label": labels.tolist()})
         file = prediction_file(str(folder / "results.jsonl"), line, split)

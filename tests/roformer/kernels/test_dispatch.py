@@ -7,11 +7,7 @@ import pytest
 import torch
 
 import roformer
-from roformer import (
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    kernels,
-)
+from roformer import RoFormerForMultipleChoice, RoFormerForSequenceClassification, kernels
 from roformer.kernels import linear
 from tiny import HEADS, build, inputs_with_labels, tiny_config
 

@@ -157,7 +157,6 @@ def test_padding_is_left_out_again_after_a_call_that_returned_hidden_states(call
     model = model_of(None)
     with torch.no_grad():
         model(IDS, attention_mask=PADDED, output_hidden_states=True)
-        assert calls == [(FULL, 36)]
         calls.clear()
         model(IDS, attention_mask=PADDED)
     assert model.encoder.layer[0]._forward_hooks  # transformers' own

@@ -40,8 +40,7 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 @pytest.fixture
 def corpus(tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(40, seed=0)[0]))
-    held_out, cache = str(tmp_path / "text.txt"), str(tmp_path / "tokens")
-    return HeldOutSettings(validation=held_out, cache=cache)
+    return HeldOutSettings(validation=str(tmp_path / "text.txt"), cache=str(tmp_path / "tokens"))
 
 
 def test_a_model_stands_beside_its_random_beginning(corpus, tmp_path, capsys):
