@@ -4,6 +4,7 @@ import json
 import resource
 from dataclasses import asdict
 from functools import partial
+from unittest.mock import Mock
 
 from finetune import results
 from finetune.results import append_result, prediction_file, read_results, run_key
@@ -63,15 +64,13 @@ def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tm
 
 def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
     tiny_model(tmp_path / "model", "roformer")
-    read = []
-    digest = results.hashlib.file_digest
-    monkeypatch.setattr(
-        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
-    )
-    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    read = Mock(wraps=results.hashlib.file_digest)
+    monkeypatch.setattr(results.hashlib, "file_digest", read)
+    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == 1
+    assert read.call_count == 1
     tiny_model(tmp_path / "model", "roformer")
     results.hash_weights(str(tmp_path / "model"))
-    assert len(read) == 2
+    assert read.call_count == 2
     assert results.hash_weights("owner/name") is None
 
 
