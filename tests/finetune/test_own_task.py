@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -148,9 +147,8 @@ def test_held_out_rows_depend_on_the_seed_and_equal_texts_stay_together(capsys):
 
 
 def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
-    train = write("own.csv", GOOD)
     other = write("v.csv", {"text": [*TEXTS[:2], "other"], "color": COLORS[:3]})
-    describe(train, validation=other)
+    describe(write("own.csv", GOOD), validation=other)
     assert capsys.readouterr().err == "warning: 2 rows of validation are also in train\n"
 
 
@@ -271,9 +269,8 @@ def test_simple_features_score_test_rows_when_asked_and_read_chinese_characters(
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
     train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
     describe(train, validation=train, test=test)
-    settings = SimpleFeaturesSettings(["own.yaml"])
     for test, lines in ((False, 1), (True, 2), (True, 2)):
-        score_tasks(replace(settings, test=test))
+        score_tasks(SimpleFeaturesSettings(["own.yaml"], test=test))
         records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
         assert len(records) == lines
         assert ("test_metrics" in records[-1], "--test" in records[-1]["command"]) == (test, test)

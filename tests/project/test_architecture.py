@@ -119,8 +119,7 @@ def test_the_top_level_is_as_agreed():
 
 def test_folders_hold_at_most_14_files():
     parents = [p.parent for p in tracked() if p.suffix == ".py" and p.name != "__init__.py"]
-    crowded = {str(folder) for folder in parents if parents.count(folder) > 14}
-    assert not crowded
+    assert not {str(folder) for folder in parents if parents.count(folder) > 14}
 
 
 def test_packages_say_what_belongs_in_them():

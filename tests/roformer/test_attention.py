@@ -48,8 +48,7 @@ def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Modu
 def padded(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(2)
     ids = torch.randint(0, 60, (4, 24))
-    lengths = torch.tensor([[24], [24], [7], [1]])
-    mask = torch.arange(24) < lengths
+    mask = torch.arange(24) < torch.tensor([[24], [24], [7], [1]])
     if kind == "left":
         mask = mask.flip(1)
     if kind == "holes":
@@ -152,8 +151,7 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, r
         output = model(ids, cu_seq_lens_q=cu_seqlens.repeat_interleave(20))[0]
     else:
         output = model(ids, **{k: v for k, v in arguments.items() if given in (k, "both")})[0]
-    separate = torch.cat([model(part)[0] for part in parts], dim=1)
-    assert_near(output, separate)
+    assert_near(output, torch.cat([model(part)[0] for part in parts], dim=1))
 
 
 @pytest.mark.parametrize(
@@ -173,8 +171,7 @@ def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options,
     positions = torch.cat((torch.arange(4), torch.arange(6)))
     output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
     assert output.past_key_values is None  # nothing can follow such a row
-    separate = torch.cat([model(part, **more)[0] for part in parts], dim=1)
-    assert_near(output[0], separate)
+    assert_near(output[0], torch.cat([model(part, **more)[0] for part in parts], dim=1))
 
 
 @pytest.mark.parametrize(
@@ -209,8 +206,7 @@ def test_lengths_make_one_document_of_positions_that_start_again(config):
     position_ids, lengths = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
     single = model(ids.expand(2, -1), position_ids=position_ids)[0][:1]  # never packed
     assert not torch.allclose(model(ids, position_ids=position_ids)[0], single, atol=1e-3)
-    found = model(ids, position_ids=position_ids, cu_seq_lens_q=lengths)[0]
-    assert_near(found, single)
+    assert_near(model(ids, position_ids=position_ids, cu_seq_lens_q=lengths)[0], single)
 
 
 def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refused(config):
@@ -345,8 +341,7 @@ def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
     model = build(RoFormerModel, rope_config("dynamic"), kernel)
     ids = torch.randint(5, 60, (3, 4))
     found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
-    separate = model(ids.view(12, 1))[0]
-    assert_near(found.view(12, 1, -1), separate)
+    assert_near(found.view(12, 1, -1), model(ids.view(12, 1))[0])
 
 
 @pytest.mark.parametrize("length", [7, 600])

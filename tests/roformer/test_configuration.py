@@ -126,11 +126,8 @@ def test_fields_edited_after_construction_are_checked_when_a_model_is_built(conf
 def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, config, tmp_path):
     config.save_pretrained(tmp_path)
     setattr(config, name, value)
-    for changed in (
-        config,
-        RoFormerConfig(**SIZES, **{name: value}),
-        RoFormerForMaskedLM(config).config,
-    ):
+    of_a_model = RoFormerForMaskedLM(config).config
+    for changed in (config, RoFormerConfig(**SIZES, **{name: value}), of_a_model):
         assert changed.rope_parameters[name] == value
         assert not changed.is_transformers_compatible
         assert name not in changed.to_dict()
@@ -189,8 +186,7 @@ def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
 
 def test_old_spellings_of_rope_settings_are_understood():
     scaled = RoFormerConfig(**SIZES, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2})
-    rope = {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
-    assert scaled.rope_parameters == rope
+    assert scaled.rope_parameters == {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
 
 
 def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):

@@ -152,8 +152,7 @@ def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
         inputs, positions = padded(rows, length), torch.arange(length).repeat(rows, 1)
         expected = model(**inputs)[0]
         for start in (0, 1_000_000):  # scores depend on distances only: inexact angles would show
-            found = run(**inputs, position_ids=positions + start)[0]
-            assert_near(found, expected, 1e-4)
+            assert_near(run(**inputs, position_ids=positions + start)[0], expected, 1e-4)
 
 
 # sentence-transformers
@@ -222,8 +221,7 @@ def test_fill_mask_gives_the_models_probabilities(make_pipeline, tokenizer):
 @torch.no_grad()
 def test_text_classification_gives_the_models_probabilities(make_pipeline, tokenizer):
     classify, model = make_pipeline("text-classification", RoFormerForSequenceClassification)
-    found = classify(TEXTS, batch_size=2, top_k=None)
-    for text, rows in zip(TEXTS, found):
+    for text, rows in zip(TEXTS, classify(TEXTS, batch_size=2, top_k=None)):
         wanted = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
         scores = {row["label"]: row["score"] for row in rows}
         assert scores == pytest.approx(

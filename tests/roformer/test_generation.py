@@ -73,9 +73,8 @@ def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids():
 @pytest.mark.parametrize("fields", WITH_CACHE.values(), ids=WITH_CACHE)
 def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(fields, kernel):
     length = CHUNK_LENGTH + 30  # more than a chunk of linear attention
-    model = build(
-        RoFormerForCausalLM, tiny_config(max_position_embeddings=length, **fields), kernel
-    )
+    config = tiny_config(max_position_embeddings=length, **fields)
+    model = build(RoFormerForCausalLM, config, kernel)
     ids = torch.randint(0, 60, (2, length))
     mask = torch.ones(2, length)
     mask[0, :4] = 0  # left padding
@@ -169,8 +168,7 @@ def test_caches_are_refused_where_the_rotation_depends_on_the_length(rope):
     model = build(RoFormerForCausalLM, config)
     ids = torch.randint(1, 60, (1, 60))
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
-    expected = model(tokens[:, :-1]).logits[0, -1].argmax()
-    assert tokens[0, -1] == expected
+    assert tokens[0, -1] == model(tokens[:, :-1]).logits[0, -1].argmax()
     with pytest.raises(ValueError, match="past_key_values must"):
         model(ids, past_key_values=transformers.DynamicCache(config=config))
 

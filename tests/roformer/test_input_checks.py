@@ -161,9 +161,8 @@ def test_a_model_of_one_label_takes_one_value_a_sequence(config):
 @pytest.mark.parametrize("head", [RoFormerForSequenceClassification, RoFormerForMultipleChoice])
 def test_packed_documents_are_refused_where_one_token_of_a_row_is_read(head, config):
     ids = IDS.view(1, -1) if head is RoFormerForSequenceClassification else IDS.view(1, 1, -1)
-    ends = torch.tensor([0, 3, ids.numel()])
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
-        head(config)(ids, cu_seq_lens_q=ends)
+        head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, ids.numel()]))
 
 
 STARTS = IDS[:, 0]

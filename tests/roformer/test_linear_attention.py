@@ -81,34 +81,30 @@ def test_it_is_the_papers_equation(kind, rotated, causal, heads):
     positions = torch.arange(L) if rotated else None
     width = 32 if kind == "favor" else D
     table = rotary_embeddings(positions[None], compute_inv_freq(width)) if rotated else None
-    padding_mask = torch.ones(B, L, dtype=torch.bool)
-    padding_mask[1, 60:] = False
-    found, _ = linear_attention(
-        *heads, features, table, padding_mask=padding_mask, is_causal=causal
-    )
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[1, 60:] = False
+    found, _ = linear_attention(*heads, features, table, padding_mask=mask, is_causal=causal)
     assert found.isfinite().all()
-    expected = oracle(heads, features, positions, causal, padding_mask)[padding_mask]
-    assert (found.double()[padding_mask] - expected).abs().max() < 1e-5 * expected.abs().max()
+    expected = oracle(heads, features, positions, causal, mask)[mask]
+    assert (found.double()[mask] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_does_not_change_the_scale_of_random_features(causal, heads):
     features = features_of("favor")
     heads[:2] *= 12.0  # features of e^-100 and less
-    padding_mask = torch.ones(B, L, dtype=torch.bool)
-    padding_mask[:, :50] = False
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[:, :50] = False
     separate, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=causal)
     if causal:
         _, before = linear_attention(
-            *heads[:, :, :50], features, None, padding_mask=padding_mask[:, :50], is_causal=True
+            *heads[:, :, :50], features, None, padding_mask=mask[:, :50], is_causal=True
         )
-        padded, _ = linear_attention(
-            *heads[:, :, 50:], features, None, is_causal=True, state=before
-        )
+        found, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=True, state=before)
     else:
-        padded = linear_attention(*heads, features, None, padding_mask=padding_mask)[0][:, 50:]
-    assert_near(padded, separate)
-    assert padded.abs().amax() > 0.1
+        found = linear_attention(*heads, features, None, padding_mask=mask)[0][:, 50:]
+    assert_near(found, separate)
+    assert found.abs().amax() > 0.1
 
 
 def test_random_features_estimate_the_kernel_of_softmax(heads):

@@ -214,8 +214,7 @@ def test_rope_settings_reach_the_attention(rope):
 def test_casting_the_model_leaves_angles_exact(config):
     seen = []
     model = RoFormerModel(config).bfloat16()
-    layer = model.encoder.layer[0]
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    model.encoder.layer[0].register_forward_pre_hook(lambda module, args: seen.append(args[2]))
     model(torch.randint(0, 60, (1, 1024)))
     cos, sin = seen[0]
     assert cos.dtype == sin.dtype == torch.float32

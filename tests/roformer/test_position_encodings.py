@@ -31,9 +31,8 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture
 def bert() -> transformers.BertForMaskedLM:
-    return enlarge(
-        transformers.BertForMaskedLM(transformers.BertConfig(**TINY_MODEL, vocab_size=V))
-    )
+    config = transformers.BertConfig(**TINY_MODEL, vocab_size=V)
+    return enlarge(transformers.BertForMaskedLM(config))
 
 
 def test_with_learned_positions_it_is_transformers_bert(ids, bert):
@@ -174,5 +173,4 @@ def test_half_precision_adds_no_bias_to_infinity(ids):
     torch.nn.init.constant_(model.score_bias.relative_attention_bias.weight, -30.0)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    found = hidden(model.half(), ids, attention_mask=mask)
-    assert found[mask.bool()].isfinite().all()
+    assert hidden(model.half(), ids, attention_mask=mask)[mask.bool()].isfinite().all()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 import roformer
 from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
@@ -87,7 +87,7 @@ def sentences(number: int, seed: int) -> list[str]:
     return [" ".join(draw.choice(part) for part in parts) + " ." for _ in range(number)]
 
 
-def enlarge(model: torch.nn.Module) -> torch.nn.Module:
+def enlarge(model: nn.Module) -> nn.Module:
     """Weights large enough for attention to matter: at 0.02 any mistake hides below 1e-5."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -99,9 +99,7 @@ def enlarge(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def build(
-    head: type, config: roformer.RoFormerConfig, kernel: str | None = None
-) -> torch.nn.Module:
+def build(head: type, config: roformer.RoFormerConfig, kernel: str | None = None) -> nn.Module:
     """A model with the same large weights under each attention implementation."""
     torch.manual_seed(0)  # for random features
     # a copy: models made from one configuration share it, and with it the implementation
@@ -130,7 +128,7 @@ def inputs_with_labels(head: type, ids: Tensor, mask: Tensor | None = None) -> d
     return inputs
 
 
-def hidden(model: torch.nn.Module, *arguments: Tensor, **options: object) -> Tensor:
+def hidden(model: nn.Module, *arguments: Tensor, **options: object) -> Tensor:
     with torch.no_grad():
         return model(*arguments, **options).last_hidden_state
 

@@ -73,8 +73,7 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
 
 def simple_features(task: str, score: float) -> dict[str, Any]:
     """A line of finetune.simple_features, which has no recipe."""
-    recipe = dict.fromkeys(RECIPE)
-    return line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    return line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **dict.fromkeys(RECIPE))
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> str:

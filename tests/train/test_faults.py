@@ -188,8 +188,7 @@ def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(pretrain, launch):
     copy.rename(inside)
     assert contents(run / "checkpoints") == files
     for step in (4, 8):
-        warning = f"warning: no checkpoint after step {step}, the one before stays"
-        assert warning in launch.output()
+        assert f"warning: no checkpoint after step {step}, the one before stays" in launch.output()
     (error,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
     assert "run.folder must have room for a checkpoint, got" in error
     assert "Traceback" not in launch.output()

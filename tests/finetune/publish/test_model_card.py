@@ -90,9 +90,7 @@ def read_answer(printed: str) -> tuple[str, float]:
     ("task", "kind"),
     [("rte", "bert"), ("cola", "bert"), ("mnli", "roformer_plus"), ("stsb", "roformer")],
 )
-def test_the_cards_code_runs_and_answers_as_the_model_did(
-    tmp_path, monkeypatch, capsys, task, kind
-):
+def test_a_cards_code_runs_and_answers_as_the_model_did(tmp_path, monkeypatch, capsys, task, kind):
     folder = saved(tmp_path, task, kind)
     monkeypatch.chdir(folder)
     capsys.readouterr()
@@ -175,8 +173,7 @@ def test_what_a_reader_must_know_stands_before_any_score(warning):
 
 
 def test_the_card_says_all_of_the_line():
-    run = a_line("mnli", tokenizer="some/tokenizer")
-    text = model_card.finetuned_card(run, "bert").text
+    text = model_card.finetuned_card(a_line("mnli", tokenizer="some/tokenizer"), "bert").text
     for printed in (
         "3e-05", "cosine", "0.06", "0.02", "bf16", "98.76", "2.99", "5.98", "12.3 M", COMMAND,
         "some/tokenizer", "seed 3", "0 entailment, 1 neutral, 2 contradiction",

@@ -113,8 +113,7 @@ def test_a_collapsed_run_without_mistakes_says_both(tmp_path):
 def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
     data = random_data("mnli", rows=200)
     add_run(tmp_path, "mnli", data)
-    text = analyse(tmp_path, "mnli")
-    found = [t for t in tables(text) if "probability" in t[0]]
+    found = [t for t in tables(analyse(tmp_path, "mnli")) if "probability" in t[0]]
     for table, split in zip(found, TASKS["mnli"].validation_splits):
         labels, logits, texts = data[split]
         assert len(table) == 1 + NUM_MISTAKES
@@ -176,8 +175,7 @@ def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tm
     control = add_run(tmp_path, "rte", {}, seed=2, random_weights=True, status="failed")
     refused(lambda: analyse(tmp_path, "rte", seed=5), "one run of", "seed 5, got rte-small-")
     refused(lambda: analyse(tmp_path, "rte", seed=1), "run must have been scored, got diverged")
-    named = run_name(control)
-    refused(lambda: analyse(tmp_path, "rte", seed=2, run=named), "scored, got failed")
+    refused(lambda: analyse(tmp_path, "rte", seed=2, run=run_name(control)), "scored, got failed")
     two = [run_name(x) for x in read_results(str(tmp_path / "results.jsonl")) if x["seed"] == 0]
     assert len(two) == 2
     refused(lambda: analyse(tmp_path, "rte"), "give its --run", *two)

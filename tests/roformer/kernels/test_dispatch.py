@@ -208,8 +208,7 @@ def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[
         tokens = inputs["input_ids"].numel()
         edges = [row + start for row in range(0, tokens, 12) for start in (0, 3, 6)]
         inputs["cu_seq_lens_q"] = torch.tensor([*edges, tokens])
-    output = model(**inputs)
-    loss, logits = output[:2]
+    loss, logits = model(**inputs)[:2]
     if logits.shape[:2] == mask.shape:
         logits = logits[mask]
     if "start_positions" in inputs:  # the softmax over a row includes its padding
@@ -233,8 +232,7 @@ def test_no_kernel_is_called_when_they_are_off(monkeypatch):
     monkeypatch.setattr(attention, "_full_attention", lambda *x: pytest.fail("was called"))
     monkeypatch.setattr("roformer.kernels.dropout._keep_mask", lambda *x: pytest.fail("was called"))
     kernels.set_kernels_enabled(False)
-    model = roformer.RoFormerForMaskedLM(tiny_config())
-    model.train()(IDS, labels=IDS).loss.backward()
+    roformer.RoFormerForMaskedLM(tiny_config()).train()(IDS, labels=IDS).loss.backward()
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])

@@ -46,8 +46,7 @@ def test_a_store_is_reused_until_text_or_tokenizer_change(written, tokenize, tmp
     assert state(again) == before
     pieces = [*vocabulary.SPECIAL_TOKENS, "the", "cat", "dog", "a", "river", "."]
     vocabulary.save_tokenizer(pieces, tmp_path / "other")
-    other = vocabulary.load_tokenizer(str(tmp_path / "other"))
-    assert tokenize(file, other).name != first.name
+    assert tokenize(file, vocabulary.load_tokenizer(str(tmp_path / "other"))).name != first.name
     file.write_text(file.read_text().replace("the moon", "the king"))  # as long as before
     assert tokenize(file).name != first.name
 
@@ -144,8 +143,7 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(writt
     assert 5 in everything(store)
     assert tokenize(file, chinese("the", "cat", "moon")).name == store.name
     assert tokenize(file, chinese("the", "moon", "cat")).name != store.name
-    kept = chinese("the", "cat", "moon", do_lower_case=False)
-    assert tokenize(file, kept).name != store.name
+    assert tokenize(file, chinese("the", "cat", "moon", do_lower_case=False)).name != store.name
 
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):

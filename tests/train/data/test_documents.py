@@ -155,8 +155,7 @@ def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path,
     assert 0.25e6 < sum(map(len, texts)) <= 0.3e6
     held_out = [text for text, out in first if out]
     assert held_out
-    settings = CorpusSettings(cache=str(tmp_path))
-    assert list(read_documents(settings, "validation")) == held_out
+    assert list(read_documents(CorpusSettings(cache=str(tmp_path)), "validation")) == held_out
 
 
 def test_docstrings_are_read_without_running_the_file(tmp_path):

@@ -62,8 +62,7 @@ def test_a_sequence_that_begins_inside_a_word_begins_a_word():
 def test_words_go_on_where_the_vocabulary_says(tmp_path):
     pieces = [*vocabulary.SPECIAL_TOKENS, "walk", "##ing", "##s"]
     vocabulary.save_tokenizer(pieces, tmp_path / "pieces")
-    tokenizer = vocabulary.load_tokenizer(str(tmp_path / "pieces"))
-    vocab = Vocab.from_tokenizer(tokenizer)
+    vocab = Vocab.from_tokenizer(vocabulary.load_tokenizer(str(tmp_path / "pieces")))
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
     build = partial(BatchFormat, Vocab.from_tokenizer(other), 0.15, 0, whole_word=True)
