@@ -36,6 +36,12 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 
 
+@pytest.fixture(autouse=True)
+def seed_torch() -> None:
+    """Every test draws the same numbers, whichever ran before it."""
+    torch.manual_seed(1234)
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train.jsonl and validation.jsonl: documents of 1 to 12 sentences each."""

@@ -11,7 +11,6 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
 from sklearn.metrics import accuracy_score, f1_score
 
@@ -75,7 +74,6 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     commands = [block for language, block in blocks if not language]
     assert len(commands) == 4
-    torch.manual_seed(0)
     tiny_model(Path("runs/mine/model"), "roformer")
     texts, labels = sentences(400, 0)
     names = [NAMES[label] for label in labels]
@@ -213,7 +211,6 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
 
 
 def own_run(**changes) -> dict:
-    torch.manual_seed(0)
     tiny_model(Path("model"), "roformer")
     return glue.run(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
 

@@ -94,7 +94,6 @@ def poisoned(tmp_path: Path, tokenizer: transformers.PreTrainedTokenizerBase) ->
     """A BERT that has no number for the last place of a full sequence; texts with few and many."""
     texts = {name: tmp_path / f"{name}.txt" for name in ("rarely", "always")}
     sizes = TINY_MODEL | runs.NO_DROPOUT | {"vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
     with torch.no_grad():
         model.bert.embeddings.position_embeddings.weight[31] = torch.nan

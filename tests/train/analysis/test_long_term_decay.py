@@ -25,7 +25,6 @@ def test_the_bound_is_the_mean_of_the_partial_sums(width, theta):
 
 
 def test_scores_are_those_of_rotated_queries_and_keys():
-    torch.manual_seed(0)
     query, key = torch.randn(2, 30, 16)
     theta = compute_inv_freq(16)
     found = decay_of_scores(query, key, np.arange(20.0), theta)
