@@ -199,8 +199,7 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
 
 
 def test_a_run_of_another_grid_is_left_to_it_and_what_begins_from_it_waits(folder, monkeypatch):
-    settings = ask(folder, tasks=["rte", "mnli"], from_mnli=True)
-    begun, plain, mnli = grid.list_runs(settings)
+    begun, plain, mnli = grid.list_runs(ask(folder, tasks=["rte", "mnli"], from_mnli=True))
     made, ended = [], threading.Event()
     monkeypatch.setattr(grid.glue, "run", lambda run, *rest: made.append(run))
     with run_lock(mnli.output, asdict(mnli)):

@@ -30,11 +30,6 @@ WITH_CACHE = VARIANTS | {
 """What can generate with a cache: all but the rope types that depend on the length."""
 
 
-@pytest.fixture
-def causal(config):
-    return build(RoFormerForCausalLM, config)
-
-
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("how", ["plain", "padded", "cached"])
@@ -150,7 +145,8 @@ def test_a_compiled_decoder_keeps_its_cache_and_documents_apart():
     torch._dynamo.reset()
 
 
-def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(causal):
+def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(config):
+    causal = build(RoFormerForCausalLM, config)
     cache = StaticCache(config=causal.config, max_cache_len=20)
     ids = torch.arange(6)[None]
     causal(ids, past_key_values=cache)
@@ -173,7 +169,8 @@ def test_caches_are_refused_where_the_rotation_depends_on_the_length(rope):
         model(ids, past_key_values=transformers.DynamicCache(config=config))
 
 
-def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(causal):
+def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
+    causal = build(RoFormerForCausalLM, config)
     ids, indices = torch.randint(0, 60, (2, 7)), torch.tensor([1, 5])
     whole = causal(ids).logits
     torch.testing.assert_close(causal(ids, logits_to_keep=indices).logits, whole[:, indices])

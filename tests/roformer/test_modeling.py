@@ -45,13 +45,10 @@ FIELDS = [
 def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Whatever a head returns, padding left out, as a tuple that the configuration asks for."""
     model.config.return_dict = False
-    mask, outputs, found = inputs["attention_mask"].bool(), model(**inputs), []
+    mask, outputs = inputs["attention_mask"].bool(), model(**inputs)
     assert type(outputs) is tuple
-    for value in outputs:
-        if isinstance(value, torch.Tensor):
-            per_token = value.ndim >= 2 and value.shape[:2] == mask.shape
-            found.append(value[mask] if per_token and mask.ndim == 2 else value)
-    return found
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    return [value[mask] if value.shape[:2] == mask.shape else value for value in tensors]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)

@@ -65,6 +65,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 """Fields of a configuration for each way in which positions and scores are computed."""
 
 HEADS = [getattr(roformer, name) for name in roformer.__all__ if name.startswith("RoFormerFor")]
+POOLED = [roformer.RoFormerForSequenceClassification, roformer.RoFormerForMultipleChoice]
+"""Heads that read one token of each row, and therefore take no packed documents."""
 
 
 def name_of(path: Path) -> str:

@@ -187,10 +187,7 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_
 
 @pytest.mark.parametrize("kind", ["RoFormer", "Bert"])
 def test_the_loop_is_the_textbooks(kind, pretrain, tokenizer, tmp_path, monkeypatch):
-    """Losses and last weights are those of transformers' own model in a plain loop.
-
-    It has the loss over micro-batches, clipping, decay and schedule.
-    """
+    """Losses and weights of transformers' model in a plain loop: clipping, decay, schedule."""
     sizes = TINY_MODEL | runs.NO_DROPOUT | {"vocab_size": len(tokenizer)}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, f"{kind}ForMaskedLM")(config)

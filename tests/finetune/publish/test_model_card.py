@@ -4,7 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,10 +210,7 @@ def test_a_second_save_replaces_the_first_whole_and_one_that_fails_leaves_it(tmp
     (folder / "vocab.txt").write_text("of the first")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
-    def full(_):
-        raise OSError("No space left on device")
-
-    broken = SimpleNamespace(save_pretrained=full)
+    broken = Mock(save_pretrained=Mock(side_effect=OSError("No space left on device")))
     for target in (folder, tmp_path / "other"):
         save = partial(save_model, str(target), a_model(), broken, a_line())
         refused(save, "save must", "No space")

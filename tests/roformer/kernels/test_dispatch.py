@@ -9,16 +9,10 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 import roformer
-from roformer import (
-    RoFormerForCausalLM,
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-    kernels,
-)
+from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel, kernels
 from roformer.kernels import attention, linear
 from roformer.kernels.dispatch import has_hooks
-from tiny import HEADS, build, inputs_with_labels, tiny_config
+from tiny import HEADS, POOLED, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
@@ -189,9 +183,7 @@ def _kernels_off_afterwards(monkeypatch):
 
 
 LAYOUTS = ["full", "right", "left", "packed"]
-POOLED = (RoFormerForSequenceClassification, RoFormerForMultipleChoice)
-CASES = [(h, x) for h in HEADS for x in LAYOUTS if x != "packed" or h not in POOLED]
-"""Heads that read one token of each row take no packed documents."""
+HEADS_AND_LAYOUTS = [(h, x) for h in HEADS for x in LAYOUTS if x != "packed" or h not in POOLED]
 
 
 def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[torch.Tensor]:
@@ -219,7 +211,7 @@ def outputs(head: type, layout: str, kernel: str | None, enabled: bool) -> list[
 
 @pytest.mark.usefixtures("_kernels_off_afterwards")
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded", None])
-@pytest.mark.parametrize(("head", "layout"), CASES)
+@pytest.mark.parametrize(("head", "layout"), HEADS_AND_LAYOUTS)
 def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
     on, off = (outputs(head, layout, kernel, enabled) for enabled in (True, False))
     for a, b in zip(on, off, strict=True):

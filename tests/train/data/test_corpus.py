@@ -150,9 +150,8 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("the river sees a song .\n")
     more = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    settings = corpus(written, tmp_path, **more)
     for made in (3, 0):
-        main(TokenizeSettings(settings))
+        main(TokenizeSettings(corpus(written, tmp_path, **more)))
         lines = capsys.readouterr().out.splitlines()
         assert lines[2].startswith("train: 9 documents, ")
         assert lines[0].startswith(f"train: {made} of 3 shards made from ")
@@ -195,8 +194,7 @@ def test_held_out_documents_are_no_training_documents(described):
         copied = partial(described, own, "\n\n".join(copies))
         refused(copied, "corpus.validation", "got 100.0%", "20 of 20 documents")
     few = "\n\n".join([sentences(1, 1)[0], "the king the king " * 30])
-    lines = described(own, few)
-    assert [line for line in lines if "in 1 of 2 documents; take them out" in line]
+    assert [line for line in described(own, few) if "in 1 of 2 documents; take them out" in line]
     clean = described(own, "the king the king")
     assert not [line for line in clean if "must not be training text" in line]
 

@@ -173,9 +173,8 @@ def test_linked_files_and_folders_are_read_once(written, tokenize, tmp_path):
     (written / "itself").symlink_to(written)
     (written / "again.txt").symlink_to(written / "c.txt")
     plain = ["a.parquet", "b.jsonl", "c.txt"]
-    found = texts(written, tmp_path)
     named = texts([str(written / name) for name in plain], tmp_path)
-    assert sorted(found) == sorted([*named, "from elsewhere\n"])
+    assert sorted(texts(written, tmp_path)) == sorted([*named, "from elsewhere\n"])
     (written / "lost.txt").symlink_to(tmp_path / "nothing")
     refused(partial(tokenize, written), "must be a readable file", "lost.txt")
 
