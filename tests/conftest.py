@@ -92,6 +92,12 @@ def swapped_tokenizer(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> st
     return str(folder)
 
 
+@pytest.fixture(params=["eager", "sdpa", "unpadded"])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Each attention implementation that runs everywhere."""
+    return request.param
+
+
 @pytest.fixture
 def config() -> roformer.RoFormerConfig:
     return roformer.RoFormerConfig(vocab_size=60, **TINY_MODEL)
@@ -143,10 +149,7 @@ def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a command in a process group of its own; whatever is started is gone at the end.
-
-    Orphans become children of this process (a subreaper), so that they can be waited for.
-    """
+    """Starts a command in a process group of its own; whatever is started is gone at the end."""
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -175,7 +178,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.append(process)
         return process
 
-    prctl(SUBREAPER, 1)
+    prctl(SUBREAPER, 1)  # orphans become children of this process, which can wait for them
     yield begin
     left = child_processes(tmp_path)
     for process in left:

@@ -30,10 +30,7 @@ def ask(folder: Path, **changes) -> GridSettings:
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Workers are threads: what is made does not depend on it, and processes take seconds.
-
-    All must have ended by themselves: Python warns of what killed processes leave.
-    """
+    """Workers are threads: what is made does not depend on it, and processes take seconds."""
     workers = []
 
     def start_worker(slot, count):
@@ -42,7 +39,7 @@ def in_process(monkeypatch):
 
     monkeypatch.setattr(grid, "start_worker", start_worker)
     yield
-    for worker in workers:
+    for worker in workers:  # all have ended: Python warns of what killed processes leave
         with pytest.raises(RuntimeError, match="after shutdown"):
             worker.submit(print)
 

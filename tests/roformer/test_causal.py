@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.publish.pretrained import PublishSettings
 from finetune.publish.pretrained import main as publish
@@ -22,12 +22,11 @@ from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
+FAVOR = {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 
-def loss_of_the_text(
-    model: torch.nn.Module, corpus: CorpusSettings, tokenizer: PreTrainedTokenizerBase
-) -> tuple[float, int]:
+def loss_of_the_text(model, corpus: CorpusSettings, tokenizer) -> tuple[float, int]:
     """Mean loss of the held-out text in float64, one sequence at a time, and number of tokens."""
     sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 64)
     total, number = 0.0, 0
@@ -75,13 +74,7 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
         vocabulary.train_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
-@pytest.mark.parametrize(
-    ("attention", "fields"),
-    [
-        ("unpadded", {}),
-        ("eager", {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}),
-    ],
-)
+@pytest.mark.parametrize(("attention", "fields"), [("unpadded", {}), ("eager", FAVOR)])
 def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     attention, fields, pretrain, pretrain_flags
 ):

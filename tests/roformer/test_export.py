@@ -26,10 +26,7 @@ pytestmark = [
 ]
 
 # `model_type` of the saved folder: transformers' own, and the second one, for what stock cannot say
-TYPES = {
-    "roformer": {},
-    "roformer_plus": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-}
+TYPES = {"roformer": {}, "roformer_plus": {"rope_parameters": ROPES["linear"]}}
 TEXTS = ["the cat sees the moon .", "a dog likes a river . my sister hears the song ."]
 CHINESE = "今天天气非常好。我们去北京大学看书。"
 CHINESE_WORDS = ["今", "天", "天", "气", "非常", "好", "。", "我们", "去", "北京大学", "看书", "。"]
@@ -158,9 +155,7 @@ def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
 # sentence-transformers
 
 
-def mean_pooled(
-    model: RoFormerModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int
-) -> Tensor:
+def mean_pooled(model: RoFormerModel, tokenizer, texts: list[str], length: int) -> Tensor:
     """One text at a time: no padding to be counted by mistake."""
     options = {"truncation": True, "max_length": length, "return_tensors": "pt"}
     return torch.cat([model(**tokenizer(text, **options))[0].mean(1) for text in texts])
@@ -224,9 +219,8 @@ def test_text_classification_gives_the_models_probabilities(make_pipeline, token
     for text, rows in zip(TEXTS, classify(TEXTS, batch_size=2, top_k=None)):
         wanted = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
         scores = {row["label"]: row["score"] for row in rows}
-        assert scores == pytest.approx(
-            {f"LABEL_{i}": value for i, value in enumerate(wanted)}, abs=1e-5
-        )
+        expected = {f"LABEL_{i}": value for i, value in enumerate(wanted)}
+        assert scores == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()

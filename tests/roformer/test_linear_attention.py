@@ -21,22 +21,19 @@ from roformer.rotary import compute_inv_freq, rotary_embeddings
 from tiny import VARIANTS, assert_near, build, hidden, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
+PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 
 def config_of(kind: str, **fields: object) -> RoFormerConfig:
     return tiny_config(**VARIANTS[kind] | fields)
 
 
-def features_of(kind: str) -> FeatureMap:
-    if kind != "favor":
-        return FeatureMap(config_of(kind))
-    features = RandomFeatureMap(config_of(kind))
-    features.reset_parameters()
-    return features
-
-
 def model_of(kind: str, **fields: object) -> RoFormerModel:
     return build(RoFormerModel, config_of(kind, **fields))
+
+
+def features_of(kind: str) -> FeatureMap:
+    return model_of(kind).encoder.layer[0].attention.self.features
 
 
 @pytest.fixture
@@ -239,10 +236,8 @@ def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
     ("key", "inputs"),
     [
         ("output_attentions", {"output_attentions": True}),
-        (
-            "output_hidden_states",  # documents are in rows of their own inside the model
-            {"position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "output_hidden_states": True},
-        ),
+        # documents are in rows of their own inside the model
+        ("output_hidden_states", {"position_ids": PACKED, "output_hidden_states": True}),
         ("attention_mask", {"attention_mask": torch.ones(1, 1, 5, 5)}),
         ("past_key_values", {"past_key_values": transformers.DynamicCache()}),  # even if empty
     ],

@@ -28,7 +28,6 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [24, 600])
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_one_random_state_draws_the_same_with_gradients_and_without(kernel, length, config):
     # what computes a forward pass twice relies on it: reentrant checkpoints, losses in parts
     config.attention_probs_dropout_prob = 0.3
@@ -50,7 +49,6 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(config):
         loss.backward()
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, config):
     batch, found = example(), []
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0

@@ -260,7 +260,6 @@ def test_sequence_heads_never_read_padding(side, config):
         assert_near(found, model(ids[:, None]).logits, 1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
@@ -343,9 +342,7 @@ if transformers.__version__ != "5.17.0":  # ignores registrations of its own con
 
 
 def test_transformers_classes_load_quietly_after_the_auto_classes_build_ours():
-    code = (
-        "import transformers, roformer; roformer.use_for_auto_classes(); transformers.RoFormerModel"
-    )
+    code = "import transformers as t, roformer; roformer.use_for_auto_classes(); t.RoFormerModel"
     done = command("-c", code)
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -360,7 +357,6 @@ def test_every_auto_class_of_stocks_heads_builds_ours(config):
         assert type(model) is getattr(roformer, heads[auto].__name__)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 @pytest.mark.parametrize("training", [False, True])
 def test_each_dropout_module_decides_for_itself(training, kernel, config):
     """Turning modules off and on, as libraries do, has its effect in either mode of the model."""

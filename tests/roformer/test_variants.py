@@ -1,7 +1,6 @@
 """All position encodings and feature maps on the same paths: padding, gradients, files, compilers.
 
-Each against its equation: `test_rotary.py`, `test_position_encodings.py`,
-`test_linear_attention.py`; with a cache: `test_generation.py`.
+Equations: `test_rotary.py`, `test_position_encodings.py`, `test_linear_attention.py`.
 """
 
 import copy

@@ -38,13 +38,11 @@ class Module(backend_registration._DummyBackendModule):
 
 
 def compute(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an operation on the stored tensors, if all of them are on one device.
-
-    As on a GPU, tensors without dimensions may come from the CPU.
-    """
+    """Run an operation on the stored tensors, if all of them are on one device."""
     name = func._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     on_fake = any(isinstance(x, FakeTensor) for x in tensors)
+    # as on a GPU, tensors without dimensions may come from the CPU
     on_cpu = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, FakeTensor)]
     if on_fake and on_cpu and name not in ACROSS_DEVICES:
         raise RuntimeError(f"{name} of tensors on two devices; {on_cpu} are on the CPU")

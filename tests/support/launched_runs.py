@@ -119,17 +119,11 @@ def assert_close_runs(one: Path, other: Path, *keys: str, rel: float = 1e-6) -> 
 
 @dataclass
 class Launches:
-    """Starts processes of the run of `pretrain_flags`, and watches them.
-
-    Attributes:
-        start: Starts a command.
-        flags: Flags of the run.
-        folder: The test's own folder; the command line of every process names it.
-    """
+    """Starts processes of the run of `pretrain_flags`, and watches them."""
 
     start: Start
     flags: list[str]
-    folder: Path
+    folder: Path  # the test's own, which the command line of every process names
 
     @property
     def run(self) -> Path:
@@ -182,12 +176,8 @@ class Launches:
         steps = (self.run / "checkpoints").glob("step-*[0-9]")
         return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
-    def processes(self) -> list[psutil.Process]:
-        """Processes that run."""
-        return child_processes(self.folder)
-
     def rank_processes(self) -> dict[int, psutil.Process]:
         """The process of each rank."""
-        scripts = [p for p in self.processes() if SCRIPT in p.cmdline()[:3]]
+        scripts = [p for p in child_processes(self.folder) if SCRIPT in p.cmdline()[:3]]
         ranks = {p.environ().get("LOCAL_RANK"): p for p in scripts}
         return {int(rank): process for rank, process in ranks.items() if rank is not None}

@@ -1,7 +1,4 @@
-"""Script for torchrun with two processes: sharded models train and are saved as whole ones.
-
-torchrun --nproc_per_node 2 tests/support/sharded_training.py FOLDER
-"""
+"""Script for torchrun with two processes: sharded models train and are saved as whole ones."""
 
 import dataclasses
 import os
@@ -127,10 +124,8 @@ class CpuAccelerator(Accelerator):
         if precision != "no":
             plugin.set_mixed_precision(precision)  # as Accelerate's own state does
         keep_float32(plugin)
-        dynamo = SimpleNamespace(backend=DynamoBackend.NO)
-        self.state = SimpleNamespace(
-            fsdp_plugin=plugin, mixed_precision=precision, dynamo_plugin=dynamo
-        )
+        self.state = SimpleNamespace(fsdp_plugin=plugin, mixed_precision=precision)
+        self.state.dynamo_plugin = SimpleNamespace(backend=DynamoBackend.NO)
         self._models = []
         self.mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import roformer
@@ -129,9 +129,7 @@ def test_the_metadata_come_back_as_they_were(tmp_path, changes):
     read = ModelCard.load(tmp_path / "README.md").data
     assert read.to_dict() == model_card.finetuned_card_data(run).to_dict()
     assert yaml.safe_load(read.to_yaml()) == read.to_dict()
-    results = read.eval_results
-    assert all(isinstance(result, EvalResult) for result in results)
-    values = {(r.dataset_split, r.metric_type): r.metric_value for r in results}
+    values = {(r.dataset_split, r.metric_type): r.metric_value for r in read.eval_results}
     assert values == {(s, "accuracy"): v["accuracy"] for s, v in run["metrics"].items()}
     assert (read.language, read.pipeline_tag) == ("en", "text-classification")
     assert read.license == "unknown"
