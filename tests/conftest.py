@@ -36,6 +36,12 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 
 
+@pytest.fixture(autouse=True)
+def seed_torch() -> None:
+    """Every test draws the same numbers, whichever ran before it."""
+    torch.manual_seed(1234)
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train.jsonl and validation.jsonl: documents of 1 to 12 sentences each."""
@@ -84,6 +90,12 @@ def swapped_tokenizer(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> st
     folder = tmp_path_factory.mktemp("swapped") / "tokenizer"
     vocabulary.save_tokenizer([*pieces[:-2], pieces[-1], pieces[-2]], folder)
     return str(folder)
+
+
+@pytest.fixture(params=["eager", "sdpa", "unpadded"])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Each attention implementation that runs everywhere."""
+    return request.param
 
 
 @pytest.fixture
@@ -137,10 +149,7 @@ def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a command in a process group of its own; whatever is started is gone at the end.
-
-    Orphans become children of this process (a subreaper), so that they can be waited for.
-    """
+    """Starts a command in a process group of its own; whatever is started is gone at the end."""
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -169,7 +178,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.append(process)
         return process
 
-    prctl(SUBREAPER, 1)
+    prctl(SUBREAPER, 1)  # orphans become children of this process, which can wait for them
     yield begin
     left = child_processes(tmp_path)
     for process in left:

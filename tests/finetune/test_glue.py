@@ -52,10 +52,8 @@ def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
 
 
 def test_a_lack_of_memory_is_one_line_before_the_first_step(folder, monkeypatch):
-    def allocate(*args, **inputs):
-        torch.empty(2**60)
-
-    monkeypatch.setattr(roformer.RoFormerForSequenceClassification, "forward", allocate)
+    head = roformer.RoFormerForSequenceClassification
+    monkeypatch.setattr(head, "forward", lambda *args, **inputs: torch.empty(2**60))
     monkeypatch.setattr(glue, "check_forward", lambda *args: None)
     monkeypatch.setattr(glue, "set_learning_rate", None)  # a step would call it
     refused(lambda: glue.run(run_settings(folder)), "micro_batch_tokens")
@@ -84,16 +82,14 @@ def test_a_run_says_how_much_its_length_cuts_off(folder, capsys):
     ("kind", "task"), [("roformer", "stsb"), ("roformer", "sst2"), ("bert", "sst2")]
 )
 def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
-    """Schedule, decay, clipping, loss and optimiser of two loops: logits after six epochs.
-
-    Our score follows from the saved predictions and the labels of the data's file.
-    """
+    """Schedule, decay, clipping, loss and optimiser of two loops: logits after six epochs."""
     tiny_model(folder / "model", kind, **NO_DROPOUT)
     recipe = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     recipe["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
     asked = run_settings(folder, task, batch_size=20, **recipe)  # the last batches are smaller
     result = glue.run(asked)
     labels, ours = predictions_of(asked, result)
+    # our score follows from the saved predictions and the labels of the data's file
     file = parquet.read_table(folder / f"glue/{task}/validation.parquet")
     assert labels.tolist() == file["label"].to_pylist()
     answers = ours[:, 0] if task == "stsb" else ours.argmax(axis=1)
@@ -138,9 +134,7 @@ def test_a_line_says_all_that_made_it(folder):
     result = glue.run(asked)
     (line,) = read_results(asked.output)
     assert line == json.loads(json.dumps(result))
-    assert {name: line[name] for name in RUN_KEY} == {
-        name: getattr(asked, name) for name in RUN_KEY
-    }
+    assert all(line[name] == getattr(asked, name) for name in RUN_KEY)
     assert (line["label"], line["official"], line["model_type"]) == ("mnli (9)", False, "roformer")
     assert list(line["metrics"]) == ["validation_matched", "validation_mismatched"]
     assert line["majority"] == pytest.approx(2 / 3)
@@ -230,8 +224,7 @@ def test_two_processes_score_each_example_once_and_match_one(folder):
     asked = run_settings(folder, "stsb", epochs=2, batch_size=8, learning_rate=1e-3)
     one = glue.run(asked)
     flags = [f"--{k}={v}" for k, v in vars(asked).items() if v is not None and v is not False]
-    done = command(*TORCHRUN, "finetune/glue.py", *flags, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
+    command(*TORCHRUN, "finetune/glue.py", *flags, ACCELERATE_USE_CPU="true")
     two = read_results(asked.output)[-1]
     assert (one["processes"], two["processes"]) == (1, 2)
     assert " torchrun --nproc_per_node 2 finetune/glue.py " in two["command"]
@@ -267,8 +260,7 @@ def test_a_run_is_made_again_bit_for_bit_by_its_command(folder):
     assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
     script = Path(sys.executable).parent / program
     again = folder / "again" / "results.jsonl"
-    done = command(script, *words, "--output", again, **dict([threads.split("=")]))
-    assert done.returncode == 0, done.stderr
+    command(script, *words, "--output", again, **dict([threads.split("=")]))
     (second,) = read_results(str(again))
     made = ("losses", "metrics", "headline", "command")
     assert {name: second[name] for name in made} == {name: first[name] for name in made}

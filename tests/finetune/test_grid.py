@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ import yaml
 from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
-from launched_runs import LAUNCH, read_output, wait_for
+from launched_runs import LAUNCH, wait_for
 from tiny import refused
 from tiny_glue import PAIR, RECIPE, run_paths, tiny_model, write_split, write_sst2
 from train.command_line import parse_settings
@@ -31,10 +32,7 @@ def ask(folder: Path, **changes) -> GridSettings:
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Workers are threads: what is made does not depend on it, and processes take seconds.
-
-    All must have ended by themselves: Python warns of what killed processes leave.
-    """
+    """Workers are threads: what is made does not depend on it, and processes take seconds."""
     workers = []
 
     def start_worker(slot, count):
@@ -43,7 +41,7 @@ def in_process(monkeypatch):
 
     monkeypatch.setattr(grid, "start_worker", start_worker)
     yield
-    for worker in workers:
+    for worker in workers:  # all have ended: Python warns of what killed processes leave
         with pytest.raises(RuntimeError, match="after shutdown"):
             worker.submit(print)
 
@@ -86,10 +84,10 @@ def test_grids_killed_at_any_time_or_side_by_side_lose_and_double_no_run(folder,
     assert 0 < left <= 10
     with open(settings.output, "a") as stream:
         stream.write('{"model": "x", "ta')
-    before = read_output(folder)
+    before = (folder / "output").read_text()
     both = [start(*command(settings)) for _ in range(2)]
     assert [process.wait(timeout=300) for process in both] == [0, 0]
-    printed = read_output(folder).removeprefix(before)
+    printed = (folder / "output").read_text().removeprefix(before)
     assert "ended in a torn line, cut off" in printed
     assert printed.count("accuracy") == left
     assert "made by another grid" in printed  # or they did not overlap
@@ -104,9 +102,8 @@ def test_grids_killed_at_any_time_or_side_by_side_lose_and_double_no_run(folder,
         assert len({file.read_bytes() for file in files}) == 1
 
 
-def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
-    folder, start, in_process
-):
+@pytest.mark.usefixtures("in_process")
+def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(folder, start):
     write_sst2(folder / "glue", train=300)
     settings = ask(folder, seeds=list(range(1000)), epochs=4)
     launcher = start(*command(settings))
@@ -134,13 +131,11 @@ def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(
 
 def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(folder, monkeypatch):
     # in fp16 it holds the loss scale, which the run before has changed
-    accelerators = []
-    monkeypatch.setattr(
-        grid.glue, "run", lambda run, accelerator, *rest: accelerators.append(accelerator)
-    )
+    made = Mock(return_value=None)
+    monkeypatch.setattr(grid.glue, "run", made)
     for run in grid.list_runs(ask(folder, seeds=[0, 1])):
         grid.make_run(run, slot=0)
-    assert len(set(map(id, accelerators))) == 2
+    assert len({id(call.args[1]) for call in made.call_args_list}) == 2
 
 
 @pytest.mark.usefixtures("in_process")
@@ -154,9 +149,8 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
     printed = capsys.readouterr().out
     assert "2 runs to make, 2 done already" in printed
     score = r"accuracy \d+\.\d \(majority \d+\.\d.*\), \d+ s"
-    assert re.search(
-        rf"^\[2/2\] sst2 .*, random weights, .* seed 1: {score}; 0 min left$", printed, re.M
-    )
+    last = rf"^\[2/2\] sst2 .*, random weights, .* seed 1: {score}; 0 min left$"
+    assert re.search(last, printed, re.MULTILINE)
     runs = [x for x in read_results(more.output) if x["model"] == more.models[0]]
     found = {(x["seed"], x["random_weights"]): x["status"] for x in runs}
     assert len(runs) == len(read_results(more.output)) - 1  # one record is of simple features
@@ -226,8 +220,7 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
 
 
 def test_a_run_of_another_grid_is_left_to_it_and_what_begins_from_it_waits(folder, monkeypatch):
-    settings = ask(folder, tasks=["rte", "mnli"], from_mnli=True)
-    begun, plain, mnli = grid.list_runs(settings)
+    begun, plain, mnli = grid.list_runs(ask(folder, tasks=["rte", "mnli"], from_mnli=True))
     made, ended = [], threading.Event()
     monkeypatch.setattr(grid.glue, "run", lambda run, *rest: made.append(run))
     with run_lock(mnli.output, asdict(mnli)):

@@ -17,9 +17,8 @@ def test_scores_equal_those_of_scikit_learn_and_scipy(task):
     truth, guess = VALUES
     if task.labels:
         truth, guess = (draw.integers(0, len(task.labels), 200) for _ in range(2))
-    expected = {
-        name: SCORERS[name](truth.astype(float), guess.astype(float)) for name in task.metrics
-    }
+    values = truth.astype(float), guess.astype(float)
+    expected = {name: SCORERS[name](*values) for name in task.metrics}
     result = score(task, guess, truth)
     assert list(result) == list(task.metrics)
     assert result == pytest.approx(expected, abs=1e-12)

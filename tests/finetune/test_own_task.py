@@ -4,14 +4,13 @@ import csv
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
 from sklearn.metrics import accuracy_score, f1_score
 
@@ -75,7 +74,6 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     commands = [block for language, block in blocks if not language]
     assert len(commands) == 4
-    torch.manual_seed(0)
     tiny_model(Path("runs/mine/model"), "roformer")
     texts, labels = sentences(400, 0)
     names = [NAMES[label] for label in labels]
@@ -147,9 +145,8 @@ def test_held_out_rows_depend_on_the_seed_and_equal_texts_stay_together(capsys):
 
 
 def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
-    train = write("own.csv", GOOD)
     other = write("v.csv", {"text": [*TEXTS[:2], "other"], "color": COLORS[:3]})
-    describe(train, validation=other)
+    describe(write("own.csv", GOOD), validation=other)
     assert capsys.readouterr().err == "warning: 2 rows of validation are also in train\n"
 
 
@@ -203,22 +200,17 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
         {"text": datasets.Value("string"), "color": datasets.ClassLabel(names=["red", "green"])}
     )
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "color": [1, 0, 1]}, features)
-    asked = []
-
-    def load_dataset(*names, split):
-        asked.append((*names, split))
-        return rows
-
+    load_dataset = Mock(return_value=rows)
     monkeypatch.setattr(task_data.datasets, "load_dataset", load_dataset)
     options = {"hub": "me/colors", "hub_config": "small", "validation": "valid"}
     task = describe("train[:9]", **options)
-    assert set(asked) == {("me/colors", "small", "train[:9]"), ("me/colors", "small", "valid")}
+    asked = {(*call.args, call.kwargs["split"]) for call in load_dataset.call_args_list}
+    assert asked == {("me/colors", "small", "train[:9]"), ("me/colors", "small", "valid")}
     assert task.labels == ("green", "red")
     assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 0]
 
 
 def own_run(**changes) -> dict:
-    torch.manual_seed(0)
     tiny_model(Path("model"), "roformer")
     return glue.run(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
 
@@ -274,9 +266,8 @@ def test_simple_features_score_test_rows_when_asked_and_read_chinese_characters(
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
     train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
     describe(train, validation=train, test=test)
-    settings = SimpleFeaturesSettings(["own.yaml"])
     for test, lines in ((False, 1), (True, 2), (True, 2)):
-        score_tasks(replace(settings, test=test))
+        score_tasks(SimpleFeaturesSettings(["own.yaml"], test=test))
         records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
         assert len(records) == lines
         assert ("test_metrics" in records[-1], "--test" in records[-1]["command"]) == (test, test)

@@ -4,11 +4,12 @@ import json
 import resource
 from dataclasses import asdict
 from functools import partial
+from unittest.mock import Mock
 
 from finetune import results
 from finetune.results import append_result, prediction_file, read_results, run_key
 from finetune.settings import GlueSettings
-from tiny import refused
+from tiny import refused, soft_limit
 from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
@@ -39,14 +40,11 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     """The kernel writes what fits of a line, and says so only by how much it wrote."""
     file = tmp_path / "results.jsonl"
     append_result(str(file), RUN)
-    size, limits = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = file.stat().st_size
     append = partial(append_result, str(file), {**RUN, "seed": 1})
     for room in (20, 0):  # a part of it fits, nothing does
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
-        try:
+        with soft_limit(resource.RLIMIT_FSIZE, size + room):
             refused(append, "output must have room, got ", f" in {tmp_path}; make some")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [line["seed"] for line in read_results(str(file))] == [0]
         assert file.stat().st_size == size + room
     append()
@@ -66,15 +64,13 @@ def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tm
 
 def test_a_model_is_read_once_for_all_its_runs_and_again_when_it_changes(tmp_path, monkeypatch):
     tiny_model(tmp_path / "model", "roformer")
-    read = []
-    digest = results.hashlib.file_digest
-    monkeypatch.setattr(
-        results.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given)
-    )
-    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == len(read) == 1
+    read = Mock(wraps=results.hashlib.file_digest)
+    monkeypatch.setattr(results.hashlib, "file_digest", read)
+    assert len({results.hash_weights(str(tmp_path / "model")) for _ in range(3)}) == 1
+    assert read.call_count == 1
     tiny_model(tmp_path / "model", "roformer")
     results.hash_weights(str(tmp_path / "model"))
-    assert len(read) == 2
+    assert read.call_count == 2
     assert results.hash_weights("owner/name") is None
 
 

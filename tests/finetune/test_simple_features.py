@@ -23,8 +23,7 @@ def ask(folder, *tasks) -> SimpleFeaturesSettings:
 def test_features_of_a_pair_are_cosine_and_share_of_common_words():
     first, second = ["a good film", "the play", "sad"], ["good good film today", "a book", "sad"]
     vectorizer = TfidfVectorizer().fit([*first, *second])  # leaves out words of one letter
-    columns = {"sentence1": first, "sentence2": second}
-    found = features(vectorizer, TASKS["mrpc"], columns)
+    found = features(vectorizer, TASKS["mrpc"], {"sentence1": first, "sentence2": second})
     vectors = [vectorizer.transform(texts).toarray() for texts in (first, second)]
     assert found[:, 0] == pytest.approx([a @ b for a, b in zip(*vectors)])
     assert found[:, 1] == pytest.approx([2 / 3, 0, 1])

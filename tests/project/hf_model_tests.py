@@ -40,11 +40,9 @@ LEAST_PASSED = 104
 
 
 class SmallModel:
-    """What the mixin asks of a model: a configuration, inputs, and the sizes of both.
+    """What the mixin asks of a model: a configuration, inputs, and the sizes of both."""
 
-    Sizes differ from each other, so that no axis can stand in for another unnoticed.
-    """
-
+    # they differ from each other, so that no axis can stand in for another unnoticed
     batch_size = 13
     seq_length = 7
     num_choices = 3

@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 
 from tiny import ROOT
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
@@ -27,9 +29,8 @@ def wheel(tmp_path_factory):
 
 
 def test_every_package_that_is_imported_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["train"], *extras["glue"]]
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *extras["train"], *extras["glue"]]
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     own = ("roformer", "train", "finetune")
     files = [file for name in own for file in (ROOT / name).rglob("*.py")]
@@ -44,11 +45,9 @@ def test_every_package_that_is_imported_is_declared():
 
 def test_every_installed_package_runs_on_the_oldest_python_that_is_promised():
     """On a later Python pip also takes versions that refuse 3.11.2, the Python of Debian 12."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
     asked = {x.name: x.metadata.get("Requires-Python") or "" for x in distributions()}
-    too_new = {name: x for name, x in asked.items() if not SpecifierSet(x).contains(oldest)}
-    assert not too_new
+    assert not {name: x for name, x in asked.items() if not SpecifierSet(x).contains(oldest)}
 
 
 def test_the_wheel_holds_roformer_alone(wheel):

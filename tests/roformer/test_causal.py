@@ -1,6 +1,5 @@
 """A decoder in the same loop: every next token is predicted, and what is saved generates."""
 
-import json
 import math
 
 import numpy as np
@@ -8,11 +7,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.publish.pretrained import PublishSettings
 from finetune.publish.pretrained import main as publish
-from tiny import TINY_MODEL, log_rows
+from launched_runs import model_flag
+from tiny import log_rows
 from train.command_line import parse_settings
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
@@ -20,20 +20,13 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
-from train.pretrain import main
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
+FAVOR = {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 
-def run(flags: list[str], *more: str, **fields: object) -> None:
-    config = json.dumps(TINY_MODEL | {"is_decoder": True} | fields)
-    main(parse_settings(PretrainSettings, [*flags, f"--model.config={config}", *more]))
-
-
-def loss_of_the_text(
-    model: torch.nn.Module, corpus: CorpusSettings, tokenizer: PreTrainedTokenizerBase
-) -> tuple[float, int]:
+def loss_of_the_text(model, corpus: CorpusSettings, tokenizer) -> tuple[float, int]:
     """Mean loss of the held-out text in float64, one sequence at a time, and number of tokens."""
     sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 64)
     total, number = 0.0, 0
@@ -81,36 +74,28 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
         vocabulary.train_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
-@pytest.mark.parametrize(
-    ("attention", "fields"),
-    [
-        ("unpadded", {}),
-        ("eager", {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}),
-    ],
-)
+@pytest.mark.parametrize(("attention", "fields"), [("unpadded", {}), ("eager", FAVOR)])
 def test_a_decoder_is_pretrained_resumed_validated_and_generates(
-    attention, fields, pretrain_flags, tmp_path
+    attention, fields, pretrain, pretrain_flags
 ):
-    flags = [*pretrain_flags, *BYTES, "--optim.learning_rate=5e-3", "--optim.steps=6",
-             "--model.type=roformer", f"--model.attention={attention}"]  # fmt: skip
-    run(flags, "--run.name=whole", **fields)
-    while not (tmp_path / "runs" / "tiny" / "model").exists():
-        try:
-            run(flags, "--run.max_hours=1e-9", **fields)  # a step a launch
-        except SystemExit:
-            continue
-    losses = [log_rows(tmp_path / "runs" / name) for name in ("whole", "tiny")]
+    flags = [*BYTES, "--optim.learning_rate=5e-3", "--optim.steps=6", "--model.type=roformer",
+             f"--model.attention={attention}", model_flag(is_decoder=True, **fields)]  # fmt: skip
+    whole = pretrain(*flags, "--run.name=whole")
+    for _ in range(5):
+        pretrain(*flags, "--run.max_hours=1e-9")  # a step a launch
+    run = pretrain(*flags)
+    losses = [log_rows(folder) for folder in (whole, run)]
     assert losses[0] == losses[1]
     assert losses[0][6] < losses[0][1] < 1.2 * math.log(261)
-    model = str(tmp_path / "runs" / "tiny" / "model")
-    settings = parse_settings(PretrainSettings, flags)
+    model = str(run / "model")
+    settings = parse_settings(PretrainSettings, [*pretrain_flags, *flags])
     decoder = AutoModelForCausalLM.from_pretrained(model).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     expected, number = loss_of_the_text(decoder, settings.corpus, tokenizer)
     found = validate(EvaluateSettings(model, settings.corpus, 64, attention="sdpa"))
-    logged = log_rows(tmp_path / "runs" / "tiny", "validation_loss")[6]
+    logged = log_rows(run, "validation_loss")[6]
     assert [found["validation_loss"], logged] == pytest.approx([expected] * 2, rel=1e-4)
-    assert log_rows(tmp_path / "runs" / "tiny", "validation_tokens")[6] == number
+    assert log_rows(run, "validation_tokens")[6] == number
     prompt = tokenizer("the cat ", return_tensors="pt")
     prompt.pop("token_type_ids", None)
     generated = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
@@ -118,11 +103,9 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
     assert tokenizer.decode(generated[0], skip_special_tokens=True).startswith("the cat ")
 
 
-def test_the_card_of_a_decoder_says_so(pretrain_flags, tmp_path):
-    run([*pretrain_flags, *BYTES], position_encoding="learned")
-    wanted = PublishSettings(
-        str(tmp_path / "runs" / "tiny"), str(tmp_path / "out"), "a tiny language"
-    )
+def test_the_card_of_a_decoder_says_so(pretrain, tmp_path):
+    run = pretrain(*BYTES, model_flag(is_decoder=True, position_encoding="learned"))
+    wanted = PublishSettings(str(run), str(tmp_path / "out"), "a tiny language")
     card = ModelCard.load(publish(wanted) / "README.md")
     assert card.data.pipeline_tag == "text-generation"
     for fact in ("to predict the next token", "held-out loss, next token", "import roformer"):

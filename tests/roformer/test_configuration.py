@@ -126,11 +126,8 @@ def test_fields_edited_after_construction_are_checked_when_a_model_is_built(conf
 def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, config, tmp_path):
     config.save_pretrained(tmp_path)
     setattr(config, name, value)
-    for changed in (
-        config,
-        RoFormerConfig(**SIZES, **{name: value}),
-        RoFormerForMaskedLM(config).config,
-    ):
+    of_a_model = RoFormerForMaskedLM(config).config
+    for changed in (config, RoFormerConfig(**SIZES, **{name: value}), of_a_model):
         assert changed.rope_parameters[name] == value
         assert not changed.is_transformers_compatible
         assert name not in changed.to_dict()
@@ -156,10 +153,12 @@ def test_a_stock_configuration_gets_no_key_that_stock_does_not_know(config):
     assert config.to_dict().keys() <= known | {"is_decoder", "add_cross_attention"}
 
 
-def test_the_callers_rope_settings_are_not_changed():
+def test_given_rope_settings_are_not_changed_and_may_have_their_old_spelling():
     settings = {"rope_type": "linear", "factor": 2.0}
     RoFormerConfig(**SIZES, rope_parameters=settings)
     assert settings == {"rope_type": "linear", "factor": 2.0}
+    scaled = RoFormerConfig(**SIZES, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2})
+    assert scaled.rope_parameters == {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
 
 
 def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
@@ -185,12 +184,6 @@ def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
     model(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):
         RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
-
-
-def test_old_spellings_of_rope_settings_are_understood():
-    scaled = RoFormerConfig(**SIZES, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2})
-    rope = {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
-    assert scaled.rope_parameters == rope
 
 
 def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):

@@ -11,14 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, pipeline
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import roformer
-from roformer import (
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForQuestionAnswering,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-    RoFormerPreTrainedModel,
-)
+from roformer import RoFormerForMaskedLM, RoFormerForSequenceClassification, RoFormerModel
 from tiny import ROPES, VARIANTS, assert_near, build, sentences, tiny_config
 from train.data import vocabulary
 
@@ -33,10 +26,7 @@ pytestmark = [
 ]
 
 # `model_type` of the saved folder: transformers' own, and the second one, for what stock cannot say
-TYPES = {
-    "roformer": {},
-    "roformer_plus": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-}
+TYPES = {"roformer": {}, "roformer_plus": {"rope_parameters": ROPES["linear"]}}
 TEXTS = ["the cat sees the moon .", "a dog likes a river . my sister hears the song ."]
 CHINESE = "今天天气非常好。我们去北京大学看书。"
 CHINESE_WORDS = ["今", "天", "天", "气", "非常", "好", "。", "我们", "去", "北京大学", "看书", "。"]
@@ -76,7 +66,7 @@ def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBa
 
 
 def exported(
-    model: RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
+    model: roformer.RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
 ) -> torch.nn.Module:
     """An exported program; the model then computes padding, as programs do."""
     shapes = shapes or dict.fromkeys(inputs, AXES)
@@ -90,7 +80,7 @@ def exported(
     [
         (RoFormerForMaskedLM, {}, True),
         (RoFormerForSequenceClassification, {}, True),
-        (RoFormerForQuestionAnswering, {}, True),
+        (roformer.RoFormerForQuestionAnswering, {}, True),
         (RoFormerModel, {}, False),
         (RoFormerModel, VARIANTS["elu"], True),
         (RoFormerModel, VARIANTS["favor"], True),
@@ -159,16 +149,13 @@ def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
         inputs, positions = padded(rows, length), torch.arange(length).repeat(rows, 1)
         expected = model(**inputs)[0]
         for start in (0, 1_000_000):  # scores depend on distances only: inexact angles would show
-            found = run(**inputs, position_ids=positions + start)[0]
-            assert_near(found, expected, 1e-4)
+            assert_near(run(**inputs, position_ids=positions + start)[0], expected, 1e-4)
 
 
 # sentence-transformers
 
 
-def mean_pooled(
-    model: RoFormerModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int
-) -> Tensor:
+def mean_pooled(model: RoFormerModel, tokenizer, texts: list[str], length: int) -> Tensor:
     """One text at a time: no padding to be counted by mistake."""
     options = {"truncation": True, "max_length": length, "return_tensors": "pt"}
     return torch.cat([model(**tokenizer(text, **options))[0].mean(1) for text in texts])
@@ -229,18 +216,16 @@ def test_fill_mask_gives_the_models_probabilities(make_pipeline, tokenizer):
 @torch.no_grad()
 def test_text_classification_gives_the_models_probabilities(make_pipeline, tokenizer):
     classify, model = make_pipeline("text-classification", RoFormerForSequenceClassification)
-    found = classify(TEXTS, batch_size=2, top_k=None)
-    for text, rows in zip(TEXTS, found):
+    for text, rows in zip(TEXTS, classify(TEXTS, batch_size=2, top_k=None)):
         wanted = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
         scores = {row["label"]: row["score"] for row in rows}
-        assert scores == pytest.approx(
-            {f"LABEL_{i}": value for i, value in enumerate(wanted)}, abs=1e-5
-        )
+        expected = {f"LABEL_{i}": value for i, value in enumerate(wanted)}
+        assert scores == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
 def test_text_generation_continues_with_the_models_best_tokens(make_pipeline, tokenizer):
-    generate, model = make_pipeline("text-generation", RoFormerForCausalLM)
+    generate, model = make_pipeline("text-generation", roformer.RoFormerForCausalLM)
     options = {"batch_size": 2, "max_new_tokens": 6, "do_sample": False, "return_tensors": True}
     found = generate(TEXTS, add_special_tokens=False, **options)  # a prompt does not end in [SEP]
     for text, [row] in zip(TEXTS, found):

@@ -6,13 +6,8 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from roformer import (
-    RoFormerForMultipleChoice,
-    RoFormerForQuestionAnswering,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-)
-from tiny import HEADS, inputs_with_labels, tiny_config
+from roformer import RoFormerForQuestionAnswering, RoFormerForSequenceClassification, RoFormerModel
+from tiny import HEADS, POOLED, inputs_with_labels, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
 
@@ -158,27 +153,19 @@ def test_a_model_of_one_label_takes_one_value_a_sequence(config):
         loss_of(RoFormerForSequenceClassification, config, torch.rand(2))
 
 
-@pytest.mark.parametrize("head", [RoFormerForSequenceClassification, RoFormerForMultipleChoice])
+@pytest.mark.parametrize("head", POOLED)
 def test_packed_documents_are_refused_where_one_token_of_a_row_is_read(head, config):
     ids = IDS.view(1, -1) if head is RoFormerForSequenceClassification else IDS.view(1, 1, -1)
-    ends = torch.tensor([0, 3, ids.numel()])
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
-        head(config)(ids, cu_seq_lens_q=ends)
+        head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, ids.numel()]))
 
 
-STARTS = IDS[:, 0]
-
-
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ({"start_positions": IDS, "end_positions": STARTS}, "start_positions must have the shape"),
-        ({"start_positions": STARTS, "end_positions": STARTS.float()}, "end_positions must be"),
-    ],
-)
-def test_wrong_answers_are_refused_by_name(answers, message, config):
-    with pytest.raises(ValueError, match=message):
-        RoFormerForQuestionAnswering(config)(IDS, **answers)
+def test_wrong_answers_are_refused_by_name(config):
+    model, starts = RoFormerForQuestionAnswering(config), IDS[:, 0]
+    with pytest.raises(ValueError, match="start_positions must have the shape"):
+        model(IDS, start_positions=IDS, end_positions=starts)
+    with pytest.raises(ValueError, match="end_positions must be"):
+        model(IDS, start_positions=starts, end_positions=starts.float())
 
 
 @pytest.mark.parametrize("head", [*HEADS, RoFormerModel])

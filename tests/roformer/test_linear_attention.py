@@ -21,28 +21,23 @@ from roformer.rotary import compute_inv_freq, rotary_embeddings
 from tiny import VARIANTS, assert_near, build, hidden, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
+PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 
 def config_of(kind: str, **fields: object) -> RoFormerConfig:
     return tiny_config(**VARIANTS[kind] | fields)
 
 
-def features_of(kind: str) -> FeatureMap:
-    torch.manual_seed(3)
-    if kind != "favor":
-        return FeatureMap(config_of(kind))
-    features = RandomFeatureMap(config_of(kind))
-    features.reset_parameters()
-    return features
-
-
 def model_of(kind: str, **fields: object) -> RoFormerModel:
     return build(RoFormerModel, config_of(kind, **fields))
 
 
+def features_of(kind: str) -> FeatureMap:
+    return model_of(kind).encoder.layer[0].attention.self.features
+
+
 @pytest.fixture
 def heads() -> torch.Tensor:
-    torch.manual_seed(1)
     return torch.randn(3, B, L, H, D)
 
 
@@ -81,34 +76,30 @@ def test_it_is_the_papers_equation(kind, rotated, causal, heads):
     positions = torch.arange(L) if rotated else None
     width = 32 if kind == "favor" else D
     table = rotary_embeddings(positions[None], compute_inv_freq(width)) if rotated else None
-    padding_mask = torch.ones(B, L, dtype=torch.bool)
-    padding_mask[1, 60:] = False
-    found, _ = linear_attention(
-        *heads, features, table, padding_mask=padding_mask, is_causal=causal
-    )
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[1, 60:] = False
+    found, _ = linear_attention(*heads, features, table, padding_mask=mask, is_causal=causal)
     assert found.isfinite().all()
-    expected = oracle(heads, features, positions, causal, padding_mask)[padding_mask]
-    assert (found.double()[padding_mask] - expected).abs().max() < 1e-5 * expected.abs().max()
+    expected = oracle(heads, features, positions, causal, mask)[mask]
+    assert (found.double()[mask] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_does_not_change_the_scale_of_random_features(causal, heads):
     features = features_of("favor")
     heads[:2] *= 12.0  # features of e^-100 and less
-    padding_mask = torch.ones(B, L, dtype=torch.bool)
-    padding_mask[:, :50] = False
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[:, :50] = False
     separate, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=causal)
     if causal:
         _, before = linear_attention(
-            *heads[:, :, :50], features, None, padding_mask=padding_mask[:, :50], is_causal=True
+            *heads[:, :, :50], features, None, padding_mask=mask[:, :50], is_causal=True
         )
-        padded, _ = linear_attention(
-            *heads[:, :, 50:], features, None, is_causal=True, state=before
-        )
+        found, _ = linear_attention(*heads[:, :, 50:], features, None, is_causal=True, state=before)
     else:
-        padded = linear_attention(*heads, features, None, padding_mask=padding_mask)[0][:, 50:]
-    assert_near(padded, separate)
-    assert padded.abs().amax() > 0.1
+        found = linear_attention(*heads, features, None, padding_mask=mask)[0][:, 50:]
+    assert_near(found, separate)
+    assert found.abs().amax() > 0.1
 
 
 def test_random_features_estimate_the_kernel_of_softmax(heads):
@@ -154,7 +145,6 @@ def test_features_stay_finite_and_positive_far_from_zero(heads):
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 def test_a_large_key_does_not_leak_to_earlier_tokens(kind):
-    torch.manual_seed(0)
     heads = torch.randn(3, 1, 2 * CHUNK_LENGTH, H, D)
     heads[:2] *= 4.0
     heads[1, :, -1] *= 0.2  # FAVOR+: a short key is the largest feature, by many orders
@@ -165,7 +155,7 @@ def test_a_large_key_does_not_leak_to_earlier_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
-def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
+def test_a_cache_has_a_constant_size_cannot_be_cropped_and_is_empty_after_a_reset(kind):
     model, cache = model_of(kind, is_decoder=True), LinearAttentionCache()
     outputs, sizes = [], set()
     ids = torch.randint(5, V, (2, CHUNK_LENGTH + 30))
@@ -174,6 +164,8 @@ def test_a_cache_has_a_constant_size_and_is_empty_after_a_reset(kind):
         sizes.add(sum(x.numel() for sums in cache.states.values() for x in sums))
     assert cache.get_seq_length() == CHUNK_LENGTH + 32
     assert len(sizes) == 1
+    with pytest.raises(ValueError, match="^past_key_values must"):
+        cache.crop(1)
     cache.reset()
     assert not cache.is_initialized
     assert torch.equal(hidden(model, ids[:, :1], past_key_values=cache), outputs[0])
@@ -244,10 +236,8 @@ def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
     ("key", "inputs"),
     [
         ("output_attentions", {"output_attentions": True}),
-        (
-            "output_hidden_states",  # documents are in rows of their own inside the model
-            {"position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "output_hidden_states": True},
-        ),
+        # documents are in rows of their own inside the model
+        ("output_hidden_states", {"position_ids": PACKED, "output_hidden_states": True}),
         ("attention_mask", {"attention_mask": torch.ones(1, 1, 5, 5)}),
         ("past_key_values", {"past_key_values": transformers.DynamicCache()}),  # even if empty
     ],
@@ -256,11 +246,6 @@ def test_calls_that_need_scores_or_keys_are_refused(key, inputs):
     model = model_of("elu", is_decoder=True)
     with pytest.raises(ValueError, match=f"^{key} must"):
         model(torch.ones(1, 5).long(), **inputs)
-
-
-def test_sums_cannot_be_cropped():
-    with pytest.raises(ValueError, match="^past_key_values must"):
-        LinearAttentionCache().crop(1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

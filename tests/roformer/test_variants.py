@@ -1,7 +1,6 @@
 """All position encodings and feature maps on the same paths: padding, gradients, files, compilers.
 
-Each against its equation: `test_rotary.py`, `test_position_encodings.py`,
-`test_linear_attention.py`; with a cache: `test_generation.py`.
+Equations: `test_rotary.py`, `test_position_encodings.py`, `test_linear_attention.py`.
 """
 
 import copy
@@ -29,16 +28,11 @@ FOREIGN = [
 """What stock cannot express either."""
 COMPILED = ("rope", "t5", "elu", "favor")
 """One variant of each kind of code, as compilation takes long."""
+IDS = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
 def model_of(variant: str, kernel: str | None = "eager", **fields: object) -> RoFormerModel:
     return build(RoFormerModel, tiny_config(**VARIANTS[variant] | fields), kernel)
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randint(5, 60, (2, 20))
 
 
 @pytest.mark.usefixtures("flex_without_inductor")
@@ -52,16 +46,16 @@ def ids() -> torch.Tensor:
         *((name, None, {"is_decoder": True}) for name in FEATURE_MAPS),
     ],
 )
-def test_padding_packing_and_kernels_change_nothing(variant, kernel, fields, ids):
+def test_padding_packing_and_kernels_change_nothing(variant, kernel, fields):
     model, plain = model_of(variant, kernel, **fields), model_of(variant, **fields)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(IDS)
     mask[1, 13:] = 0
-    separate = torch.cat((hidden(plain, ids[:1])[0], hidden(plain, ids[1:, :13])[0]))
-    assert_near(hidden(model, ids, attention_mask=mask)[mask.bool()], separate)
+    separate = torch.cat((hidden(plain, IDS[:1])[0], hidden(plain, IDS[1:, :13])[0]))
+    assert_near(hidden(model, IDS, attention_mask=mask)[mask.bool()], separate)
     if variant not in ABSOLUTE:
-        left = hidden(model, ids[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
+        left = hidden(model, IDS[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
         assert_near(left[0, 7:], separate[20:])
-    row = ids[mask.bool()][None]
+    row = IDS[mask.bool()][None]
     positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
     cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32)
     assert_near(hidden(model, row, position_ids=positions)[0], separate)
@@ -69,19 +63,19 @@ def test_padding_packing_and_kernels_change_nothing(variant, kernel, fields, ids
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_relative_encodings_know_differences_alone_and_a_bag_of_words_none(variant, ids):
+def test_relative_encodings_know_differences_alone_and_a_bag_of_words_none(variant):
     model, order = model_of(variant), torch.randperm(20)
-    expected = hidden(model, ids)
-    shifted = hidden(model, ids, position_ids=torch.arange(20)[None] + 20)
+    expected = hidden(model, IDS)
+    shifted = hidden(model, IDS, position_ids=torch.arange(20)[None] + 20)
     change = (shifted - expected).abs().max()
     assert change > 1e-2 if variant in ABSOLUTE else change < 1e-4
-    change = (hidden(model, ids[:, order]) - expected[:, order]).abs().max()
+    change = (hidden(model, IDS[:, order]) - expected[:, order]).abs().max()
     assert change < 1e-4 if variant == "none" else change > 1e-2
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel, ids):
+def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel):
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model, gradients = model_of(variant, kernel, **no_dropout).train(), []
     for checkpointed in (False, True):
@@ -90,7 +84,7 @@ def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel,
             renamed = getattr(model, "activation_checkpointing_enable", None)
             (renamed or model.gradient_checkpointing_enable)()
         model.zero_grad()
-        model(ids).last_hidden_state.pow(3).sum().backward()
+        model(IDS).last_hidden_state.pow(3).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         # adding one vector to all keys changes no probability of softmax
@@ -100,13 +94,13 @@ def test_every_weight_gets_a_gradient_also_through_a_checkpoint(variant, kernel,
 
 
 @pytest.mark.parametrize("fields", [*VARIANTS.values(), *FOREIGN], ids=str)
-def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(fields, ids, tmp_path):
+def test_saved_and_loaded_it_is_the_same_under_the_second_model_type(fields, tmp_path):
     wanted = tiny_config(**fields)
     model = build(RoFormerForMaskedLM, wanted)
     model.save_pretrained(tmp_path)
     again, report = RoFormerForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
-    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
     saved = json.loads((tmp_path / "config.json").read_text())
     if fields == VARIANTS["rope"]:
         assert (saved["model_type"], "position_encoding" in saved) == ("roformer", False)

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import (
-    _DummyBackendModule,
-    _setup_privateuseone_for_python_backend,
-)
 from transformers import BertConfig, BertForMaskedLM
 
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
@@ -33,7 +30,7 @@ ACROSS_DEVICES = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")
 syncs: list[str] = []
 
 
-class Module(_DummyBackendModule):
+class Module(backend_registration._DummyBackendModule):
     """What torch.autocast asks of a device."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -41,13 +38,11 @@ class Module(_DummyBackendModule):
 
 
 def compute(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an operation on the stored tensors, if all of them are on one device.
-
-    As on a GPU, tensors without dimensions may come from the CPU.
-    """
+    """Run an operation on the stored tensors, if all of them are on one device."""
     name = func._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     on_fake = any(isinstance(x, FakeTensor) for x in tensors)
+    # as on a GPU, tensors without dimensions may come from the CPU
     on_cpu = [tuple(x.shape) for x in tensors if x.dim() and not isinstance(x, FakeTensor)]
     if on_fake and on_cpu and name not in ACROSS_DEVICES:
         raise RuntimeError(f"{name} of tensors on two devices; {on_cpu} are on the CPU")
@@ -198,7 +193,7 @@ def check_syncs() -> None:
 
 def main() -> None:
     """Run all checks and print how many there were."""
-    _setup_privateuseone_for_python_backend("fake", Module())
+    backend_registration._setup_privateuseone_for_python_backend("fake", Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     tensor = torch.tensor
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from accelerate.utils.other import get_free_port
 
 from tiny import TINY_MODEL, log_rows
 
@@ -51,11 +51,6 @@ def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
     while not what():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.003)
-
-
-def read_output(tmp_path: Path) -> str:
-    """Standard output and errors of all commands of the test."""
-    return (tmp_path / "output").read_text(errors="replace")
 
 
 def killed_at(moment: int, action: Callable[[], object]) -> bool:
@@ -124,17 +119,11 @@ def assert_close_runs(one: Path, other: Path, *keys: str, rel: float = 1e-6) -> 
 
 @dataclass
 class Launches:
-    """Starts processes of the run of `pretrain_flags`, and watches them.
-
-    Attributes:
-        start: Starts a command.
-        flags: Flags of the run.
-        folder: The test's own folder; the command line of every process names it.
-    """
+    """Starts processes of the run of `pretrain_flags`, and watches them."""
 
     start: Start
     flags: list[str]
-    folder: Path
+    folder: Path  # the test's own, which the command line of every process names
 
     @property
     def run(self) -> Path:
@@ -153,7 +142,7 @@ class Launches:
 
     def ranks(self, *flags: str) -> list[subprocess.Popen[bytes]]:
         """Start two ranks in one process group, as `srun` does; each has its own exit code."""
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
         started: list[subprocess.Popen[bytes]] = []
         for rank in ("0", "1"):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -176,7 +165,7 @@ class Launches:
 
     def output(self) -> str:
         """Standard output and errors of all commands of the test."""
-        return read_output(self.folder)
+        return (self.folder / "output").read_text(errors="replace")
 
     def logged_step(self) -> int:
         """Last step in log.jsonl, or 0."""
@@ -187,19 +176,8 @@ class Launches:
         steps = (self.run / "checkpoints").glob("step-*[0-9]")
         return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
-    def processes(self) -> list[psutil.Process]:
-        """Processes that run."""
-        return child_processes(self.folder)
-
     def rank_processes(self) -> dict[int, psutil.Process]:
         """The process of each rank."""
-        scripts = [p for p in self.processes() if SCRIPT in p.cmdline()[:3]]
+        scripts = [p for p in child_processes(self.folder) if SCRIPT in p.cmdline()[:3]]
         ranks = {p.environ().get("LOCAL_RANK"): p for p in scripts}
         return {int(rank): process for rank, process in ranks.items() if rank is not None}
-
-
-def free_port() -> str:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

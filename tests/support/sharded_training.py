@@ -1,7 +1,4 @@
-"""Script for torchrun with two processes: sharded models train and are saved as whole ones.
-
-torchrun --nproc_per_node 2 tests/support/sharded_training.py FOLDER
-"""
+"""Script for torchrun with two processes: sharded models train and are saved as whole ones."""
 
 import dataclasses
 import os
@@ -19,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from launched_runs import NO_DROPOUT
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, enlarge
 from train.loop import checkpoint
@@ -29,9 +27,7 @@ from train.loop.optim import adamw, build_optimizer
 from train.settings import OptimSettings
 
 OPTIM = OptimSettings(learning_rate=1e-3, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-8)
-FIELDS = TINY_MODEL | {
-    "vocab_size": 60, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0
-}  # fmt: skip
+FIELDS = TINY_MODEL | NO_DROPOUT | {"vocab_size": 60}
 
 
 def build(mesh=None, parallel=False, name="adamw"):
@@ -102,11 +98,10 @@ def check_checkpoints(folder, name, tolerance):
         if hasattr(resumed[0], "reshard"):
             assert torch.equal(norms, expected)
         torch.testing.assert_close(norms, expected, rtol=tolerance, atol=0)
-    torch.testing.assert_close(
-        train(*build(name=name), batches)[3:], expected, rtol=tolerance, atol=0
-    )
     replicated = build(parallel=True, name=name)
-    torch.testing.assert_close(train(*replicated, batches)[3:], expected, rtol=tolerance, atol=0)
+    for other in (build(name=name), replicated):
+        norms = train(*other, batches)[3:]
+        torch.testing.assert_close(norms, expected, rtol=tolerance, atol=0)
     whole = checkpoint.gather_weights(replicated[0].module)
     for key, weight in checkpoint.gather_weights(sharded[0]).items():
         torch.testing.assert_close(weight, whole[key], rtol=0, atol=tolerance)
@@ -129,10 +124,8 @@ class CpuAccelerator(Accelerator):
         if precision != "no":
             plugin.set_mixed_precision(precision)  # as Accelerate's own state does
         keep_float32(plugin)
-        dynamo = SimpleNamespace(backend=DynamoBackend.NO)
-        self.state = SimpleNamespace(
-            fsdp_plugin=plugin, mixed_precision=precision, dynamo_plugin=dynamo
-        )
+        self.state = SimpleNamespace(fsdp_plugin=plugin, mixed_precision=precision)
+        self.state.dynamo_plugin = SimpleNamespace(backend=DynamoBackend.NO)
         self._models = []
         self.mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 

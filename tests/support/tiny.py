@@ -4,16 +4,18 @@ import copy
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 import roformer
 from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
@@ -63,6 +65,13 @@ VARIANTS: dict[str, dict[str, object]] = {
 """Fields of a configuration for each way in which positions and scores are computed."""
 
 HEADS = [getattr(roformer, name) for name in roformer.__all__ if name.startswith("RoFormerFor")]
+POOLED = [roformer.RoFormerForSequenceClassification, roformer.RoFormerForMultipleChoice]
+"""Heads that read one token of each row, and therefore take no packed documents."""
+
+
+def name_of(path: Path) -> str:
+    """A file of the tree as the name of a test's case."""
+    return path.relative_to(ROOT).as_posix()
 
 
 def tiny_config(**fields: object) -> roformer.RoFormerConfig:
@@ -80,7 +89,7 @@ def sentences(number: int, seed: int) -> list[str]:
     return [" ".join(draw.choice(part) for part in parts) + " ." for _ in range(number)]
 
 
-def enlarge(model: torch.nn.Module) -> torch.nn.Module:
+def enlarge(model: nn.Module) -> nn.Module:
     """Weights large enough for attention to matter: at 0.02 any mistake hides below 1e-5."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -92,9 +101,7 @@ def enlarge(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def build(
-    head: type, config: roformer.RoFormerConfig, kernel: str | None = None
-) -> torch.nn.Module:
+def build(head: type, config: roformer.RoFormerConfig, kernel: str | None = None) -> nn.Module:
     """A model with the same large weights under each attention implementation."""
     torch.manual_seed(0)  # for random features
     # a copy: models made from one configuration share it, and with it the implementation
@@ -123,7 +130,7 @@ def inputs_with_labels(head: type, ids: Tensor, mask: Tensor | None = None) -> d
     return inputs
 
 
-def hidden(model: torch.nn.Module, *arguments: Tensor, **options: object) -> Tensor:
+def hidden(model: nn.Module, *arguments: Tensor, **options: object) -> Tensor:
     with torch.no_grad():
         return model(*arguments, **options).last_hidden_state
 
@@ -141,10 +148,12 @@ def rotation_matrices(positions: Tensor, width: int) -> Tensor:
     return torch.stack([torch.block_diag(*row) for row in blocks])
 
 
-def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project as its user would, from the root."""
+def command(
+    *arguments: str | Path, fails: bool | None = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as its user would, from the root; it must fail or not, or may with None."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | settings,
@@ -153,6 +162,19 @@ def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
         timeout=300,
         check=False,
     )
+    assert fails in (None, done.returncode != 0), done.stderr
+    return done
+
+
+@contextmanager
+def soft_limit(kind: int, size: int) -> Iterator[None]:
+    """Limit this process: RLIMIT_FSIZE, for example, lets no file grow beyond `size` bytes."""
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
 
 
 def log_rows(run: Path, key: str = "loss") -> dict[int, float]:

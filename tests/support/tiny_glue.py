@@ -102,9 +102,7 @@ def run_settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
     return GlueSettings(**values | changes)
 
 
-def predictions_of(
-    run: GlueSettings, line: dict, split: str = "validation"
-) -> tuple[NDArray, NDArray]:
+def predictions_of(run, line: dict, split: str = "validation") -> tuple[NDArray, NDArray]:
     """Labels and logits that a run has written."""
     return read_predictions(prediction_file(run.output, line, split))
 

@@ -14,8 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +22,7 @@ import torch
 import transformers
 
 import launched_runs as runs
-from tiny import TINY_MODEL, log_rows, refused, sentences
+from tiny import TINY_MODEL, log_rows, refused, sentences, soft_limit
 from train.command_line import parse_settings
 from train.data.batching import BatchFormat, SequenceIndex, StepDataset
 from train.data.corpus import tokenize_corpus
@@ -96,7 +94,6 @@ def poisoned(tmp_path: Path, tokenizer: transformers.PreTrainedTokenizerBase) ->
     """A BERT that has no number for the last place of a full sequence; texts with few and many."""
     texts = {name: tmp_path / f"{name}.txt" for name in ("rarely", "always")}
     sizes = TINY_MODEL | runs.NO_DROPOUT | {"vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
     with torch.no_grad():
         model.bert.embeddings.position_embeddings.weight[31] = torch.nan
@@ -155,17 +152,6 @@ def may_mount() -> bool:
     return bool(done) and done.returncode == 0
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond a number of bytes, as with a full quota."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     """All files of a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*.*")}
@@ -175,7 +161,7 @@ def test_a_file_size_limit_costs_no_checkpoint(pretrain, capsys):
     checkpoints = pretrain(ONE_STEP) / "checkpoints"
     files = contents(checkpoints)
     size = len(files[checkpoints / "step-00000001" / "optimizer.safetensors"])
-    with file_size_limit(size * 3 // 4):
+    with soft_limit(resource.RLIMIT_FSIZE, size * 3 // 4):
         refused(pretrain, "run.folder must have room for a checkpoint, got")
     assert contents(checkpoints) == files
     warnings = re.findall("warning: no checkpoint after step (\\d+)", capsys.readouterr().err)
@@ -201,8 +187,7 @@ def test_a_full_disk_costs_no_checkpoint_and_ends_in_one_line(pretrain, launch):
     copy.rename(inside)
     assert contents(run / "checkpoints") == files
     for step in (4, 8):
-        warning = f"warning: no checkpoint after step {step}, the one before stays"
-        assert warning in launch.output()
+        assert f"warning: no checkpoint after step {step}, the one before stays" in launch.output()
     (error,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
     assert "run.folder must have room for a checkpoint, got" in error
     assert "Traceback" not in launch.output()
@@ -215,7 +200,7 @@ def test_no_room_for_the_finished_model_is_one_line_and_the_model_before_stays(p
     before = contents(model)
     (run / ".model.unfinished-killed").mkdir()
     others.mkdir()
-    with file_size_limit(len(before[model / "model.safetensors"]) * 3 // 4):
+    with soft_limit(resource.RLIMIT_FSIZE, len(before[model / "model.safetensors"]) * 3 // 4):
         refused(pretrain, "run.folder must have room for the model, got")
     assert contents(model) == before
     assert list(run.glob(".model.*")) == [others]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from finetune.settings import GridSettings
-from tiny import ROOT, refused
+from tiny import ROOT, name_of, refused
 from train.analysis.length_extrapolation import LengthSettings
 from train.analysis.long_term_decay import DecaySettings
 from train.command_line import parse_settings, run_command
@@ -24,11 +24,7 @@ MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
 BASE = ["--optim.steps=10"]
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=name)
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_every_config_opens_with_command_cost_and_expectation(path):
     lines = path.read_text().splitlines()
     heads = [line for line in lines if line.startswith(("# Run: ", "# Cost: ", "# Expect: "))]
@@ -41,7 +37,7 @@ def test_every_config_opens_with_command_cost_and_expectation(path):
 @pytest.mark.parametrize(
     ("run", "model"),
     [(PRETRAIN[0], model) for model in MODELS] + [(run, MODELS[0]) for run in PRETRAIN[1:]],
-    ids=name,
+    ids=name_of,
 )
 def test_every_pretraining_config_parses_and_is_joined_by_every_model_config(run, model):
     settings = parse_settings(PretrainSettings, ["--config", str(run), "--config", str(model)])
@@ -49,7 +45,7 @@ def test_every_pretraining_config_parses_and_is_joined_by_every_model_config(run
     assert settings.optim == parse_settings(PretrainSettings, ["--config", str(run)]).optim
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name_of)
 def test_every_glue_config_parses(path):
     flags = ["--config", str(path), "--models", "[m]", "--tasks", "[rte]"]
     assert parse_settings(GridSettings, flags).models == ["m"]

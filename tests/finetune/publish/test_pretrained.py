@@ -4,7 +4,6 @@ import json
 import re
 from functools import partial
 
-import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
@@ -16,12 +15,8 @@ from tiny import refused
 RATE = "--optim.learning_rate=5e-3"
 
 
-@pytest.fixture
-def finished(pretrain):
-    return pretrain(RATE)
-
-
-def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(finished, tmp_path, capsys):
+def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(pretrain, tmp_path, capsys):
+    finished = pretrain(RATE)
     config = finished / "model" / "config.json"
     changed = json.loads(config.read_text()) | {"attention_probs_dropout_prob": 0.25}
     config.write_text(json.dumps(changed))
@@ -52,7 +47,8 @@ def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(finished, 
         assert fact in card.text
 
 
-def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
+def test_what_is_not_finished_or_already_there_is_refused(pretrain, tmp_path):
+    finished = pretrain(RATE)
     refused(lambda: PublishSettings(str(finished), str(tmp_path), "x"), "output must")
     (finished / "model" / "tokenizer_config.json").unlink()
     for run in (finished, tmp_path):
@@ -61,7 +57,8 @@ def test_what_is_not_finished_or_already_there_is_refused(finished, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_that_goes_on_is_no_finished_run(finished, pretrain, tmp_path):
+def test_a_run_that_goes_on_is_no_finished_run(pretrain, tmp_path):
+    finished = pretrain(RATE)
     more = [RATE, "--optim.steps=24", "--run.allow_drift=true"]
     pretrain(*more, "--run.max_hours=1e-9")
     settings = PublishSettings(str(finished), str(tmp_path / "new"), "x")

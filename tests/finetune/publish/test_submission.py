@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import re
 import zipfile
 from pathlib import Path
@@ -12,7 +11,12 @@ import pytest
 
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
-from finetune.results import SIMPLE_FEATURES, prediction_file, write_predictions
+from finetune.results import (
+    SIMPLE_FEATURES,
+    append_result,
+    prediction_file,
+    write_predictions,
+)
 from tiny import refused
 from tiny_results import line as a_line
 from tiny_results import simple_features
@@ -52,8 +56,7 @@ def logits_of(run: dict, name: str) -> np.ndarray:
 
 def write_run(folder: Path, run: dict, leave_out: tuple[str, ...] = ()) -> None:
     """A line and its predictions."""
-    with (folder / "results.jsonl").open("a") as stream:
-        stream.write(json.dumps(run) + "\n")
+    append_result(str(folder / "results.jsonl"), run)
     for name, (task, split, rows, _) in FILES.items():
         if task == run["task"] and name not in leave_out:
             file = prediction_file(str(folder / "results.jsonl"), run, split)
@@ -121,10 +124,7 @@ def test_every_file_says_what_its_run_predicted(tmp_path, capsys):
 
 def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, capsys):
     """One run predicts both halves of MNLI and AX, though there is a better one without AX."""
-    best = {
-        "wnli": line("wnli", 0.7, seed=2, mnli="runs/mnli"),
-        "mnli": line("mnli", 0.8, seed=1),
-    }
+    best = {"wnli": line("wnli", 0.7, seed=2, mnli="runs/mnli"), "mnli": line("mnli", 0.8, seed=1)}
     worse = line("wnli", 0.5), line("wnli", 0.6, seed=1), line("mnli", 0.7)
     for run in (*worse, *best.values(), line("stsb")):
         write_run(tmp_path, run)

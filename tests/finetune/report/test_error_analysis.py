@@ -1,6 +1,5 @@
 """Mistakes: the numbers are scikit-learn's, the rows are the data's, misfits are refused."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.report.error_analysis import MAX_CHARACTERS, NUM_MISTAKES, ErrorAnalysisSettings, main
-from finetune.results import prediction_file, read_results, run_name, write_predictions
+from finetune.results import append_result, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny import refused
 from tiny_glue import write_split
@@ -47,8 +46,7 @@ def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
     """Write a run's line, its data and its predictions."""
     line = results_line("runs/small/model", task, 0.4321)
     line |= {"glue_dir": str(folder / "glue"), **changes}
-    with (folder / "results.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    append_result(str(folder / "results.jsonl"), line)
     for split, (labels, logits, texts) in data.items():
         write_split(folder / "glue", task, split, {**texts, "label": labels.tolist()})
         file = prediction_file(str(folder / "results.jsonl"), line, split)
@@ -109,8 +107,7 @@ def test_a_collapsed_run_without_mistakes_says_both(tmp_path):
 def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
     data = random_data("mnli", rows=200)
     add_run(tmp_path, "mnli", data)
-    text = analyse(tmp_path, "mnli")
-    found = [t for t in tables(text) if "probability" in t[0]]
+    found = [t for t in tables(analyse(tmp_path, "mnli")) if "probability" in t[0]]
     for table, split in zip(found, TASKS["mnli"].validation_splits):
         labels, logits, texts = data[split]
         assert len(table) == 1 + NUM_MISTAKES
@@ -129,8 +126,7 @@ def test_the_mistakes_are_the_wrong_answers_of_highest_probability(tmp_path):
 def test_texts_are_shown_in_their_cells_and_shortened(tmp_path):
     odd = ["a | b * c <b>&amp;</b> `x` \n\t end", "word " * 200, "x" * 500]
     add_run(tmp_path, "rte", two_texts(odd, [0, 0, 0], [[0, 3], [0, 2], [0, 1]]))
-    table = tables(analyse(tmp_path, "rte"))[1]
-    shown = [row[4] for row in table[1:]]
+    shown = [row[4] for row in tables(analyse(tmp_path, "rte"))[1][1:]]
     assert shown[0] == " ".join(odd[0].split())
     for text, full in zip(shown[1:], odd[1:]):
         assert len(text) <= MAX_CHARACTERS
@@ -167,15 +163,13 @@ def test_data_that_were_not_scored_are_refused(tmp_path):
 
 def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tmp_path):
     diverged = {"seed": 1, "status": "diverged", "metrics": None}
-    for changes in ({}, {"learning_rate": 3e-5}, diverged, {"seed": 2}):
-        add_run(tmp_path, "rte", random_data("rte"), **changes)
+    changed = ({}, {"learning_rate": 3e-5}, diverged, {"seed": 2})
+    runs = [add_run(tmp_path, "rte", random_data("rte"), **changes) for changes in changed]
     control = add_run(tmp_path, "rte", {}, seed=2, random_weights=True, status="failed")
     refused(lambda: analyse(tmp_path, "rte", seed=5), "seed 5, got none; it has the models small")
     refused(lambda: analyse(tmp_path, "rte", seed=1), "run must have been scored, got diverged")
-    named = run_name(control)
-    refused(lambda: analyse(tmp_path, "rte", seed=2, run=named), "scored, got failed")
-    two = [run_name(x) for x in read_results(str(tmp_path / "results.jsonl")) if x["seed"] == 0]
-    assert len(two) == 2
+    refused(lambda: analyse(tmp_path, "rte", seed=2, run=run_name(control)), "scored, got failed")
+    two = [run_name(run) for run in runs[:2]]
     refused(lambda: analyse(tmp_path, "rte"), "give its --run", *two)
     for changes in ({"run": two[0]}, {"run": two[1]}, {"seed": 2, "model": "small"}):
         assert "rows wrong" in analyse(tmp_path, "rte", **changes)

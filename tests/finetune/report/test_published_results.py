@@ -9,7 +9,7 @@ from pyarrow import parquet
 from finetune.report.runs import build_groups
 from finetune.results import prediction_file, read_results
 from finetune.tasks import TASKS
-from tiny import ROOT
+from tiny import ROOT, name_of
 from tiny_glue import SCORERS
 
 FILES = [
@@ -20,7 +20,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / "results")))
+@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_every_score_of_a_published_file_follows_from_its_predictions(file, capsys):
     lines = read_results(str(file))
     reported = collections.Counter()

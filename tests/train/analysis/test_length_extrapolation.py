@@ -2,14 +2,16 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig
 
-from roformer import RoFormerConfig, RoFormerForMaskedLM
+from roformer import RoFormerConfig
 from roformer.rotary import compute_inv_freq, compute_rope_parameters
-from tiny import TINY_MODEL, refused
+from tiny import refused
+from tiny_glue import tiny_model
 from train.analysis.length_extrapolation import LengthSettings, main, rescalings, select_sequences
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
@@ -57,19 +59,12 @@ def test_only_a_rotation_has_ways_and_only_beyond_training():
     assert list(rescalings(features, 4)) == ["as it is", "theta rescaled"]
 
 
-def test_roformer_goes_on_where_bert_is_refused(long_text, tokenizer, tmp_path, capsys):
-    sizes = TINY_MODEL | {"vocab_size": len(tokenizer), "initializer_range": 0.3}
-    for seed in (0, 128):
-        for name, model in (
-            ("roformer", RoFormerForMaskedLM(RoFormerConfig(**sizes))),
-            ("bert", BertForMaskedLM(BertConfig(**sizes))),
-        ):
-            folder = tmp_path / "runs" / f"{name}-{seed}" / "model"
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            (folder.parent / "settings.yaml").write_text(f"run: {{seed: {seed}}}")
-    folders = [str(tmp_path / "runs" / x / "model")
-               for x in ("roformer-0", "bert-0", "roformer-128", "bert-128")]  # fmt: skip
+def test_roformer_goes_on_where_bert_is_refused(long_text, tmp_path, capsys):
+    folders = []
+    for seed, kind in product((0, 128), ("roformer", "bert")):
+        run = tmp_path / "runs" / f"{kind}-{seed}"
+        folders.append(tiny_model(run / "model", kind, initializer_range=0.3))
+        (run / "settings.yaml").write_text(f"run: {{seed: {seed}}}")
     output = tmp_path / "out" / "lengths.png"
     main(LengthSettings(folders, long_text, [16, 32, 128], 32, documents=3, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")

@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
 
-from roformer import RoFormerConfig, RoFormerForMaskedLM
 from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
-from tiny import TINY_MODEL, refused
+from tiny import refused
+from tiny_glue import sentences, tiny_model
 from train.analysis.long_term_decay import DecaySettings, decay_bound, decay_of_scores, main
 from train.settings import HeldOutSettings
 
@@ -26,7 +25,6 @@ def test_the_bound_is_the_mean_of_the_partial_sums(width, theta):
 
 
 def test_scores_are_those_of_rotated_queries_and_keys():
-    torch.manual_seed(0)
     query, key = torch.randn(2, 30, 16)
     theta = compute_inv_freq(16)
     found = decay_of_scores(query, key, np.arange(20.0), theta)
@@ -39,20 +37,14 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 
 
 @pytest.fixture
-def corpus(corpus_folder, tmp_path):
-    held_out, cache = str(corpus_folder / "validation.jsonl"), str(tmp_path / "tokens")
-    return HeldOutSettings(validation=held_out, cache=cache)
+def corpus(tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(sentences(40, seed=0)[0]))
+    return HeldOutSettings(validation=str(tmp_path / "text.txt"), cache=str(tmp_path / "tokens"))
 
 
-def saved(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def test_a_model_stands_beside_its_random_beginning(corpus, tokenizer, tmp_path, capsys):
-    config = RoFormerConfig(**TINY_MODEL, vocab_size=len(tokenizer), initializer_range=0.5)
-    folder = saved(RoFormerForMaskedLM(config), tokenizer, tmp_path / "a" / "model")
+def test_a_model_stands_beside_its_random_beginning(corpus, tmp_path, capsys):
+    changes = {"num_hidden_layers": 2, "initializer_range": 0.5}
+    folder = tiny_model(tmp_path / "a" / "model", "roformer", **changes)
     output = tmp_path / "decay.png"
     main(DecaySettings([folder], corpus, 32, distances=50, output=str(output)))
     assert output.read_bytes().startswith(b"\x89PNG")
@@ -68,15 +60,14 @@ def test_a_model_stands_beside_its_random_beginning(corpus, tokenizer, tmp_path,
     assert "score, a, trained: " in capsys.readouterr().out
 
 
-def test_what_does_not_rotate_and_another_kind_of_figure_are_refused(corpus, tokenizer, tmp_path):
-    sizes = TINY_MODEL | {"vocab_size": len(tokenizer)}
-    for name, model in (
-        ("bert", BertForMaskedLM(BertConfig(**sizes))),
-        ("none", RoFormerForMaskedLM(RoFormerConfig(**sizes, position_encoding="none"))),
-        ("elu", RoFormerForMaskedLM(RoFormerConfig(**sizes, linear_attention="elu"))),
-        ("half", RoFormerForMaskedLM(RoFormerConfig(**sizes, rope_interleave=False))),
+def test_what_does_not_rotate_and_another_kind_of_figure_are_refused(corpus, tmp_path):
+    for name, kind, fields in (
+        ("bert", "bert", {}),
+        ("none", "roformer", {"position_encoding": "none"}),
+        ("elu", "roformer", {"linear_attention": "elu"}),
+        ("half", "roformer", {"rope_interleave": False}),
     ):
-        folder = saved(model, tokenizer, tmp_path / name)
+        folder = tiny_model(tmp_path / name, kind, **fields)
         settings = DecaySettings([folder], corpus, output=str(tmp_path / "x.png"))
         refused(partial(main, settings), "models must be RoFormers")
     refused(partial(DecaySettings, output="x.txt"), "output", "got x.txt")

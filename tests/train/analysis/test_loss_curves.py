@@ -128,8 +128,7 @@ def test_globs_name_runs_each_of_which_counts_once(tmp_path):
         write_run(tmp_path / name, [5.0, 4.0])
     (tmp_path / "rope-1.log").touch()
     models, _ = read_runs([str(tmp_path / "rope-?"), str(tmp_path / "*-?")])
-    seeds = {model: list(found) for model, found in models.items()}
-    assert seeds == {"rope": [3, 4], "rate": [3]}
+    assert {model: list(found) for model, found in models.items()} == {"rope": [3, 4], "rate": [3]}
 
 
 def test_one_slow_interval_does_not_slow_a_run(runs, tmp_path):

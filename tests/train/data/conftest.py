@@ -5,8 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import TEXTS, corpus
 
+from tiny_tokens import TEXTS, corpus
 from train.data.corpus import tokenize_corpus
 
 

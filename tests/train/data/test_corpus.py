@@ -8,11 +8,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import transformers
-from small_files import TEXTS, corpus, texts
 
 import train.data.corpus
 from launched_runs import killed_at
 from tiny import refused, sentences
+from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
 from train.data.corpus import TokenizeSettings, TokenStore, describe_stores, main, tokenize_corpus
 from train.data.documents import check_disjoint_files, read_documents
@@ -46,8 +46,7 @@ def test_a_store_is_reused_until_text_or_tokenizer_change(written, tokenize, tmp
     assert state(again) == before
     pieces = [*vocabulary.SPECIAL_TOKENS, "the", "cat", "dog", "a", "river", "."]
     vocabulary.save_tokenizer(pieces, tmp_path / "other")
-    other = vocabulary.load_tokenizer(str(tmp_path / "other"))
-    assert tokenize(file, other).name != first.name
+    assert tokenize(file, vocabulary.load_tokenizer(str(tmp_path / "other"))).name != first.name
     file.write_text(file.read_text().replace("the moon", "the king"))  # as long as before
     assert tokenize(file).name != first.name
 
@@ -144,17 +143,15 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(writt
     assert 5 in everything(store)
     assert tokenize(file, chinese("the", "cat", "moon")).name == store.name
     assert tokenize(file, chinese("the", "moon", "cat")).name != store.name
-    kept = chinese("the", "cat", "moon", do_lower_case=False)
-    assert tokenize(file, kept).name != store.name
+    assert tokenize(file, chinese("the", "cat", "moon", do_lower_case=False)).name != store.name
 
 
 def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("the river sees a song .\n")
     more = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    settings = corpus(written, tmp_path, **more)
     for made in (3, 0):
-        main(TokenizeSettings(settings))
+        main(TokenizeSettings(corpus(written, tmp_path, **more)))
         lines = capsys.readouterr().out.splitlines()
         assert lines[2].startswith("train: 9 documents, ")
         assert lines[0].startswith(f"train: {made} of 3 shards made from ")
@@ -197,8 +194,7 @@ def test_held_out_documents_are_no_training_documents(described):
         copied = partial(described, own, "\n\n".join(copies))
         refused(copied, "corpus.validation", "got 100.0%", "20 of 20 documents")
     few = "\n\n".join([sentences(1, 1)[0], "the king the king " * 30])
-    lines = described(own, few)
-    assert [line for line in lines if "in 1 of 2 documents; take them out" in line]
+    assert [line for line in described(own, few) if "in 1 of 2 documents; take them out" in line]
     clean = described(own, "the king the king")
     assert not [line for line in clean if "must not be training text" in line]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import TEXTS, texts
 
 from tiny import refused
+from tiny_tokens import TEXTS, texts
 from train.data import demo_corpus
 from train.data.documents import check_disjoint_files, read_documents, read_source
 from train.settings import CorpusSettings
@@ -155,8 +155,7 @@ def test_the_embedded_corpus_is_deterministic_unique_and_split_by_file(tmp_path,
     assert 0.25e6 < sum(map(len, texts)) <= 0.3e6
     held_out = [text for text, out in first if out]
     assert held_out
-    settings = CorpusSettings(cache=str(tmp_path))
-    assert list(read_documents(settings, "validation")) == held_out
+    assert list(read_documents(CorpusSettings(cache=str(tmp_path)), "validation")) == held_out
 
 
 def test_docstrings_are_read_without_running_the_file(tmp_path):
@@ -174,9 +173,8 @@ def test_linked_files_and_folders_are_read_once(written, tokenize, tmp_path):
     (written / "itself").symlink_to(written)
     (written / "again.txt").symlink_to(written / "c.txt")
     plain = ["a.parquet", "b.jsonl", "c.txt"]
-    found = texts(written, tmp_path)
     named = texts([str(written / name) for name in plain], tmp_path)
-    assert sorted(found) == sorted([*named, "from elsewhere\n"])
+    assert sorted(texts(written, tmp_path)) == sorted([*named, "from elsewhere\n"])
     (written / "lost.txt").symlink_to(tmp_path / "nothing")
     refused(partial(tokenize, written), "must be a readable file", "lost.txt")
 

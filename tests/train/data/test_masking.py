@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from scipy import stats
 from transformers import DataCollatorForLanguageModeling
@@ -62,8 +61,7 @@ def test_a_sequence_that_begins_inside_a_word_begins_a_word():
 def test_words_go_on_where_the_vocabulary_says(tmp_path):
     pieces = [*vocabulary.SPECIAL_TOKENS, "walk", "##ing", "##s"]
     vocabulary.save_tokenizer(pieces, tmp_path / "pieces")
-    tokenizer = vocabulary.load_tokenizer(str(tmp_path / "pieces"))
-    vocab = Vocab.from_tokenizer(tokenizer)
+    vocab = Vocab.from_tokenizer(vocabulary.load_tokenizer(str(tmp_path / "pieces")))
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
     build = partial(BatchFormat, Vocab.from_tokenizer(other), 0.15, 0, whole_word=True)
@@ -92,7 +90,6 @@ def test_masks_are_distributed_as_transformers_collator_makes_them(tokenizer):
     ids = np.random.default_rng(0).integers(5, len(tokenizer), (2000, 40))  # 80,000 tokens
     index = np.arange(2000)
     ours = mask_tokens(ids, index, np.zeros_like(index), vocab, 0.15, 0)
-    torch.manual_seed(0)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     batch = collator([{"input_ids": row} for row in ids.tolist()])
     both = ours, (batch["input_ids"].numpy(), (batch["labels"] != -100).numpy())

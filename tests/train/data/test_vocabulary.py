@@ -14,13 +14,12 @@ from train.settings import CorpusSettings
 
 def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
     text = str(corpus_folder / "train.jsonl")
-    done = command(
+    command(
         "-m", "train.data.corpus", f"--corpus.train={text}",
         f"--corpus.validation={corpus_folder / 'validation.jsonl'}",
         f"--corpus.tokenizer={tmp_path / 'a'}", "--corpus.vocabulary_size=120",
         f"--corpus.cache={tmp_path / 'tokens'}",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     settings = CorpusSettings(train=text, tokenizer=str(tmp_path / "b"), vocabulary_size=120)
     vocabulary.train_if_missing(settings)
     for file in ("vocab.txt", "tokenizer.json"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.utils.flop_counter import FlopCounterMode
 
 from launched_runs import assert_close_runs
 from roformer import RoFormerConfig, RoFormerForMaskedLM
@@ -34,8 +35,6 @@ def test_operations_are_the_references_figures():
 
 @pytest.mark.parametrize("kind", ["elu", "favor"])
 def test_linear_attention_is_charged_for_its_features_and_not_for_pairs(kind):
-    from torch.utils.flop_counter import FlopCounterMode
-
     model = objective(linear_attention=kind, random_features=64)
     batch = largest_batch(model, 2, 200, 0.15)
     with FlopCounterMode(display=False) as counter:

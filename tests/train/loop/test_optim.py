@@ -33,7 +33,6 @@ MUON = OptimSettings(name="muon", learning_rate=1e-2, weight_decay=0.0, muon_sca
 
 
 def test_muon_trains_the_matrices_of_the_encoder_and_adamw_the_rest():
-    torch.manual_seed(0)
     model = roformer.RoFormerForMaskedLM(tiny_config())
     optimizer = optim.build_optimizer(LanguageModel(model), MUON)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -78,7 +77,6 @@ def with_muon(model):
 
 def finite_steps(folder, scaler=None, build=adamw_only):
     """A small model with its optimizer, and what the steps of it report."""
-    torch.manual_seed(0)
     accelerator, reports = Accelerator(cpu=True), []
     accelerator.scaler = scaler
     model = torch.nn.Linear(3, 3)

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from accelerate import Accelerator
+from accelerate.utils.other import get_free_port
 
 import launched_runs as runs
 from tiny import ROOT
@@ -62,7 +63,7 @@ def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same
         else:
             both[int(to[-1])].send_signal(number)
         assert [rank.wait(30) for rank in both] == [128 + number] * 2, to
-        runs.wait_for(lambda: not launch.processes())
+        runs.wait_for(lambda: not runs.child_processes(launch.folder))
         assert_saved_at_once(launch, last)
         name, step = signal.Signals(number).name, launch.saved_step()
         assert f"{name}: saved after step {step};" in launch.output()
@@ -98,7 +99,7 @@ def test_the_slurm_script_queues_again_only_what_a_signal_ended(tmp_path, launch
     for ours, there in (
         (".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run"),
         ("--nproc_per_node 8", "--nproc_per_node 2"),
-        ("29500", runs.free_port()),
+        ("29500", str(get_free_port())),
     ):
         assert ours in text
         text = text.replace(ours, there)
@@ -269,7 +270,7 @@ def test_a_rank_that_dies_stops_the_launch(launch):
     launch.rank_processes()[1].kill()
     assert torchrun.wait(60) != 0
     assert "Signal 9 (SIGKILL)" in launch.output()
-    assert not launch.processes()
+    assert not runs.child_processes(launch.folder)
     assert checkpoint.latest(launch.run) is not None
 
 
@@ -282,7 +283,7 @@ def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(pretrain, l
     assert torchrun.wait(75) != 0
     assert "Timeout (0:00:25)!" in launch.output()
     assert "most recent call first" in launch.output()
-    assert not launch.processes()
+    assert not runs.child_processes(launch.folder)
     assert launch.torchrun(*runs.TWO_RANKS).wait(runs.PATIENCE) == 0
     assert "going on after step" in launch.output()
 
@@ -296,5 +297,5 @@ def test_a_data_worker_that_is_killed_stops_the_launch_and_the_next_goes_on(pret
     # torch's words depend on who notices first: its signal handler, the queue, or the pipe
     reason = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
     assert re.search(rf"{reason}|multiprocessing/connection.py", launch.output())
-    assert not launch.processes()
+    assert not runs.child_processes(launch.folder)
     runs.assert_same_run(pretrain(*flags, "--run.name=whole"), pretrain(*flags))

@@ -32,11 +32,10 @@ def add(log, loss, predicted, length):
 
 
 def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with RunLog(accelerator, tmp_path, START, 2, CONFIG, 1e12) as log:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
         state = {"step": 0} | log.state()
-    with RunLog(accelerator, tmp_path, state, 2, CONFIG, 1e12) as log:
+    with RunLog(Accelerator(cpu=True), tmp_path, state, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         log.report_training(2, 0.5, torch.tensor(3.0))
         log.report_validation(2, {"validation_loss": 1.0})
@@ -47,12 +46,11 @@ def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_pa
 
 
 def test_speed_counts_training_before_a_restart_and_no_evaluation(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with RunLog(accelerator, tmp_path, START, 20, CONFIG, 1e12) as log:
+    with RunLog(Accelerator(cpu=True), tmp_path, START, 20, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
         time.sleep(0.2)  # slow steps, and no report before the end
         state = {"step": 9} | log.state()
-    with RunLog(accelerator, tmp_path, state, 20, CONFIG, 1e12) as log:
+    with RunLog(Accelerator(cpu=True), tmp_path, state, 20, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         with log.clock.paused():
             time.sleep(1.0)

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -57,9 +58,7 @@ def test_a_kill_while_settings_change_leaves_the_old_ones(begun, monkeypatch):
 
 
 def test_another_precision_is_refused_and_noted_where_it_may_be(begun):
-    def check():
-        check_settings_unchanged(begun, SETTINGS, "bf16")
-
+    check = partial(check_settings_unchanged, begun, SETTINGS, "bf16")
     refused(check, f"mixed_precision must stay 'no' for the run in {begun}, got 'bf16'; choose an")
     check_settings_unchanged(begun, settings_of(DRIFT), "bf16")
     write(begun, SETTINGS, 7, SimpleNamespace(mixed_precision="bf16"))
@@ -97,9 +96,8 @@ def test_a_setting_added_after_a_run_began_had_its_default(begun):
 
 
 def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
-    def check():
-        check_settings_unchanged(begun, settings_of(DRIFT, name="muon"), "no")
-
+    other = settings_of(DRIFT, name="muon")
+    check = partial(check_settings_unchanged, begun, other, "no")
     refused(check, "optim.name must stay 'adamw'", "got 'muon'; choose another run.name")
 
 
