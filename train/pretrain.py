@@ -153,7 +153,7 @@ def train(
     if state["step"] == total or seconds >= optim.seconds:
         return None
     peak = peak_flops(run.peak_tflops, accelerator)
-    fit_micro_batches(dataset, model, language_model, accelerator)
+    fit_micro_batches(dataset, model, language_model, optimizer, accelerator)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)

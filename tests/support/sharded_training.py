@@ -158,7 +158,8 @@ def train_objective(kind, efficient=None, precision="no", **fields):
     if efficient is not None:
         accelerator, inner = CpuAccelerator(efficient, precision), objective
         objective, optimizer = accelerator._prepare_fsdp2(objective, optimizer)
-        assert fit_micro_batch(objective, inner, 24, 2, 0.15, accelerator) == 2  # leaves no trace
+        # leaves no trace
+        assert fit_micro_batch(objective, inner, optimizer, 24, 2, 0.15, accelerator) == 2
     ids, positions = torch.arange(5, 53).view(2, 24), torch.arange(0, 48, 3)
     labels, mask, losses = ids.flatten()[positions], torch.ones_like(ids), []
     for _ in range(3):
