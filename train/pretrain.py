@@ -94,8 +94,7 @@ def main(settings: PretrainSettings) -> Path:
         optim = stage.optim
         batching.check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
-    # with sequences shorter than the longest, a budget of tokens takes more steps
-    check_warmup(settings.optim, [count_steps(s.optim, s.corpus.length) for s in stages])
+    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
@@ -106,6 +105,7 @@ def main(settings: PretrainSettings) -> Path:
         language_model = build_language_model(settings.model, config, run.seed)
         language_model.prefer_packed_rows(accelerator)
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
+        check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
         with lock_run_dir(folder, accelerator):
             # again: another launch may have begun the run while this one waited for the lock
             check_settings_unchanged(folder, settings, accelerator.mixed_precision)

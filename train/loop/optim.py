@@ -134,12 +134,12 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
 
 
-def check_warmup(optim: OptimSettings, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run, whose stages have these steps."""
+def check_warmup(warmup_steps: int, stage_steps: list[int | None]) -> None:
+    """Check that the warm-up is shorter than the run, if the steps of all stages are known."""
     total = sum(steps or 0 for steps in stage_steps)
     rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
-    fits = optim.hours is not None or optim.warmup_steps < total
-    require(fits, "optim.warmup_steps", rule, optim.warmup_steps, remedy)
+    fits = None in stage_steps or warmup_steps < total
+    require(fits, "optim.warmup_steps", rule, warmup_steps, remedy)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
