@@ -4,6 +4,7 @@
                 environment.json     versions, machine, git commit
                 lock                 held by the process that uses the folder
                 log.jsonl            one row per report and per evaluation
+                tracker/             the same for TensorBoard
                 checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json,
                                      manifest.json (their SHA-256)
                 model/               the finished model and tokenizer, for from_pretrained
@@ -124,8 +125,9 @@ class Checkpoints:
     def resume(self, total: int | None) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
 
-        The metadata is written last, so that a launch that cannot continue changes nothing. The
-        model of a run that was finished earlier and now continues to `total` steps is removed.
+        The metadata is written last, so that a launch that cannot continue changes nothing but the
+        names of damaged checkpoints. The model of a run that was finished earlier and now continues
+        to `total` steps is removed.
         Returns `step`, `data` and `RunLog.state` to continue from.
 
         Raises:
