@@ -104,8 +104,8 @@ class CorpusSettings(HeldOutSettings):
     train: str | list[str] = "embedded"
     """Training text, in the same forms as held-out text."""
     weights: list[float] | None = None
-    """How often an epoch reads each source in `train`: 2 reads it twice, 0.5 reads half of it and
-    the other half in the next epoch; null reads everything once."""
+    """How often an epoch reads each source, a name in `train`: 2 reads it twice, 0.5 reads half of
+    it and the other half in the next epoch; null reads everything once."""
     tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
     vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
