@@ -195,12 +195,12 @@ def train(
                 with log.clock.paused():
                     scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
                 log.report_validation(done, scores)
-            last = finished or stopped
-            # check_last_step also ends a run whose gradients stay non-finite
-            if (done % run.save_every == 0 or last) and (guard.check_last_step() or last):
+            final = finished or stopped  # this launch trains no more
+            # check_step also ends a run whose gradients stay non-finite
+            if (done % run.save_every == 0 or final) and (guard.check_step() or final):
                 with preemption.extend_timeout():
-                    checkpoints.save(done, log, last)
-            if last:
+                    checkpoints.save(done, log, final)
+            if final:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
     return None
 

@@ -171,13 +171,13 @@ class Checkpoints:
         steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
         require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
 
-    def save(self, step: int, run_log: RunLog, last: bool) -> None:
+    def save(self, step: int, run_log: RunLog, final: bool) -> None:
         """Save a checkpoint and delete old ones; a collective call.
 
-        After the `last` one this launch trains no more.
+        After the `final` one this launch trains no more.
 
         Raises:
-            InputError: The last checkpoint could not be written; of others this is a warning.
+            InputError: The final checkpoint could not be written; of others this is a warning.
         """
         error = ""
         state = run_log.state() | {"data": self.store_names}
@@ -192,7 +192,7 @@ class Checkpoints:
                 prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        _check_written(error, "a checkpoint", self.accelerator, is_needed=last)
+        _check_written(error, "a checkpoint", self.accelerator, is_needed=final)
 
 
 def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
