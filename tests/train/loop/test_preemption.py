@@ -270,7 +270,7 @@ def test_a_rank_that_dies_stops_the_launch(launch):
     assert torchrun.wait(60) != 0
     assert "Signal 9 (SIGKILL)" in launch.output()
     assert not launch.processes()
-    assert checkpoint.latest(launch.run) is not None
+    assert checkpoint.recover_latest(launch.run) is not None
 
 
 @pytest.mark.slow
