@@ -172,12 +172,12 @@ class OptimSettings:
     tokens: int | None = None
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
     hours: float | None = None
-    """Hours of training over all launches of the run; the learning-rate schedule is over elapsed
-    time."""
+    """Hours of the training loop over all launches of the run, evaluations and saves included; the
+    learning-rate schedule is over elapsed time."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of training over all launches; infinite for a budget of steps or tokens."""
+        """`hours` in seconds; infinite for a budget of steps or tokens."""
         return math.inf if self.hours is None else 3600 * self.hours
 
     def __post_init__(self) -> None:
