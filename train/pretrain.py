@@ -103,7 +103,7 @@ def main(settings: PretrainSettings) -> Path:
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
-        language_model.prefer_packed_rows(accelerator)
+        language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
         with lock_run_dir(folder, accelerator):
@@ -114,7 +114,9 @@ def main(settings: PretrainSettings) -> Path:
             )
             if exit_code is None:
                 is_new = settings.model.init is None
-                save_model(language_model, tokenizer, folder / "model", accelerator, is_new)
+                save_model(
+                    language_model, tokenizer, folder / "model", accelerator, copy_token_type=is_new
+                )
     accelerator.end_training()
     if exit_code:
         raise SystemExit(exit_code)
@@ -142,6 +144,7 @@ def train(
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     names = [store.name for store in stores]
+    # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
     )
@@ -254,7 +257,7 @@ def build_dataset(
     """Build this process's micro-batches of all stages."""
     processes, rank = accelerator.num_processes, accelerator.process_index
     parts = []
-    for number, (stage, store) in enumerate(zip(stages, stores)):
+    for index, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = SequenceIndex(store, corpus.length, corpus.weights)
         mask_rate = None if language_model.causal else corpus.mask_rate
@@ -262,7 +265,7 @@ def build_dataset(
         batch_format = batching.BatchFormat(
             vocab=Vocab.from_tokenizer(tokenizer),
             mask_rate=mask_rate,
-            seed=batching.stage_seed(stage.run.seed, number),
+            seed=batching.stage_seed(stage.run.seed, index),
             whole_word=corpus.whole_word,
             packed=language_model.packed,
             # a compiled model needs constant shapes

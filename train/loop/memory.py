@@ -53,7 +53,7 @@ def fit_micro_batches(
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
 ) -> None:
-    """Reduce the micro-batch of every stage to one that fits into memory, on all processes."""
+    """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
     for stage in dataset.stages:
         length, batch_format = stage.sequences.length, stage.batch_format
         rate = batch_format.mask_rate
@@ -152,12 +152,12 @@ def dry_run(
     language_model.prefer_packed_rows(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     micro_batches, tokens, hours = [], 0, 0.0
-    for stage, number in zip(stages, steps):
+    for stage, stage_steps in zip(stages, steps):
         rows, seconds = _measure_micro_batch(language_model, stage, accelerator)
         micro_batches.append(rows)
-        tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
+        tokens += stage.optim.batch_size * stage.corpus.length * (stage_steps or 0)
         per_process = stage.optim.batch_size / rows / accelerator.num_processes
-        hours += (number or 0) * per_process * seconds / 3600
+        hours += (stage_steps or 0) * per_process * seconds / 3600
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
     memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
