@@ -239,8 +239,8 @@ def prepare_data(
         name = vocabulary.train_if_missing(stages[0].corpus)
         tokenizer = vocabulary.load_tokenizer(name)
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
-        for stage in stages:
-            build_config(stage.model, stage.corpus.length, tokenizer)  # checks the vocabulary
+        # a vocabulary that does not fit the model is refused before any text is tokenized
+        build_config(stages[0].model, stages[0].corpus.length, tokenizer)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(*describe_stores(stores, held_out), sep="\n")
