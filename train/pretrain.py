@@ -205,7 +205,7 @@ def train(
                     checkpoints.save(done, log, final)
             if final:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
-    return None
+    return None  # not reached: the last step has returned
 
 
 def all_reduce_step_info(

@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 """Values of optim.name."""
 
 SCHEDULES = ("linear", "cosine", "constant")
-"""Learning rate after the warm-up; the first two end at 0."""
+"""Learning rate after the warm-up; the first two would be 0 one step after the last."""
 
 
 class InputError(ValueError):

@@ -115,7 +115,7 @@ def learning_rate_schedule(
     """
     peak, warmup = optim.learning_rate, optim.warmup_steps
     if total is not None:
-        factor = schedule_factor(optim.schedule, warmup, total + 1)  # not 0 at the last step
+        factor = schedule_factor(optim.schedule, warmup, total + 1)  # 0 after the last step
         return lambda step, hours: peak * factor(step + 1)
     assert optim.hours is not None
     budget, decay = optim.hours, schedule_factor(optim.schedule, 0, SCHEDULE_RESOLUTION + 1)
