@@ -23,7 +23,7 @@ from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import batching, vocabulary
 from train.data.batching import SequenceIndex, StagedDataset
-from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
+from train.data.corpus import TokenStore, check_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.stateless_rng import torch_seed
@@ -243,7 +243,7 @@ def prepare_data(
         build_config(stages[0].model, stages[0].corpus.length, tokenizer)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
-    accelerator.print(*describe_stores(stores, held_out), sep="\n")
+    accelerator.print(*check_stores(stores, held_out), sep="\n")
     return tokenizer, stores, SequenceIndex(held_out, corpus.length)
 
 

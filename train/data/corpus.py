@@ -271,12 +271,12 @@ def _fingerprint(file: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
-    """Yield the size of each part, and warnings about its text; much shared text is refused."""
+def check_stores(train: list[TokenStore], held_out: TokenStore) -> list[str]:
+    """Check that little text is in both parts; returns their sizes, and warnings about them."""
+    lines = list[str]()
     for store in train:
-        yield from _describe_store("train", store)
-        yield from _check_disjoint(store, held_out)
-    yield from _describe_store("validation", held_out)
+        lines += [*_describe_store("train", store), *_check_disjoint(store, held_out)]
+    return [*lines, *_describe_store("validation", held_out)]
 
 
 def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
@@ -337,7 +337,7 @@ def main(settings: TokenizeSettings) -> None:
             f"{part}: {len(new)} of {len(store.shards)} shards made from "
             f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.2f} MB/s"
         )
-    print(*describe_stores(stores[:1], stores[1]), sep="\n")
+    print(*check_stores(stores[:1], stores[1]), sep="\n")
 
 
 if __name__ == "__main__":
