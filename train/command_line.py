@@ -1,7 +1,7 @@
 """Command line: YAML files and flags to a settings dataclass, errors of one line, exit codes.
 
 Several `--config` files are merged; later files override earlier ones, and flags
-(`--optim.steps 100`) override files.
+(`--optim.steps 100`) override files, wherever they stand.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import sys
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
+from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -80,6 +81,17 @@ def _names_config(flags: Sequence[str]) -> bool:
     return any(flag.split("=")[0] == "--config" for flag in flags)
 
 
+def _files_first(flags: Sequence[str]) -> list[str]:
+    """Put `--config FILE` before all other flags, because the parser lets the last one win."""
+    files, others, remaining = list[str](), list[str](), iter(flags)
+    for flag in remaining:
+        if flag == "--config":
+            files += [flag, *islice(remaining, 1)]
+        else:
+            (files if flag.startswith("--config=") else others).append(flag)
+    return files + others
+
+
 def parse_settings(
     settings: type[SettingsT],
     flags: Sequence[str],
@@ -111,7 +123,7 @@ def parse_settings(
     parser.add_argument("--config", action="config", help="YAML file of settings; may be repeated.")
     parser.add_class_arguments(settings, as_group=False)
     try:
-        parsed = parser.parse_args(list(flags))
+        parsed = parser.parse_args(_files_first(flags))
     except ArgumentError as error:
         raise InputError(_describe_parser_error(str(error), types)) from error
     _check_null(parsed, types)

@@ -23,7 +23,7 @@ from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import batching, vocabulary
 from train.data.batching import SequenceIndex, StagedDataset
-from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
+from train.data.corpus import TokenStore, check_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.stateless_rng import torch_seed
@@ -94,8 +94,7 @@ def main(settings: PretrainSettings) -> Path:
         optim = stage.optim
         batching.check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
-    # with sequences shorter than the longest, a budget of tokens takes more steps
-    check_warmup(settings.optim, [count_steps(s.optim, s.corpus.length) for s in stages])
+    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
@@ -104,20 +103,20 @@ def main(settings: PretrainSettings) -> Path:
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
-        language_model.prefer_packed_rows(accelerator)
+        language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
+        check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
         with lock_run_dir(folder, accelerator):
             # again: another launch may have begun the run while this one waited for the lock
             check_settings_unchanged(folder, settings, accelerator.mixed_precision)
-            # the name is a folder to TensorBoard, and a project to other trackers
-            tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
-            accelerator.init_trackers(tracker, flat_settings(settings))
             exit_code = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
             if exit_code is None:
                 is_new = settings.model.init is None
-                save_model(language_model, tokenizer, folder / "model", accelerator, is_new)
+                save_model(
+                    language_model, tokenizer, folder / "model", accelerator, copy_token_type=is_new
+                )
     accelerator.end_training()
     if exit_code:
         raise SystemExit(exit_code)
@@ -145,6 +144,7 @@ def train(
     model, optimizer = accelerator.prepare(language_model, optimizer)
     stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     names = [store.name for store in stores]
+    # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
     )
@@ -152,8 +152,11 @@ def train(
     seconds = state["seconds"]
     if state["step"] == total or seconds >= optim.seconds:
         return None
+    # the name is a folder to TensorBoard, and a project to other trackers
+    tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
+    accelerator.init_trackers(tracker, flat_settings(settings))
     peak = peak_flops(run.peak_tflops, accelerator)
-    fit_micro_batches(dataset, model, language_model, accelerator)
+    fit_micro_batches(dataset, model, language_model, optimizer, accelerator)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
@@ -195,14 +198,14 @@ def train(
                 with log.clock.paused():
                     scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
                 log.report_validation(done, scores)
-            last = finished or stopped
-            # check_last_step also ends a run whose gradients stay non-finite
-            if (done % run.save_every == 0 or last) and (guard.check_last_step() or last):
+            final = finished or stopped  # this launch trains no more
+            # check_step also ends a run whose gradients stay non-finite
+            if (done % run.save_every == 0 or final) and (guard.check_step() or final):
                 with preemption.extend_timeout():
-                    checkpoints.save(done, log, last)
-            if last:
+                    checkpoints.save(done, log, final)
+            if final:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
-    return None
+    return None  # not reached: the last step has returned
 
 
 def all_reduce_step_info(
@@ -236,11 +239,11 @@ def prepare_data(
         name = vocabulary.train_if_missing(stages[0].corpus)
         tokenizer = vocabulary.load_tokenizer(name)
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
-        for stage in stages:
-            build_config(stage.model, stage.corpus.length, tokenizer)  # checks the vocabulary
+        # a vocabulary that does not fit the model is refused before any text is tokenized
+        build_config(stages[0].model, stages[0].corpus.length, tokenizer)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
-    accelerator.print(*describe_stores(stores, held_out), sep="\n")
+    accelerator.print(*check_stores(stores, held_out), sep="\n")
     return tokenizer, stores, SequenceIndex(held_out, corpus.length)
 
 
@@ -254,7 +257,7 @@ def build_dataset(
     """Build this process's micro-batches of all stages."""
     processes, rank = accelerator.num_processes, accelerator.process_index
     parts = []
-    for number, (stage, store) in enumerate(zip(stages, stores)):
+    for index, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = SequenceIndex(store, corpus.length, corpus.weights)
         mask_rate = None if language_model.causal else corpus.mask_rate
@@ -262,7 +265,7 @@ def build_dataset(
         batch_format = batching.BatchFormat(
             vocab=Vocab.from_tokenizer(tokenizer),
             mask_rate=mask_rate,
-            seed=batching.stage_seed(stage.run.seed, number),
+            seed=batching.stage_seed(stage.run.seed, index),
             whole_word=corpus.whole_word,
             packed=language_model.packed,
             # a compiled model needs constant shapes

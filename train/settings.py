@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 """Values of optim.name."""
 
 SCHEDULES = ("linear", "cosine", "constant")
-"""Learning rate after the warm-up; the first two end at 0."""
+"""Learning rate after the warm-up; the first two would be 0 one step after the last."""
 
 
 class InputError(ValueError):
@@ -104,8 +104,8 @@ class CorpusSettings(HeldOutSettings):
     train: str | list[str] = "embedded"
     """Training text, in the same forms as held-out text."""
     weights: list[float] | None = None
-    """How often an epoch reads each source in `train`: 2 reads it twice, 0.5 reads half of it and
-    the other half in the next epoch; null reads everything once."""
+    """How often an epoch reads each source, a name in `train`: 2 reads it twice, 0.5 reads half of
+    it and the other half in the next epoch; null reads everything once."""
     tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
     vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
@@ -172,12 +172,12 @@ class OptimSettings:
     tokens: int | None = None
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
     hours: float | None = None
-    """Hours of training over all launches of the run; the learning-rate schedule is over elapsed
-    time."""
+    """Hours of the training loop over all launches of the run, evaluations and saves included; the
+    learning-rate schedule is over elapsed time."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of training over all launches; infinite for a budget of steps or tokens."""
+        """`hours` in seconds; infinite for a budget of steps or tokens."""
         return math.inf if self.hours is None else 3600 * self.hours
 
     def __post_init__(self) -> None:

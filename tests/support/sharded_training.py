@@ -68,7 +68,7 @@ def most_gathered_at_once(model, optimizer):
         return full
 
     DTensor.full_tensor = counted
-    checkpoint.gather_state(model, optimizer)
+    checkpoint.gather_tensors(model, optimizer)
     DTensor.full_tensor = gather
     return max(counts)
 
@@ -80,10 +80,10 @@ def check_checkpoints(folder, name, tolerance):
     batches = [torch.randint(5, 60, (4, 24)) for _ in range(6)]
     sharded = build(mesh, name=name)
     train(*sharded, batches[:3])
-    before = checkpoint.gather_state(*sharded)
+    before = checkpoint.gather_tensors(*sharded)
     train(*sharded, batches[:1], factor=torch.nan)  # moves neither weights nor moments
     is_main = dist.get_rank() == 0
-    for a, b in zip(before, checkpoint.gather_state(*sharded)):
+    for a, b in zip(before, checkpoint.gather_tensors(*sharded)):
         assert bool(a) == is_main  # all gather, one keeps
         assert all(torch.equal(a[key], b[key]) for key in a)
     most = most_gathered_at_once(*sharded)
@@ -93,7 +93,7 @@ def check_checkpoints(folder, name, tolerance):
     dist.barrier()
     expected = train(*sharded, batches[3:])
     for resumed in (build(mesh, name=name), build(name=name)):
-        checkpoint.read_checkpoint(checkpoint.latest(folder), *resumed)
+        checkpoint.read_checkpoint(checkpoint.recover_latest(folder), *resumed)
         norms = train(*resumed, batches[3:])
         if hasattr(resumed[0], "reshard"):
             assert torch.equal(norms, expected)
@@ -151,7 +151,8 @@ def train_objective(kind, efficient=None, precision="no", **fields):
     if efficient is not None:
         accelerator, inner = CpuAccelerator(efficient, precision), objective
         objective, optimizer = accelerator._prepare_fsdp2(objective, optimizer)
-        assert fit_micro_batch(objective, inner, 24, 2, 0.15, accelerator) == 2  # leaves no trace
+        # leaves no trace
+        assert fit_micro_batch(objective, inner, optimizer, 24, 2, 0.15, accelerator) == 2
     ids, positions = torch.arange(5, 53).view(2, 24), torch.arange(0, 48, 3)
     labels, mask, losses = ids.flatten()[positions], torch.ones_like(ids), []
     for _ in range(3):

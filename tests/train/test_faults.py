@@ -242,8 +242,10 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
     text = (run / "settings.yaml").read_text()
     assert text.splitlines()[0] == f"# {first}"
     refused(pretrain, "optim.learning_rate must stay 0.5", "got 0.001")
-    refused(lambda: pretrain(runs.model_flag(intermediate_size=32), drift), "must hold this model")
+    smaller = [runs.model_flag(intermediate_size=32), "--run.tracker=tensorboard", drift]
+    refused(lambda: pretrain(*smaller), "must hold this model")
     assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
+    assert not (run / "tracker").exists()
     pretrain(*other, fast, drift)
     assert max(log_rows(run)) == 12
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]

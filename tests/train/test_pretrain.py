@@ -328,7 +328,6 @@ MISFITS = {
     "--corpus.tokenizer=/nowhere --run.dry=true": ("corpus.tokenizer must be a folder", "/nowhere"),
     "--model.init=/nowhere/x": ("model.init must be a folder or hub id", "got '/nowhere/x'"),
     "--optim.steps=2": ("optim.warmup_steps", "got 2"),
-    "--optim.steps=null --optim.tokens=50": ("optim.warmup_steps", "got 2"),
 }
 
 
@@ -342,6 +341,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(flags, pretrain
     assert not (tmp_path / "runs").exists()
     if "vocab_size" not in flags:
         assert not (tmp_path / "tokens").exists()  # before any work on the text
+
+
+def test_a_warmup_is_compared_with_the_steps_that_a_budget_of_tokens_takes(pretrain):
+    """Which are more than 10 of 512 tokens: most sequences are shorter than the longest."""
+    run = pretrain("--optim.steps=null", "--optim.tokens=5000", "--optim.warmup_steps=10")
+    steps = max(log_rows(run))
+    assert steps > 10
+    longer = ["--optim.steps=null", "--optim.tokens=5000", f"--optim.warmup_steps={steps}"]
+    refused(
+        lambda: pretrain(*longer, "--run.name=longer"),
+        f"optim.warmup_steps must be fewer than the {steps} steps of the run, got {steps}",
+    )
 
 
 def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain, monkeypatch):

@@ -66,9 +66,11 @@ def test_the_two_families_differ_in_their_type_and_kernel_alone(size):
 def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {steps: 1, learning_rate: 1e-3, batch_size: 64}")
     (tmp_path / "b.yaml").write_text("optim: {learning_rate: 2e-3, batch_size: 96}")
-    files = [f"--config={tmp_path / 'a.yaml'}", f"--config={tmp_path / 'b.yaml'}"]
-    optim = parse_settings(PretrainSettings, [*files, "--optim.batch_size=128"]).optim
-    assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
+    a, b, flag = f"--config={tmp_path / 'a.yaml'}", tmp_path / "b.yaml", "--optim.batch_size=128"
+    files = [a, "--config", str(b)]
+    for flags in ([*files, flag], [flag, *files], [a, flag, *files[1:]]):  # wherever they stand
+        optim = parse_settings(PretrainSettings, flags).optim
+        assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
 
 
 MISTAKES = {

@@ -198,7 +198,8 @@ def plot(numbers: dict[str, Any], output: Path) -> None:
 
 def ends(values: list[float], digits: str) -> str:
     """Format the value at distance 0 and the mean over the last 16 distances."""
-    last = f"{np.mean(values[-16:]):{digits}} at {len(values) - 1}"
+    first = max(0, len(values) - 16)
+    last = f"{np.mean(values[first:]):{digits}} from {first} to {len(values) - 1}"
     return f"{values[0]:{digits}} at 0, {last}"
 
 

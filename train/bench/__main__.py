@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from train.bench.parts import PARTS
 from train.bench.timing import Benchmark, BenchSettings, cells
 from train.command_line import run_command
-from train.environment import collect_environment, git_commit
+from train.environment import collect_environment
 from train.settings import require
 from train.tables import markdown_table
 
@@ -34,15 +34,14 @@ def main(settings: BenchSettings) -> None:
     rule = f"must be of {', '.join(parts)}"
     require(not unknown, "parts", rule, ", ".join(unknown), "leave it out for all")
     page = json.loads(output.read_text()) if output.exists() else {"parts": {}}
-    page |= collect_environment(Accelerator(cpu=settings.device == "cpu"))
-    page |= {"settings": asdict(settings)}
+    environment = collect_environment(Accelerator(cpu=settings.device == "cpu"))
     for name in settings.parts or parts:
         benchmark, started = Benchmark(settings), time.monotonic()
         caption = " ".join((inspect.getdoc(parts[name]) or "").split())
         print(f"== {name}: {caption}", flush=True)
         parts[name](benchmark)
         seconds = round(time.monotonic() - started, 1)
-        about = {"caption": caption, "seconds": seconds, "commit": git_commit()}
+        about = environment | {"settings": asdict(settings), "caption": caption, "seconds": seconds}
         page["parts"][name] = about | {"rows": benchmark.rows}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(page, indent=1) + "\n")
@@ -50,21 +49,22 @@ def main(settings: BenchSettings) -> None:
 
 
 def markdown_page(page: Mapping[str, Any]) -> str:
-    """Format the contents of the JSON file as a table with a caption for each part."""
-    settings = page["settings"]
-    keys = ("machine", "threads", "torch", "transformers")
+    """Format the contents of the JSON file as a table with a caption for each part.
+
+    Files of earlier versions say of all parts at once with what they were measured.
+    """
+    keys = ("machine", "threads", "torch", "transformers", "commit")
     lines = [
         "# Speed\n",
-        f"`python -m train.bench --device {settings['device']}`: "
-        f"{', '.join(f'{key} {page[key]}' for key in keys)}; "
-        f"medians of {settings['rounds']} turns. Ratios are between models that alternate in one "
-        "process, a new one for each case; other machines, thread counts and memory allocators "
-        "give others.\n",
+        "Ratios are between models that alternate in one process, a new one for each case; other "
+        "machines, thread counts and memory allocators give others.\n",
     ]
-    for name, part in page["parts"].items():
+    for name, part in ((name, {**page, **part}) for name, part in page["parts"].items()):
         rows = [cells(row) for row in part["rows"]]
         table = markdown_table(pd.DataFrame(rows, columns=["case", "model", "measured (range)"]))
-        measured = f"Measured in {part['seconds']:.0f} s at commit {part['commit']}."
+        command = f"`python -m train.bench --device {part['settings']['device']} --parts [{name}]`"
+        measured = f"{', '.join(f'{key} {part[key]}' for key in keys)}; {part['seconds']} s"
+        measured = f"{command}: {measured}, medians of {part['settings']['rounds']} turns."
         lines += [f"## {name}\n", f"{part['caption']} {measured}\n", f"{table}\n"]
     return "\n".join(lines)
 

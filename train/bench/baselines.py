@@ -125,7 +125,7 @@ def loop_inputs(name: str, workload: Workload) -> dict[str, Any]:
     return send_to_device(inputs, workload.device)
 
 
-def make_baseline(name: str, workload: Workload) -> transformers.PreTrainedModel:
+def make_model(name: str, workload: Workload) -> transformers.PreTrainedModel:
     """Return a model with random weights and its fastest kernel that needs no further package."""
     layers, width, heads = SIZES[workload.size]
     shared = {
@@ -171,7 +171,7 @@ def make_baseline(name: str, workload: Workload) -> transformers.PreTrainedModel
 
 def make_training_step(name: str, workload: Workload) -> Step:
     """Return a function that runs forward, backward and AdamW of a model once."""
-    model: nn.Module = make_baseline(name, workload).to(workload.device).train()
+    model: nn.Module = make_model(name, workload).to(workload.device).train()
     in_our_loop = name in IN_OUR_LOOP
     inputs = loop_inputs(name, workload) if in_our_loop else random_batch(workload)
     module: Any = LanguageModel(model) if in_our_loop else model
@@ -193,7 +193,7 @@ def make_training_step(name: str, workload: Workload) -> Step:
 def make_forward_step(name: str, workload: Workload, logits: bool = False) -> Step:
     """Return a function that computes hidden states, or logits of all tokens, without gradients."""
     dtype = torch.bfloat16 if workload.bf16 else torch.float32
-    model = make_baseline(name, workload).to(workload.device, dtype).eval()
+    model = make_model(name, workload).to(workload.device, dtype).eval()
     module = model if logits else model.base_model
     inputs = random_batch(workload)
     del inputs["labels"]
@@ -203,12 +203,12 @@ def make_forward_step(name: str, workload: Workload, logits: bool = False) -> St
 def make_pretraining_step(name: str, workload: Workload) -> Step:
     """Return a function that trains a model for `TRAINER_STEPS` steps on masked tokens."""
     rows = [{"input_ids": x} for x in random_batch(workload)["input_ids"].tolist()] * TRAINER_STEPS
-    return make_trainer(make_baseline(name, workload), rows, workload, masked=True).train
+    return make_trainer(make_model(name, workload), rows, workload, masked=True).train
 
 
 def make_classification_step(name: str, workload: Workload) -> Step:
     """Return a function that fine-tunes a classifier for `TRAINER_STEPS` steps by `Trainer`."""
-    config = make_baseline(name, workload).config
+    config = make_model(name, workload).config
     classes = transformers if name == STOCK else roformer
     rng = np.random.default_rng(0)
     mean, deviation, low, high = MRPC_LENGTHS
@@ -257,4 +257,4 @@ STEPS: dict[str, Callable[[str, Workload], Step]] = {
     "pretraining": make_pretraining_step,
     "classification": make_classification_step,
 }
-"""Task -> the function that returns a step of a model; the last two are by `Trainer`."""
+"""Task -> the function that returns a step of a model, in the last two `TRAINER_STEPS` of them."""

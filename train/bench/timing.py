@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from train.atomic_dir import check_writable
-from train.bench.baselines import MASK_RATE, STEPS, STOCK, Workload, make_baseline
+from train.bench.baselines import MASK_RATE, STEPS, STOCK, Workload, make_model
 from train.loop.flops import measure_peak_flops, step_flops
 from train.settings import require
 
@@ -108,7 +108,7 @@ class Benchmark:
     def add_share_of_peak(self, workload: Workload, name: str, seconds: Sequence[float]) -> None:
         """Add the operations of a training step over those of matrix products in that time."""
         lengths, tokens = workload.lengths(), float(workload.tokens)
-        config, squares = make_baseline(name, workload).config, float((lengths**2).sum())
+        config, squares = make_model(name, workload).config, float((lengths**2).sum())
         flops = step_flops(config, tokens, squares, MASK_RATE * tokens)
         dtype = torch.bfloat16 if workload.bf16 else torch.float32
         peak = measure_peak_flops(torch.device(workload.device), dtype)

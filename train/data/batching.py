@@ -5,9 +5,10 @@ processes, so that the state of the loader is one integer. A batch has one of tw
 same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
-Three numbers of a sequence: `sequence_id` counts the sequences of the text, `entry` those of an
-epoch before they are shuffled, `sample` those of the run in the order of training. `epochs` of
-sequences are how often each was read before, which is the epoch unless the sources have weights.
+Four numbers of a sequence: `sequence_id` counts the sequences of the text, `entry` those of an
+epoch before they are shuffled, `place` those of an epoch after that, `sample` those of the run in
+the order of training. `epochs` of sequences are how often each was read before, which is the epoch
+unless the sources have weights.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
@@ -37,8 +38,8 @@ MIN_BUCKET = 8
 """Least number of sequences in a bucket: sequences of similar length that stay neighbours."""
 
 BUCKETS_PER_STEP = 4
-"""A step of B sequences has buckets of at least B / 4: it holds several lengths, and micro-batches
-of up to B / 4 sequences hold one, with hardly any padding."""
+"""A step of `batch_size` sequences has buckets of at least a quarter of them: it holds several
+lengths, and micro-batches of up to a quarter hold one, with hardly any padding."""
 
 SPECIAL_TOKENS = 2
 """[CLS] and [SEP] of a sequence."""
@@ -124,12 +125,12 @@ def training_order(
     sequences. Within a window of it, sequences are sorted by length and cut into buckets
     of `bucket_size`, and the buckets are shuffled.
     """
-    epoch, entry = np.divmod(samples, sequences.epoch_size)
+    epoch, place = np.divmod(samples, sequences.epoch_size)
     sequence_ids, epochs = np.empty_like(samples), np.empty_like(samples)
-    for key in {(int(e), int(w)) for e, w in zip(epoch, entry // WINDOW)}:
-        chosen = (epoch == key[0]) & (entry // WINDOW == key[1])
+    for key in {(int(e), int(w)) for e, w in zip(epoch, place // WINDOW)}:
+        chosen = (epoch == key[0]) & (place // WINDOW == key[1])
         order = _window_order(sequences, *key, seed, bucket_size)
-        sequence_ids[chosen], epochs[chosen] = (x[entry[chosen] % WINDOW] for x in order)
+        sequence_ids[chosen], epochs[chosen] = (x[place[chosen] % WINDOW] for x in order)
     return sequence_ids, epochs
 
 
@@ -137,8 +138,8 @@ def _window_order(
     sequences: SequenceIndex, epoch: int, window: int, seed: int, bucket_size: int
 ) -> tuple[Indices, Indices]:
     size = sequences.epoch_size
-    entry = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
-    entry = stateless_rng.permute(entry, size, seed, epoch)
+    place = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
+    entry = stateless_rng.permute(place, size, seed, epoch)
     sequence_ids, epochs = sequences.sequences_of_epoch(entry, epoch, seed)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     buckets = [by_length[i : i + bucket_size] for i in range(0, len(by_length), bucket_size)]
@@ -322,8 +323,8 @@ class StagedDataset(Dataset):
 
     def __init__(self, stages: list[tuple[int | None, StepDataset]]) -> None:
         self.stages = [dataset for _, dataset in stages]
-        steps = [number for number, _ in stages]
-        self.starts = [0, *itertools.accumulate(number or 0 for number in steps[:-1])]
+        steps = [stage_steps for stage_steps, _ in stages]
+        self.starts = [0, *itertools.accumulate(x or 0 for x in steps[:-1])]
         self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:

@@ -2,14 +2,14 @@
 
     python -m train.data.corpus --corpus.train TEXT --corpus.validation TEXT --corpus.tokenizer DIR
 
-A source is a file or a hub data set. Its shards are named by a hash of everything that decides
+A hub data set counts as a file. The shards of a file are named by a hash of everything that decides
 their bytes (text, column, tokenizer, format): a change of any of them gives other shards, a stale
 one cannot be read, and an interrupted build continues with the first missing shard.
 
-    <cache>/<source>-<n>/tokens.bin      ids of the shard's documents, uint16 or uint32; no [CLS]
-                         documents.bin   int64 ends: document i is tokens[ends[i-1]:ends[i]]
-                         hashes.bin      uint64 hash of each document's tokens
-                         manifest.json   what it was made from, counts, whether it is the last
+    <cache>/<hash>-<n>/tokens.bin        ids of the shard's documents, uint16 or uint32; no [CLS]
+                       documents.bin     int64 ends: document i is tokens[ends[i-1]:ends[i]]
+                       hashes.bin        uint64 hash of each document's tokens
+                       manifest.json     what it was made from, counts, whether it is the last
     <cache>/hashes/                      hashes of files, so that unchanged files are not read again
 
 A manifest also holds the size and a hash of each file of its shard. The hash is of 16 pages: it
@@ -38,11 +38,11 @@ from train.atomic_dir import check_writable, report_full_disk, write_dir_atomica
 from train.command_line import progress_interval, run_command
 from train.data import vocabulary
 from train.data.documents import (
-    Source,
+    TextFile,
     check_disjoint_files,
     find_files,
-    hash_source,
-    read_source,
+    hash_file,
+    read_file,
     short_hash,
     source_names,
 )
@@ -83,7 +83,7 @@ class TokenStore:
         shards: Folders of the shards, in order.
         shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
         dtype: dtype of the ids on disk, uint16 or uint32.
-        source_documents: Number of documents of each name in `corpus.train`, in order.
+        source_documents: Number of documents of each source, a name in `corpus.train`, in order.
         name: Hash of what decides the tokens and their order.
     """
 
@@ -129,17 +129,17 @@ def tokenize_corpus(
 
 
 def _make_shards(
-    source: Source,
+    file: TextFile,
     corpus: HeldOutSettings,
     part: str,
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_hash: str,
     bar: tqdm,
 ) -> list[Path]:
-    """Return the folders of all shards of a source; missing ones are made."""
+    """Return the folders of all shards of a file; missing ones are made."""
     facts = {
         "format": FORMAT,
-        "text": hash_source(source, part, corpus),
+        "text": hash_file(file, part, corpus),
         "tokenizer": tokenizer_hash,
     }
     name = short_hash(*facts.values())
@@ -150,7 +150,7 @@ def _make_shards(
         if manifest["last"]:
             return shards
         done += manifest["documents"]
-    batches = _split_batches(itertools.islice(read_source(source, part, corpus), done, None))
+    batches = _split_batches(itertools.islice(read_file(file, part, corpus), done, None))
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
@@ -271,12 +271,12 @@ def _fingerprint(file: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def describe_stores(train: list[TokenStore], held_out: TokenStore) -> Iterator[str]:
-    """Yield the size of each part, and warnings about its text; much shared text is refused."""
+def check_stores(train: list[TokenStore], held_out: TokenStore) -> list[str]:
+    """Check that little text is in both parts; returns their sizes, and warnings about them."""
+    lines = list[str]()
     for store in train:
-        yield from _describe_store("train", store)
-        yield from _check_disjoint(store, held_out)
-    yield from _describe_store("validation", held_out)
+        lines += [*_describe_store("train", store), *_check_disjoint(store, held_out)]
+    return [*lines, *_describe_store("validation", held_out)]
 
 
 def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
@@ -337,7 +337,7 @@ def main(settings: TokenizeSettings) -> None:
             f"{part}: {len(new)} of {len(store.shards)} shards made from "
             f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.2f} MB/s"
         )
-    print(*describe_stores(stores[:1], stores[1]), sep="\n")
+    print(*check_stores(stores[:1], stores[1]), sep="\n")
 
 
 if __name__ == "__main__":

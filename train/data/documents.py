@@ -20,8 +20,8 @@ from train.atomic_dir import write_text_atomically
 from train.data import demo_corpus
 from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line, require
 
-Source = Path | str
-"""A file, or the name of a hub data set."""
+TextFile = Path | str
+"""A file, or the name of a hub data set, which counts as one file."""
 
 EMBEDDED = "embedded"
 
@@ -33,18 +33,18 @@ MAX_PARAGRAPH = 1_000_000
 
 
 def source_names(corpus: HeldOutSettings, part: str) -> list[str]:
-    """Return the names in the setting of a part as a list."""
+    """Return the names in the setting of a part, its sources, as a list."""
     value = getattr(corpus, part)
     return [value] if isinstance(value, str) else value
 
 
-def find_files(corpus: HeldOutSettings, part: str) -> list[list[Source]]:
-    """Return the sorted data files of each name of a part; a hub data set is one source."""
+def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
+    """Return the sorted files of each source, a name in the setting of a part."""
     if part == "validation" and corpus.held_out_share:
-        part = "train"
+        part = "train"  # from which `read_file` draws the documents
     key, names = f"corpus.{part}", source_names(corpus, part)
     require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
-    sources: list[list[Source]] = []
+    sources: list[list[TextFile]] = []
     for name in names:
         if name == EMBEDDED:
             sources.append([demo_corpus.corpus_file(part, corpus.cache)])
@@ -96,17 +96,17 @@ def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
     in BERT's own pretraining input.
     """
     for files in find_files(corpus, part):
-        for source in files:
-            yield from read_source(source, part, corpus)
+        for file in files:
+            yield from read_file(file, part, corpus)
 
 
-def read_source(source: Source, part: str, corpus: HeldOutSettings) -> Iterator[str]:
+def read_file(file: TextFile, part: str, corpus: HeldOutSettings) -> Iterator[str]:
     """Yield the documents of one file or hub data set that belong to a part."""
     column, share = corpus.text_column, corpus.held_out_share
-    if isinstance(source, str):
-        yield from _read_hub(source, part, column)
+    if isinstance(file, str):
+        yield from _read_hub(file, part, column)
         return
-    for text in READERS[known_suffix(source)](source, f"corpus.{part}", column):
+    for text in READERS[known_suffix(file)](file, f"corpus.{part}", column):
         if not share or _is_held_out(text, share) == (part == "validation"):
             yield text
 
@@ -118,14 +118,14 @@ def _is_held_out(text: str, share: float) -> bool:
     return draw < share * 2**64
 
 
-def hash_source(source: Source, part: str, corpus: HeldOutSettings) -> str:
-    """Hash the text of a source and how it is read."""
-    if isinstance(source, str):  # a hub data set may change: its first state is cached
-        return short_hash(source, part, corpus.text_column)
-    with wrap_read_errors(source, f"corpus.{part}"):
-        digest = _file_hash(source, Path(corpus.cache))
+def hash_file(file: TextFile, part: str, corpus: HeldOutSettings) -> str:
+    """Hash the text of a file and how it is read."""
+    if isinstance(file, str):  # a hub data set may change: its first state is cached
+        return short_hash(file, part, corpus.text_column)
+    with wrap_read_errors(file, f"corpus.{part}"):
+        digest = _content_hash(file, Path(corpus.cache))
     draw = [part, corpus.held_out_share] if corpus.held_out_share else []
-    return short_hash(digest, known_suffix(source), corpus.text_column, *draw)
+    return short_hash(digest, known_suffix(file), corpus.text_column, *draw)
 
 
 def short_hash(*facts: object) -> str:
@@ -133,7 +133,7 @@ def short_hash(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _file_hash(file: Path, cache: Path) -> str:
+def _content_hash(file: Path, cache: Path) -> str:
     """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
     state = file.stat()
     entry = cache / "hashes" / short_hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
@@ -162,7 +162,7 @@ def check_disjoint_files(corpus: CorpusSettings) -> None:
 def _resolved_files(corpus: CorpusSettings, part: str) -> set[Path]:
     """Files of a part, with links resolved."""
     found = itertools.chain.from_iterable(find_files(corpus, part))
-    return {source.resolve() for source in found if isinstance(source, Path)}
+    return {file.resolve() for file in found if isinstance(file, Path)}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def random_bits(*key: ArrayLike) -> Bits:
 
 
 def torch_seed(*key: int) -> int:
-    """Draw a seed for `torch.manual_seed`, of 63 bits, with a key as in `random_bits`."""
+    """Draw a seed of 63 bits, as `torch.manual_seed` takes it, with a key as in `random_bits`."""
     return int(random_bits(*key)) >> 1
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from train.atomic_dir import check_writable, write_dir_atomically
-from train.data.documents import find_files, hash_source, read_documents, short_hash
+from train.data.documents import find_files, hash_file, read_documents, short_hash
 from train.settings import CorpusSettings, InputError, require
 
 MAX_ALPHABET = 1000
@@ -112,8 +112,8 @@ def check_tokenizer_given(corpus: CorpusSettings) -> None:
 
 def _folder_of_text(corpus: CorpusSettings) -> str:
     """Folder in the cache of the vocabulary of this size that is learned from this text."""
-    sources = itertools.chain.from_iterable(find_files(corpus, "train"))
-    text = [hash_source(source, "train", corpus) for source in sources]
+    files = itertools.chain.from_iterable(find_files(corpus, "train"))
+    text = [hash_file(file, "train", corpus) for file in files]
     return str(Path(corpus.cache) / f"vocabulary-{short_hash(text, corpus.vocabulary_size)}")
 
 

@@ -4,6 +4,7 @@
                 environment.json     versions, machine, git commit
                 lock                 held by the process that uses the folder
                 log.jsonl            one row per report and per evaluation
+                tracker/             the same for TensorBoard
                 checkpoints/step-N/  weights.safetensors, optimizer.safetensors, state.json,
                                      manifest.json (their SHA-256)
                 model/               the finished model and tokenizer, for from_pretrained
@@ -55,7 +56,7 @@ MANIFEST = "manifest.json"
 TEXT_KEYS = "corpus.tokenizer, corpus.train and corpus.validation"
 """Settings that decide the tokens of a run."""
 
-TrainingState = tuple[dict[str, Tensor], dict[str, Tensor]]
+CheckpointTensors = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Weights by name, and optimizer tensors by "<parameter number>.<name>"; none is sharded."""
 
 
@@ -109,7 +110,7 @@ class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
     The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the store
-    names with which the run began), and `RunLog.state`, among it the `seconds` trained.
+    names with which the run began), and `RunLog.state`, among it its `seconds`.
 
     `store_names` are the names of the token stores, which are hashes of text and tokenizer.
     """
@@ -124,8 +125,9 @@ class Checkpoints:
     def resume(self, total: int | None) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
 
-        The metadata is written last, so that a launch that cannot continue changes nothing. The
-        model of a run that was finished earlier and now continues to `total` steps is removed.
+        The metadata is written last, so that a launch that cannot continue changes nothing but the
+        names of damaged checkpoints. The model of a run that was finished earlier and now continues
+        to `total` steps is removed.
         Returns `step`, `data` and `RunLog.state` to continue from.
 
         Raises:
@@ -134,7 +136,7 @@ class Checkpoints:
                 see different checkpoints.
         """
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
-            path = latest(self.folder)
+            path = recover_latest(self.folder)
         state = INITIAL_STATE | {"step": 0, "data": self.store_names}
         if path is not None:
             state |= read_checkpoint(path, self.model, self.optimizer)
@@ -169,17 +171,17 @@ class Checkpoints:
         steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
         require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
 
-    def save(self, step: int, run_log: RunLog, last: bool) -> None:
+    def save(self, step: int, run_log: RunLog, final: bool) -> None:
         """Save a checkpoint and delete old ones; a collective call.
 
-        After the `last` one this launch trains no more.
+        After the `final` one this launch trains no more.
 
         Raises:
-            InputError: The last checkpoint could not be written; of others this is a warning.
+            InputError: The final checkpoint could not be written; of others this is a warning.
         """
         error = ""
         state = run_log.state() | {"data": self.store_names}
-        tensors = gather_state(self.model, self.optimizer)
+        tensors = gather_tensors(self.model, self.optimizer)
         if self.accelerator.is_main_process:
             try:
                 write_checkpoint(self.folder, step, tensors, state)
@@ -190,7 +192,7 @@ class Checkpoints:
                 prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        _check_written(error, "a checkpoint", self.accelerator, is_needed=last)
+        _check_written(error, "a checkpoint", self.accelerator, is_needed=final)
 
 
 def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
@@ -203,7 +205,7 @@ def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: b
 def save_model(
     language_model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    model_folder: Path,
     accelerator: Accelerator,
     copy_token_type: bool,
 ) -> None:
@@ -226,16 +228,16 @@ def save_model(
         limit = getattr(language_model.model.config, "max_position_embeddings", None)
         tokenizer.model_max_length = limit or tokenizer.model_max_length
         try:
-            with write_dir_atomically(folder, replace=True) as temporary:
+            with write_dir_atomically(model_folder, replace=True) as temporary:
                 language_model.model.save_pretrained(temporary, state_dict=weights)
                 tokenizer.save_pretrained(temporary)
-            print(f"model and tokenizer: {folder}")
+            print(f"model and tokenizer: {model_folder}")
         except (OSError, SafetensorError) as failure:
             error = " ".join(str(failure).split())
     _check_written(error, "the model", accelerator)
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointTensors:
     """Gather the tensors of a checkpoint; a collective call if the model is sharded.
 
     All processes but the first get empty dictionaries.
@@ -249,7 +251,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Training
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Gather parameters and saved buffers by name, tied ones once; as `gather_state`."""
+    """Gather parameters and saved buffers by name, tied ones once; as `gather_tensors`."""
     return _gather({name: tensor.detach() for name, tensor in _saved_tensors(model).items()})
 
 
@@ -284,12 +286,11 @@ def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write_checkpoint(
-    folder: Path, step: int, training_state: TrainingState, state: dict[str, Any]
+    folder: Path, step: int, tensors: CheckpointTensors, state: dict[str, Any]
 ) -> Path:
     """Write `checkpoints/step-N` of a run after N optimizer steps, atomically, and return it.
 
-    `training_state` is from `gather_state`; `state` holds JSON values, which `read_checkpoint`
-    returns.
+    `tensors` are from `gather_tensors`; `state` holds JSON values, which `read_checkpoint` returns.
 
     Raises:
         OSError, SafetensorError: It could not be written, for example on a full disk; nothing is
@@ -297,15 +298,15 @@ def write_checkpoint(
     """
     target = folder / "checkpoints" / f"step-{step:08d}"
     with write_dir_atomically(target, replace=True) as temporary:
-        for tensors, name in zip(training_state, (WEIGHTS, OPTIMIZER)):
-            save_file(tensors, temporary / name)
+        for part, name in zip(tensors, (WEIGHTS, OPTIMIZER)):
+            save_file(part, temporary / name)
         (temporary / STATE).write_text(json.dumps({"step": step} | state))
         hashes = {name: _sha256(temporary / name) for name in FILES}
         (temporary / MANIFEST).write_text(json.dumps(hashes, indent=2))
     return target
 
 
-def latest(folder: Path) -> Path | None:
+def recover_latest(folder: Path) -> Path | None:
     """Return the newest intact checkpoint, or None if there is none.
 
     Damaged checkpoints newer than it are renamed to `damaged-step-N`, with a warning.

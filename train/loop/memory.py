@@ -20,7 +20,7 @@ from train.environment import is_out_of_memory, peak_memory
 from train.loop.launch import any_process
 from train.loop.model_init import build_config
 from train.loop.objective import LanguageModel, build_language_model
-from train.loop.optim import count_steps
+from train.loop.optim import build_optimizer, count_steps
 from train.settings import InputError, PretrainSettings, first_line
 
 ADAM_BYTES = 16
@@ -50,14 +50,15 @@ def fit_micro_batches(
     dataset: StagedDataset,
     model: nn.Module,
     language_model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
 ) -> None:
-    """Reduce the micro-batch of every stage to one that fits into memory, on all processes."""
+    """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
     for stage in dataset.stages:
         length, batch_format = stage.sequences.length, stage.batch_format
         rate = batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
-            model, language_model, length, stage.micro_batch, rate, accelerator
+            model, language_model, optimizer, length, stage.micro_batch, rate, accelerator
         )
         if batch_format.pad_predictions_to is not None:
             batch_format.pad_predictions_to = max_predictions(stage.micro_batch * length, rate)
@@ -68,6 +69,7 @@ def fit_micro_batches(
 def fit_micro_batch(
     model: nn.Module,
     language_model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
     length: int,
     micro_batch: int,
     mask_rate: float | None,
@@ -88,7 +90,7 @@ def fit_micro_batch(
     size, before = micro_batch, [buffer.clone() for buffer in language_model.buffers()]
     while True:
         batch = largest_batch(language_model, size, length, mask_rate)
-        fits = _fits(model, batch, accelerator)
+        fits = _fits(model, optimizer, batch, accelerator)
         if not fits and accelerator.distributed_type == DistributedType.FSDP:
             # the other processes may wait for a part of this one's weights, so it has to end
             raise InputError(
@@ -111,11 +113,16 @@ def fit_micro_batch(
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
 
 
-def _fits(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> bool:
+def _fits(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Any],
+    accelerator: Accelerator,
+) -> bool:
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        # AdamW allocates its moments at the first step
-        moments = [torch.empty_like(p) for p in trained for _ in range(2)]
+        # AdamW allocates its moments at the first step, and a resumed run has them already
+        moments = [torch.empty_like(p) for p in trained for _ in range(0 if optimizer.state else 2)]
         # after no_sync, FSDP2 would keep gradients that zero_grad does not free
         with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
             loss, _ = model(**send_to_device(batch, accelerator.device))
@@ -145,12 +152,12 @@ def dry_run(
     language_model.prefer_packed_rows(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     micro_batches, tokens, hours = [], 0, 0.0
-    for stage, number in zip(stages, steps):
+    for stage, stage_steps in zip(stages, steps):
         rows, seconds = _measure_micro_batch(language_model, stage, accelerator)
         micro_batches.append(rows)
-        tokens += stage.optim.batch_size * stage.corpus.length * (number or 0)
+        tokens += stage.optim.batch_size * stage.corpus.length * (stage_steps or 0)
         per_process = stage.optim.batch_size / rows / accelerator.num_processes
-        hours += (number or 0) * per_process * seconds / 3600
+        hours += (stage_steps or 0) * per_process * seconds / 3600
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
     memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
@@ -188,8 +195,11 @@ def _measure_micro_batch(
     """Return a micro-batch that fits, and the seconds of its forward and backward pass."""
     length, size = stage.corpus.length, stage.optim.micro_batch
     mask_rate = None if language_model.causal else stage.corpus.mask_rate
+    optimizer = build_optimizer(language_model, stage.optim)
     with accelerator.autocast():
-        rows = fit_micro_batch(language_model, language_model, length, size, mask_rate, accelerator)
+        rows = fit_micro_batch(
+            language_model, language_model, optimizer, length, size, mask_rate, accelerator
+        )
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
     batch = largest_batch(language_model, rows, length, mask_rate)

@@ -115,7 +115,7 @@ def learning_rate_schedule(
     """
     peak, warmup = optim.learning_rate, optim.warmup_steps
     if total is not None:
-        factor = schedule_factor(optim.schedule, warmup, total + 1)  # not 0 at the last step
+        factor = schedule_factor(optim.schedule, warmup, total + 1)  # 0 after the last step
         return lambda step, hours: peak * factor(step + 1)
     assert optim.hours is not None
     budget, decay = optim.hours, schedule_factor(optim.schedule, 0, SCHEDULE_RESOLUTION + 1)
@@ -134,12 +134,12 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
 
 
-def check_warmup(optim: OptimSettings, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run, whose stages have these steps."""
+def check_warmup(warmup_steps: int, stage_steps: list[int | None]) -> None:
+    """Check that the warm-up is shorter than the run, if the steps of all stages are known."""
     total = sum(steps or 0 for steps in stage_steps)
     rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
-    fits = optim.hours is not None or optim.warmup_steps < total
-    require(fits, "optim.warmup_steps", rule, optim.warmup_steps, remedy)
+    fits = None in stage_steps or warmup_steps < total
+    require(fits, "optim.warmup_steps", rule, warmup_steps, remedy)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -182,35 +182,36 @@ class NonFiniteGuard:
         self.scaled = optimizer.scaler is not None
         self.max_skipped = MAX_SKIPPED_STEPS_SCALED if self.scaled else MAX_SKIPPED_STEPS
         self.skipped_in_a_row = 0
-        self.last_step: tuple[int, AsyncScalars] | None = None
+        self.unchecked: tuple[int, AsyncScalars] | None = None
 
-    def optimizer_step(self, number: int, norm: Tensor) -> None:
+    def optimizer_step(self, step: int, norm: Tensor) -> None:
         """Check the step before, then update the weights unless the gradient norm is not finite."""
-        self.check_last_step()
+        self.check_step()
         skip = norm.isfinite().logical_not().float()
         if not self.scaled:
             self.optimizer.optimizer.found_inf = skip
-        self.last_step = number, AsyncScalars(skip[None])
+        self.unchecked = step, AsyncScalars(skip[None])
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check_last_step(self) -> bool:
-        """Report the last step if it was skipped and has not been checked yet.
+    def check_step(self) -> bool:
+        """Report the newest step if it was skipped and has not been checked yet.
 
         Returns:
-            Whether the weights may be saved: no checkpoint follows a skipped step, so that a
-            restart does not begin where gradients are not finite. A loss scaler's skips are normal.
+            Whether a checkpoint may follow: none follows a skipped step but the final one of a
+            launch, so that a restart does not begin where gradients are not finite. A loss scaler's
+            skips are normal.
 
         Raises:
             InputError: Too many steps in a row were skipped.
         """
-        if self.last_step is not None:
-            (number, skipped), self.last_step = self.last_step, None
+        if self.unchecked is not None:
+            (step, skipped), self.unchecked = self.unchecked, None
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped.wait()[0] else 0
             failed = self.skipped_in_a_row >= self.max_skipped
             if failed or (self.skipped_in_a_row and not self.scaled):
                 self.warn(
-                    f"step {number + 1} changed no weight, its gradient is not finite "
+                    f"step {step + 1} changed no weight, its gradient is not finite "
                     f"({self.skipped_in_a_row} in a row)"
                 )
             if failed:
@@ -218,7 +219,7 @@ class NonFiniteGuard:
                 outcome = f"goes on from {newest}" if newest else "begins again"
                 raise InputError(
                     f"optim must keep gradients finite, got {self.max_skipped} steps in a row, the "
-                    f"last {number + 1}, with infinite ones; the same command with a lower "
+                    f"last {step + 1}, with infinite ones; the same command with a lower "
                     f"optim.learning_rate and run.allow_drift true {outcome}"
                 )
         return self.skipped_in_a_row == 0 or self.scaled

@@ -30,24 +30,25 @@ INITIAL_STATE: dict[str, Any] = {
 
 
 class Clock:
-    """Seconds since the beginning of the run, and of training since the last report.
+    """Seconds of the run, and of training since the last report.
 
-    `waited` is the part of the latter that was spent waiting for batches.
+    Those of the run are of the loops of all launches, evaluations and saves included; those of
+    training exclude evaluations. `waited` is the part of the latter spent waiting for batches.
     """
 
-    def __init__(self, previous_seconds: float, trained: float, waited: float) -> None:
+    def __init__(self, previous_seconds: float, interval_seconds: float, waited: float) -> None:
         now = time.perf_counter()
-        self.run_started, self.interval_started = now - previous_seconds, now - trained
+        self.run_started, self.interval_started = now - previous_seconds, now - interval_seconds
         self.waited = waited
 
     @property
     def seconds(self) -> float:
-        """Duration of the run so far, over all its launches."""
+        """Seconds of the run so far, over all its launches."""
         return time.perf_counter() - self.run_started
 
     @property
-    def training_seconds(self) -> float:
-        """Training time since the last report."""
+    def interval_seconds(self) -> float:
+        """Seconds of training since the last report."""
         return time.perf_counter() - self.interval_started
 
     def start_interval(self) -> None:
@@ -90,7 +91,7 @@ class RunLog:
         peak_flops: float,
     ) -> None:
         self.accelerator, self.config, self.peak_flops = accelerator, config, peak_flops
-        self.tokens, self.step = state["tokens"], state["reported"]
+        self.reported_tokens, self.reported_step = state["tokens"], state["reported"]
         self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
         is_main = accelerator.is_main_process
@@ -121,11 +122,11 @@ class RunLog:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs for the log to continue exactly; a collective call."""
         return {
-            "tokens": self.tokens,
+            "tokens": self.reported_tokens,
             "seconds": self.clock.seconds,
-            "reported": self.step,
+            "reported": self.reported_step,
             "pending": self._reduce_sums(),
-            "unreported": [self.clock.training_seconds, self.clock.waited],
+            "unreported": [self.clock.interval_seconds, self.clock.waited],
         }
 
     def add(self, loss: Tensor, correct: Tensor, batch: dict[str, Any]) -> None:
@@ -145,13 +146,14 @@ class RunLog:
     def report_training(self, step: int, learning_rate: float, gradient_norm: Tensor) -> None:
         """Write the metrics of all steps since the last report."""
         loss, correct, predicted, tokens, squares = self._reduce_sums()
-        self.tokens += int(tokens)
-        elapsed, steps = self.clock.training_seconds, max(step - self.step, 1)
+        self.reported_tokens += int(tokens)
+        elapsed = self.clock.interval_seconds
+        steps = max(step - self.reported_step, 1)
         flops = step_flops(self.config, tokens, squares, predicted)
         peak = self.peak_flops * self.accelerator.num_processes
         row = {
             "step": step,
-            "tokens": self.tokens,
+            "tokens": self.reported_tokens,
             "seconds": round(self.clock.seconds, 2),
             "loss": loss / predicted if predicted else math.nan,
             "accuracy": correct / predicted if predicted else math.nan,
@@ -167,7 +169,7 @@ class RunLog:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
         if predicted:
             self.last_loss = row["loss"]
-        self.step = step
+        self.reported_step = step
         self.clock.start_interval()
         self._reset_sums(INITIAL_STATE["pending"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
@@ -176,7 +178,7 @@ class RunLog:
 
     def report_validation(self, step: int, scores: dict[str, float]) -> None:
         """Write the scores of an evaluation, with the tokens of all steps before it."""
-        tokens = self.tokens + int(self._reduce_sums()[3])
+        tokens = self.reported_tokens + int(self._reduce_sums()[3])
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 

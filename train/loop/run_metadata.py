@@ -82,8 +82,9 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
 
 
 def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a stage that must stay; null, the default, is as good as a missing field."""
     changeable = CHANGEABLE["optim"] | CHANGEABLE["corpus"]
-    return {key: value for key, value in stage.items() if key not in changeable}
+    return {k: v for k, v in stage.items() if v is not None and k not in changeable}
 
 
 def _read_mapping(file: Path, what: str) -> dict[str, Any]:

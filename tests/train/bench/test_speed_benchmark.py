@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from tiny import command, refused
+from tiny import ROOT, command, refused
 from train.bench import baselines, parts
 from train.bench.__main__ import main
 from train.bench.baselines import DEFAULT, IN_OUR_LOOP, SPARSE, STEPS, STOCK, Workload
@@ -90,10 +91,24 @@ def test_a_part_measured_alone_replaces_its_rows_and_keeps_the_others(tmp_path):
     written = json.loads((tmp_path / "speed.json").read_text())
     rows = {name: len(part["rows"]) for name, part in written["parts"].items()}
     assert rows == {"peak": 2, "rope": 2}
-    assert {"machine", "torch", "transformers", "threads"} <= set(written)
-    assert "commit" in written["parts"]["rope"]
+    keys = {"machine", "torch", "transformers", "threads", "commit"}
+    assert all(keys <= part.keys() for part in written["parts"].values())
     page = (tmp_path / "speed.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("## ")] == ["## peak", "## rope"]
+
+
+def test_parts_keep_their_machine_beside_those_of_another_one(tmp_path):
+    """Those, too, of a file that names one machine for all of its parts."""
+    shutil.copy(ROOT / "results" / "bench-amd.json", tmp_path / "speed.json")
+    before = json.loads((tmp_path / "speed.json").read_text())
+    main(replace(tiny(tmp_path), parts=["rope"]))
+    after = json.loads((tmp_path / "speed.json").read_text())
+    page = (tmp_path / "speed.md").read_text()
+    old, new = page.split("## rope")
+    assert old.count(f"machine {before['machine']}, threads 2,") == len(before["parts"])
+    assert old.count("medians of 5 turns") == len(before["parts"])
+    assert f"machine {after['parts']['rope']['machine']}, " in new
+    assert "medians of 2 turns" in new
 
 
 def test_every_cell_of_default_options_is_measured_and_each_task_has_a_mean(tmp_path, monkeypatch):

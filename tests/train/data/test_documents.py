@@ -11,7 +11,7 @@ import pytest
 from tiny import refused
 from tiny_tokens import TEXTS, texts
 from train.data import demo_corpus
-from train.data.documents import check_disjoint_files, read_documents, read_source
+from train.data.documents import check_disjoint_files, read_documents, read_file
 from train.settings import CorpusSettings
 
 
@@ -129,9 +129,9 @@ def test_a_hub_data_set_without_held_out_text_gives_its_first_documents(tmp_path
     file.parent.mkdir(parents=True)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abcde"))
     for part, expected in (("train", ["c", "d", "e"]), ("validation", ["a", "b"])):
-        assert list(read_source("owner/name", part, CorpusSettings())) == expected
+        assert list(read_file("owner/name", part, CorpusSettings())) == expected
     file.rename(file.with_name("test.jsonl"))
-    read = partial(read_source, "owner/name", "train", CorpusSettings())
+    read = partial(read_file, "owner/name", "train", CorpusSettings())
     refused(lambda: list(read()), "hub data set with a train split")
 
 

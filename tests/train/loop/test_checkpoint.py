@@ -31,7 +31,7 @@ def trained():
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.write_checkpoint(folder, step, checkpoint.gather_state(*trained()), {})
+    return checkpoint.write_checkpoint(folder, step, checkpoint.gather_tensors(*trained()), {})
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def test_damage_to_any_file_is_noticed_and_an_older_checkpoint_used(tmp_path, na
         else:
             content[len(content) // 2] ^= 1
             file.write_bytes(content if damage == "bit" else content[: len(content) // 2])
-        assert checkpoint.latest(tmp_path).name == "step-00000003"
+        assert checkpoint.recover_latest(tmp_path).name == "step-00000003"
         (line,) = capsys.readouterr().out.splitlines()
         assert "step-00000006 is damaged" in line
         assert name in line or name == "manifest.json"
     save(tmp_path, 5)
     checkpoint.prune(tmp_path, 1)  # the damaged one does not count as kept
-    assert checkpoint.latest(tmp_path).name == "step-00000005"
+    assert checkpoint.recover_latest(tmp_path).name == "step-00000005"
 
 
 def test_a_folder_without_checkpoint_has_none(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.recover_latest(tmp_path) is None
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     rule = f"{tmp_path}/checkpoints must hold a complete checkpoint"
-    refused(lambda: checkpoint.latest(tmp_path), rule, "step-00000001")
+    refused(lambda: checkpoint.recover_latest(tmp_path), rule, "step-00000001")
 
 
 def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsys):
@@ -69,7 +69,7 @@ def test_a_foreign_or_empty_folder_is_set_aside_with_one_warning(tmp_path, capsy
     for name in ("step-00000009", "step-99-of-mine1"):
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-99-of-mine1" / "notes.txt").write_text("do not lose me")
-    assert checkpoint.latest(tmp_path).name == "step-00000003"
+    assert checkpoint.recover_latest(tmp_path).name == "step-00000003"
     foreign, empty = capsys.readouterr().out.splitlines()
     assert "step-99-of-mine1" in foreign
     assert "step-00000009" in empty
@@ -99,7 +99,7 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
         run = tmp_path / f"killed-{last}"
         shutil.copytree(begun, run)
         was_killed = killed_at(last, partial(save_and_prune, run, 3))
-        path = checkpoint.latest(run)
+        path = checkpoint.recover_latest(run)
         killed.append(path.name)
         assert checkpoint.read_checkpoint(path, *trained())["step"] == int(path.name[-1])
         save_and_prune(run, 4)
@@ -148,7 +148,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
 def test_tied_weights_are_saved_once(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    held = checkpoint.gather_state(model, torch.optim.AdamW(model.parameters()))
+    held = checkpoint.gather_tensors(model, torch.optim.AdamW(model.parameters()))
     path = checkpoint.write_checkpoint(tmp_path, 1, held, {})
     assert sorted(load_file(path / "weights.safetensors")) == ["a.bias", "a.weight", "b.bias"]
 
@@ -170,7 +170,7 @@ def test_sharded_models_train_and_are_saved_as_whole_ones(tmp_path):
 
 def test_tensors_that_are_not_sharded_are_not_copied():
     model, optimizer = trained()
-    weights, moments = checkpoint.gather_state(model, optimizer)
+    weights, moments = checkpoint.gather_tensors(model, optimizer)
     assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
     state = optimizer.state[model[0].weight]
     assert {"exp_avg", "exp_avg_sq"} < state.keys()

@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,10 +21,17 @@ from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.loop.flops import step_flops
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.objective import LanguageModel
+from train.loop.optim import adamw
 
 
 def objective(**fields: object) -> LanguageModel:
     return LanguageModel(RoFormerForMaskedLM(tiny_config(**fields)))
+
+
+def fit(model: LanguageModel, *sizes: float | None) -> int:
+    """The micro-batch that fits: of length, micro-batch and mask rate, before the first step."""
+    optimizer = adamw(model, 1e-3, 0.0)
+    return fit_micro_batch(model, model, optimizer, *sizes, Accelerator(cpu=True))
 
 
 def test_operations_are_the_references_figures():
@@ -114,7 +122,7 @@ def test_a_micro_batch_is_halved_until_it_fits(kernel, rate, name, fits, limit_m
     model = objective()
     model.model.set_attn_implementation(kernel)
     limit_memory(name, 5 * 24)
-    assert fit_micro_batch(model, model, 24, 16, rate, Accelerator(cpu=True)) == fits
+    assert fit(model, 24, 16, rate) == fits
     assert (f"optim.micro_batch is {fits}" in capsys.readouterr().out) == (fits < 16)
     assert all(p.grad is None for p in model.parameters())
 
@@ -132,23 +140,36 @@ def test_a_micro_batch_is_halved_until_it_fits(kernel, rate, name, fits, limit_m
 def test_only_errors_of_memory_are_taken_for_them(message, is_memory, limit_memory):
     model = objective()
     limit_memory("input_ids", 24, RuntimeError(message))
-    attempt = partial(fit_micro_batch, model, model, 24, 2, 0.15, Accelerator(cpu=True))
+    attempt = partial(fit, model, 24, 2, 0.15)
     with nullcontext() if is_memory else pytest.raises(RuntimeError, match=re.escape(message)):
         assert attempt() == 1
 
 
+def test_moments_of_a_resumed_run_are_not_reserved_a_second_time(monkeypatch):
+    model = objective()
+    model.model.set_attn_implementation("eager")
+    optimizer, reserved = adamw(model, 1e-3, 0.0), Mock(wraps=torch.empty_like)
+    monkeypatch.setattr("train.loop.memory.torch.empty_like", reserved)
+    for expected in (2 * len(list(model.parameters())), 0):
+        reserved.reset_mock()
+        fit_micro_batch(model, model, optimizer, 24, 2, 0.15, Accelerator(cpu=True))
+        assert reserved.call_count == expected
+        model(**largest_batch(model, 2, 24, 0.15))[0].backward()
+        optimizer.step()  # as a checkpoint that is read, it gives the optimizer its moments
+
+
 def test_a_sharded_process_without_memory_ends_so_that_none_waits_for_it(limit_memory, monkeypatch):
-    model, accelerator = objective(), Accelerator(cpu=True)
+    model = objective()
     limit_memory("input_ids", 24)
-    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
-    attempt = partial(fit_micro_batch, model, model, 24, 4, 0.15, accelerator)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    attempt = partial(fit, model, 24, 4, 0.15)
     refused(attempt, "optim.micro_batch", "got 4")
 
 
 def test_micro_batches_that_are_tried_divide_the_one_asked_for(limit_memory):
     """Otherwise processes would compute different numbers of micro-batches per step."""
     model, tried = objective(), limit_memory("input_ids", 0)
-    attempt = partial(fit_micro_batch, model, model, 24, 28, 0.15, Accelerator(cpu=True))
+    attempt = partial(fit, model, 24, 28, 0.15)
     refused(attempt, "corpus.length", "24")
     assert tried == [rows * 24 for rows in (28, 14, 7, 2, 1)]
 

@@ -271,7 +271,7 @@ def test_a_rank_that_dies_stops_the_launch(launch):
     assert torchrun.wait(60) != 0
     assert "Signal 9 (SIGKILL)" in launch.output()
     assert not runs.child_processes(launch.folder)
-    assert checkpoint.latest(launch.run) is not None
+    assert checkpoint.recover_latest(launch.run) is not None
 
 
 @pytest.mark.slow

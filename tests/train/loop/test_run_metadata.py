@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tiny import refused
 from train import environment
 from train.loop.run_metadata import changed_settings, check_settings_unchanged, write_metadata
-from train.settings import OptimSettings, PretrainSettings, RunSettings
+from train.settings import OptimSettings, PretrainSettings, RunSettings, StageSettings
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
@@ -93,6 +93,18 @@ def test_a_setting_added_after_a_run_began_had_its_default(begun):
     check_settings_unchanged(begun, SETTINGS, "no")
     other = settings_of(muon_scale=0.5)
     assert changed_settings(begun, other, "no") == {"optim.muon_scale": (0.8, 0.5)}
+
+
+def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
+    def staged(**fields: int) -> PretrainSettings:
+        return PretrainSettings(stages=[StageSettings(steps=9, **fields)])
+
+    write(tmp_path, staged())
+    file = tmp_path / "settings.yaml"
+    assert file.read_text().count("  length: null\n") == 1
+    file.write_text(file.read_text().replace("  length: null\n", ""))
+    check_settings_unchanged(tmp_path, staged(), "no")
+    assert set(changed_settings(tmp_path, staged(length=64), "no")) == {"stages"}
 
 
 def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
