@@ -56,7 +56,7 @@ __all__ = [
     "use_for_auto_classes",
 ]
 
-_HEADS: dict[Any, type[RoFormerPreTrainedModel]] = {
+_MODEL_OF_AUTO_CLASS: dict[Any, type[RoFormerPreTrainedModel]] = {
     transformers.AutoModel: RoFormerModel,
     transformers.AutoModelForCausalLM: RoFormerForCausalLM,
     transformers.AutoModelForMaskedLM: RoFormerForMaskedLM,
@@ -69,7 +69,7 @@ _HEADS: dict[Any, type[RoFormerPreTrainedModel]] = {
 
 # only this package's configuration and model type; `roformer` stays transformers' own
 transformers.AutoConfig.register(PLUS_MODEL_TYPE, RoFormerPlusConfig, exist_ok=True)
-for _auto, _model in _HEADS.items():
+for _auto, _model in _MODEL_OF_AUTO_CLASS.items():
     _auto.register(RoFormerConfig, _model, exist_ok=True)
 
 
@@ -83,5 +83,8 @@ def use_for_auto_classes() -> None:
     too, except in transformers 5.17, which ignores such registrations.
     """
     transformers.AutoConfig.register("roformer", RoFormerConfig, exist_ok=True)
-    for auto, model in _HEADS.items():  # also for configurations of transformers' own class
+    for (
+        auto,
+        model,
+    ) in _MODEL_OF_AUTO_CLASS.items():  # also for configurations of transformers' own class
         auto.register(transformers.RoFormerConfig, model, exist_ok=True)

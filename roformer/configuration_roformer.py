@@ -2,8 +2,8 @@
 
 A configuration that transformers' RoFormer can express is saved as `model_type: roformer`, so that
 either library loads what the other saved. All others are saved as `roformer_plus`, a type unknown
-to transformers: it refuses them instead of ignoring fields and computing something else. The type
-follows from the fields at the time of saving.
+to transformers: its Auto classes refuse them instead of ignoring fields and computing something
+else (its RoFormer classes warn only). The type follows from the fields at the time of saving.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ def convert_rope_layout(
     Applied again with the converted `rope_interleave`, it gives the first weights exactly.
 
     Args:
-        state_dict: Weights of a RoFormer, with or without head.
+        state_dict: Weights of a RoFormer, with or without head; merge adapters first.
         config: Configuration of these weights, which stays as it is.
 
     Raises:

@@ -178,7 +178,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         """Compute logits of the next token at every token.
 
         `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
-        packed rows give -100 to the first token of each document, which none before it predicts.
+        packed rows give -100 to the first token of each document, and behind padding on the left to
+        the first of each row: no token before it predicts it.
         `logits_to_keep` is the number of last tokens to score, or the indices of tokens, which
         `labels` then name alone; 0 means all. With `labels` the default of `use_cache` is False.
         All other arguments are those of `RoFormerModel.forward`.

@@ -47,6 +47,15 @@ from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 logger = logging.get_logger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
+FIXED_FIELDS = (  # the layers are built from these, so that editing them later has no effect
+    "position_encoding",
+    "linear_attention",
+    "is_decoder",
+    "add_cross_attention",
+    "rope_interleave",
+    "use_bias",
+    "norm_type",
+)
 
 
 def build_norm(config: RoFormerConfig, size: int) -> nn.Module:
@@ -71,7 +80,7 @@ class RoFormerEmbeddings(nn.Module):
         self.token_type_embeddings = None
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
-        self.position_embeddings = None
+        self.position_embeddings = None  # the table of learned positions
         if config.position_encoding == "learned":
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.is_sinusoidal = config.position_encoding == "sinusoidal"
@@ -531,11 +540,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
         # it tells the attention implementation and what to return, this one all else
         self.roformer_config = config
-        # the layers depend on these fields, so that editing them later would have no effect
-        self.fixed_fields = {
-            name: getattr(config, name)
-            for name in ("position_encoding", "linear_attention", "is_decoder")
-        }
+        self.fixed_fields = {name: getattr(config, name) for name in FIXED_FIELDS}
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -666,7 +671,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return None
         if not torch.compiler.is_compiling():
             config.check_rope()  # rope_parameters is a dict that may have been edited
-        row_lengths = batch.row_length_of_each_token() if config.has_dynamic_rope else None
+        row_lengths = batch.position_span_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(
             config, row_lengths, position_ids.device
         )

@@ -44,7 +44,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
     there it computes and keeps all scores.
 
-    | dtype, dropout | scores of all heads below 32 MiB | from 32 MiB |
+    | dtype, dropout | scores of the call below 32 MiB | from 32 MiB |
     |---|---|---|
     | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
     | otherwise | `sdpa` | `sdpa` |

@@ -82,6 +82,8 @@ def test_a_mask_of_another_encoder_is_refused_by_name(config):
         ("position_encoding", "none", "rope"),
         ("position_encoding", "t5", "none"),
         ("linear_attention", "elu", "relu"),
+        ("rope_interleave", True, False),
+        ("norm_type", "layer_norm", "rms_norm"),
     ],
 )
 def test_a_field_that_the_layers_were_built_from_cannot_be_edited(name, built, edited):
