@@ -106,11 +106,12 @@ def parse_settings(
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    types = dict(_field_types(settings))
+    types, configs = dict(_field_types(settings)), dict[str, Any]()
     for flag, next_flag in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name == "--config":
-            _check_yaml(value if equals else next_flag)
+            file = value if equals else next_flag
+            _check_whole_config(_check_yaml(file), file, configs)
         _check_whole_field(name)
     parser = _Parser(
         default_config_files=[] if _names_config(flags) or not default_config else [default_config],
@@ -215,8 +216,8 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
-def _check_yaml(file: str) -> None:
-    """Refuse a file that is no mapping in YAML; one that cannot be read is left to the parser."""
+def _check_yaml(file: str) -> dict[str, Any]:
+    """Read a file, and refuse one that is no mapping; the parser refuses one it cannot read."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _StrictLoader)
     except _RepeatedKeyError as error:
@@ -225,10 +226,26 @@ def _check_yaml(file: str) -> None:
         found = " ".join(str(error).split())
         raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
     except (OSError, ValueError):
-        return
+        return {}
     found = "an empty file" if content is None else "a list or a value"
     rule, remedy = "must be a mapping of settings", "write SECTION: {KEY: VALUE}"
     require(isinstance(content, dict), file, rule, found, remedy)
+    return content
+
+
+def _check_whole_config(content: dict[str, Any], file: str, earlier: dict[str, Any]) -> None:
+    """Refuse a file whose `model.config` would drop the sizes that an earlier file's has.
+
+    The parser merges sections, but replaces dictionaries. `earlier` is the last one so far.
+    """
+    section = content.get("model")
+    config = section.get("config") if isinstance(section, dict) else None
+    if isinstance(config, dict):
+        is_whole = "hidden_size" in config or "hidden_size" not in earlier
+        rule = "must give hidden_size and the other sizes, because it replaces the one before"
+        remedy = "copy them, or use flags, --model.config.KEY VALUE"
+        require(is_whole, "model.config", rule, f"none in {file}", remedy)
+        earlier.update(config)
 
 
 def _check_whole_field(flag: str) -> None:

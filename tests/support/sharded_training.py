@@ -93,7 +93,7 @@ def check_checkpoints(folder, name, tolerance):
     dist.barrier()
     expected = train(*sharded, batches[3:])
     for resumed in (build(mesh, name=name), build(name=name)):
-        checkpoint.read_checkpoint(checkpoint.recover_latest(folder), *resumed)
+        checkpoint.load_tensors(checkpoint.recover_latest(folder), *resumed)
         norms = train(*resumed, batches[3:])
         if hasattr(resumed[0], "reshard"):
             assert torch.equal(norms, expected)

@@ -258,7 +258,9 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
 def test_a_run_that_learned_its_vocabulary_learns_no_other_for_other_text(pretrain, other_text):
     flags = ("--corpus.tokenizer=null", "--corpus.vocabulary_size=100", ONE_STEP)
     pretrain(*flags)
-    changed = [f"--corpus.train={other_text}", "--run.allow_drift=true"]
+    changed = [f"--corpus.train={other_text}"]
+    refused(lambda: pretrain(*flags, *changed), "corpus.train", "must give the tokens")
+    changed.append("--run.allow_drift=true")
     refused(lambda: pretrain(*flags, *changed), "corpus.tokenizer must name the run's vocabulary")
 
 

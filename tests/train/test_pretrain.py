@@ -81,6 +81,7 @@ def test_a_model_says_that_it_is_made_for_what_it_was_trained_on(rope, made_for,
 @pytest.mark.filterwarnings("ignore:.*no supported trackers")
 def test_other_trackers_get_the_folder_of_the_runs_for_a_project(pretrain, monkeypatch):
     started, log = Mock(), Mock()
+    monkeypatch.setattr("train.loop.launch.get_available_trackers", lambda: ["wandb"])
     monkeypatch.setattr(Accelerator, "init_trackers", started)
     monkeypatch.setattr(Accelerator, "log", log)
     pretrain("--run.tracker=wandb", "--optim.steps=3")
@@ -319,7 +320,9 @@ MISFITS = {
     "--corpus.cache=/dev/null/x": ("corpus.cache must be a folder", "got /dev/null"),
     "--run.folder=/dev/null": ("run.folder must be a folder", "got /dev/null"),
     "--run.folder=/proc/x": ("run.folder must be a folder", "got /proc"),
-    "--run.tracker=foo": ("launch must be one Accelerate can make", "foo"),
+    "--run.tracker=foo": ("run.tracker must be null or", "got foo"),
+    "--corpus.train=": ("corpus.train must name a source", "got ['']"),
+    "--corpus.train=text --corpus.validation=2%": ("corpus.train must be files", "got 'text'"),
     "--corpus.validation=/nowhere/y": ("corpus.validation must exist", "got '/nowhere/y'"),
     '--model.config={"vocab_size":9}': ("must fit the model's vocabulary of 9", "got 2"),
     "--optim.micro_batch=5": ("optim.batch_size must be a multiple", "got 16"),

@@ -89,11 +89,15 @@ MISTAKES = {
     "--optim.learning_rate=-1": ("optim.learning_rate must be positive and finite", "got -1.0"),
     "--optim.tokens=5": ("optim needs one of optim.steps", "got optim.steps, optim.tokens"),
     '--stages=[{"steps":4}]': ("optim needs one of", "got optim.steps, stages"),
+    '--corpus.validation=2% --optim.steps=null --stages=[{"train":"x","steps":9}]': (
+        "corpus.train must be text of a stage",
+    ),
     "--optim.warmup_steps=-1": ("optim.warmup_steps must not be negative", "got -1"),
     "--optim.schedule=lin": ("optim.schedule must be one of linear", "got 'lin'"),
     "--optim.name=sgd": ("optim.name must be one of adamw, muon", "got 'sgd'"),
     "--optim.muon_scale=0": ("optim.muon_scale must be positive",),
     "--optim.betas=[1.5,0.9]": ("optim.betas must be at least 0 and below 1",),
+    "--model.init=x --corpus.tokenizer=null": ("corpus.tokenizer must be that of model.init",),
     "--corpus.length=4": ("corpus.length must be at least 8", "got 4"),
     "--corpus.mask_rate=1.5": ("corpus.mask_rate must lie between 0 and 1", "got 1.5"),
     "--run.name=a/b": ("run.name must be a plain folder name", "got 'a/b'"),
@@ -109,6 +113,20 @@ MISTAKES = {
 def test_a_mistake_is_one_line_that_names_the_key(flags):
     given = [*BASE, *flags.split(" ")]
     refused(lambda: parse_settings(PretrainSettings, given), *MISTAKES[flags])
+
+
+def test_a_later_file_may_not_drop_sizes_of_the_model(tmp_path):
+    """The parser replaces a dictionary as a whole, and the library's sizes would be trained."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {config: {position_encoding: alibi}}")
+    tiny = f"--config={ROOT / 'configs/model/roformer-tiny.yaml'}"
+    given = [*BASE, tiny, f"--config={file}"]
+    refused(
+        lambda: parse_settings(PretrainSettings, given), "model.config", str(file), "hidden_size"
+    )
+    given[-1] = "--model.config.position_encoding=alibi"
+    config = parse_settings(PretrainSettings, given).model.config
+    assert {"hidden_size", "position_encoding"} <= config.keys()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
     if part == "validation" and corpus.held_out_share:
         part = "train"  # from which `read_file` draws the documents
     key, names = f"corpus.{part}", source_names(corpus, part)
-    require(bool(names), key, "must name a source", "an empty list", "give a folder or files")
+    is_named = bool(names) and all(names)  # "" would be every file below the working folder
+    require(is_named, key, "must name a source", repr(names), "give a folder or files")
     sources: list[list[TextFile]] = []
     for name in names:
         if name == EMBEDDED:
@@ -53,8 +54,9 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
         exists = bool(files) or not _looks_like_path(name)
         require(exists, key, "must exist", repr(name), "check the path; a list is [A, B]")
         valid = bool(files) or not corpus.held_out_share
-        rule, remedy = "must name text for the hub data set", "give files or a hub data set"
-        require(valid, "corpus.validation", f"{rule} {name}", corpus.validation, remedy)
+        rule = "must be files if corpus.validation is a share"
+        remedy = "check the path; for a hub data set name one for corpus.validation, too"
+        require(valid, key, rule, f"{name!r}, which does not exist here", remedy)
         sources.append([*files] or [name])
     return sources
 
@@ -191,7 +193,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__} instead of an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {place}: {error}; mend it"
             ) from error

@@ -109,8 +109,8 @@ def _wait_for_lock(stream: TextIO) -> str:
 class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
-    The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the store
-    names with which the run began), and `RunLog.state`, among it its `seconds`.
+    The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the
+    store names at the last save), and `RunLog.state`, among it its `seconds`.
 
     `store_names` are the names of the token stores, which are hashes of text and tokenizer.
     """
@@ -139,9 +139,11 @@ class Checkpoints:
             path = recover_latest(self.folder)
         state = INITIAL_STATE | {"step": 0, "data": self.store_names}
         if path is not None:
-            state |= read_checkpoint(path, self.model, self.optimizer)
+            state |= json.loads((path / STATE).read_text())
+        self._check_resumable(state, total)  # before another text's vocabulary meets the weights
+        if path is not None:
+            load_tensors(path, self.model, self.optimizer)
             self.accelerator.print(f"going on after step {state['step']}")
-        self._check_resumable(state, total)
         if self.accelerator.is_main_process:
             precision = self.accelerator.mixed_precision
             changed = changed_settings(self.folder, self.settings, precision)
@@ -290,7 +292,7 @@ def write_checkpoint(
 ) -> Path:
     """Write `checkpoints/step-N` of a run after N optimizer steps, atomically, and return it.
 
-    `tensors` are from `gather_tensors`; `state` holds JSON values, which `read_checkpoint` returns.
+    `tensors` are from `gather_tensors`; `state` holds JSON values.
 
     Raises:
         OSError, SafetensorError: It could not be written, for example on a full disk; nothing is
@@ -343,10 +345,8 @@ def _find_damage(path: Path) -> str | None:
     return None
 
 
-def read_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Load a checkpoint into a model and its optimizer, and return its `state` and `step`.
+def load_tensors(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the tensors of a checkpoint into a model and its optimizer.
 
     Raises:
         InputError: It belongs to another model.
@@ -365,7 +365,6 @@ def read_checkpoint(
         value = _shard_like(value, parameters[int(number)])
         optimizer_state.setdefault(int(number), {})[name] = value
     optimizer.load_state_dict(optimizer.state_dict() | {"state": optimizer_state})
-    return json.loads((path / STATE).read_text())
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -80,6 +80,7 @@ BAD_FILES = {
         "text_column must hold whole characters in line 1",
         "h.json",
     ),
+    "deep.jsonl": (b"[" * 100_000, "corpus.train", "got line 1 of", "deep.jsonl"),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column", "line 1 of", "with 5;"),
 }
 
@@ -89,7 +90,7 @@ BAD_NAMES = [
     ("{0}/empty", "corpus.train must hold", ".parquet", "got none in"),
     ("none-*", "corpus.train must exist, got 'none-*'"),
     ("{0}/lists.parquet", "corpus.text_column", "with [1];"),
-    ([], "corpus.train must name a source, got an empty list"),
+    ([], "corpus.train must name a source, got []"),
     (["no-such/dataset"], "corpus.train must be a folder, file, glob or hub data set"),
     ("no-such/dataset", "corpus.train must be a folder, file, glob or hub data set"),
     *(("{0}/" + name, *words) for name, (_, *words) in BAD_FILES.items()),

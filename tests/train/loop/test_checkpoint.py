@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import itertools
+import json
 import os
 import platform
 import shutil
@@ -101,7 +102,8 @@ def test_a_kill_at_any_write_flush_or_rename_of_a_save_leaves_a_checkpoint(tmp_p
         was_killed = killed_at(last, partial(save_and_prune, run, 3))
         path = checkpoint.recover_latest(run)
         killed.append(path.name)
-        assert checkpoint.read_checkpoint(path, *trained())["step"] == int(path.name[-1])
+        checkpoint.load_tensors(path, *trained())
+        assert json.loads((path / "state.json").read_text())["step"] == int(path.name[-1])
         save_and_prune(run, 4)
         assert list_checkpoints(run) == [path.name, "step-00000004"]
         if not was_killed:
@@ -156,7 +158,7 @@ def test_tied_weights_are_saved_once(tmp_path):
 def test_another_models_checkpoint_is_refused(tmp_path):
     other = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(other.parameters())
-    read = partial(checkpoint.read_checkpoint, save(tmp_path, 1), other, optimizer)
+    read = partial(checkpoint.load_tensors, save(tmp_path, 1), other, optimizer)
     refused(read, "must hold this model", "got another")
 
 
