@@ -27,7 +27,7 @@ def check_fixed_fields(config: RoFormerConfig, fixed_fields: dict[str, Any]) -> 
         if getattr(config, name) != value:
             raise ValueError(
                 f"config.{name} must stay {value} in a built model, got {getattr(config, name)!r}; "
-                "give it to from_pretrained"
+                "give it to from_pretrained, or copy the configuration for each model"
             )
 
 

@@ -51,7 +51,6 @@ FIXED_FIELDS = (  # the layers are built from these, so that editing them later 
     "position_encoding",
     "linear_attention",
     "is_decoder",
-    "add_cross_attention",
     "rope_interleave",
     "use_bias",
     "norm_type",

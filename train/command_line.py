@@ -236,12 +236,14 @@ def _check_yaml(file: str) -> dict[str, Any]:
 def _check_whole_config(content: dict[str, Any], file: str, earlier: dict[str, Any]) -> None:
     """Refuse a file whose `model.config` would drop the sizes that an earlier file's has.
 
-    The parser merges sections, but replaces dictionaries. `earlier` is the last one so far.
+    The parser merges sections, but replaces dictionaries. `earlier` is the last one so far. A file
+    that names another type or checkpoint wants other sizes.
     """
     section = content.get("model")
+    is_part = isinstance(section, dict) and not {"type", "init"} & section.keys()
     config = section.get("config") if isinstance(section, dict) else None
     if isinstance(config, dict):
-        is_whole = "hidden_size" in config or "hidden_size" not in earlier
+        is_whole = not is_part or "hidden_size" in config or "hidden_size" not in earlier
         rule = "must give hidden_size and the other sizes, because it replaces the one before"
         remedy = "copy them, or use flags, --model.config.KEY VALUE"
         require(is_whole, "model.config", rule, f"none in {file}", remedy)

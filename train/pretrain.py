@@ -109,6 +109,9 @@ def main(settings: PretrainSettings) -> Path:
         with lock_run_dir(folder, accelerator):
             # again: another launch may have begun the run while this one waited for the lock
             check_settings_unchanged(folder, settings, accelerator.mixed_precision)
+            # the name is a folder to TensorBoard, and a project to other trackers
+            tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
+            accelerator.init_trackers(tracker, flat_settings(settings))
             exit_code = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
@@ -152,9 +155,6 @@ def train(
     seconds = state["seconds"]
     if state["step"] == total or seconds >= optim.seconds:
         return None
-    # the name is a folder to TensorBoard, and a project to other trackers
-    tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
-    accelerator.init_trackers(tracker, flat_settings(settings))
     peak = peak_flops(run.peak_tflops, accelerator)
     fit_micro_batches(dataset, model, language_model, optimizer, accelerator)
     # an evaluation fits into memory wherever the smallest micro-batch does

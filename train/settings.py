@@ -276,13 +276,11 @@ class PretrainSettings:
         given = [name for name, value in budgets.items() if value is not None]
         found, remedy = ", ".join(given) or "none", "set one and null the others"
         require(len(given) == 1, "optim", f"needs one of {', '.join(budgets)}", found, remedy)
-        has_ids = self.model.init is None or self.corpus.tokenizer is not None
-        rule, remedy = "must be that of model.init", "null learns another; name the same folder"
-        require(has_ids, "corpus.tokenizer", rule, "null", remedy)
-        texts = [stage.corpus.train for stage in split_stages(self)]  # which checks each stage
-        is_trained = self.corpus.held_out_share is None or self.corpus.train in texts
+        trained = [stage.corpus.train for stage in split_stages(self)]  # which checks each stage
+        whole, *parts = ({x} if isinstance(x, str) else {*x} for x in (self.corpus.train, *trained))
+        valid = self.corpus.held_out_share is None or any(whole & part for part in parts)
         rule, remedy = "must be text of a stage to hold out a share of it", "name that text"
-        require(is_trained, "corpus.train", rule, self.corpus.train, remedy)
+        require(valid, "corpus.train", rule, self.corpus.train, remedy)
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:

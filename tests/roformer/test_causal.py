@@ -82,8 +82,9 @@ def test_a_decoder_is_pretrained_resumed_validated_and_generates(
              f"--model.attention={attention}", model_flag(is_decoder=True, **fields)]  # fmt: skip
     whole = pretrain(*flags, "--run.name=whole")
     for _ in range(5):
-        pretrain(*flags, "--run.max_hours=1e-9")  # a step a launch
-    run = pretrain(*flags)
+        run = pretrain(*flags, "--run.max_hours=1e-9")  # a step a launch
+    assert max(log_rows(run)) == 5
+    pretrain(*flags)
     losses = [log_rows(folder) for folder in (whole, run)]
     assert losses[0] == losses[1]
     assert losses[0][6] < losses[0][1] < 1.2 * math.log(261)

@@ -84,6 +84,7 @@ def test_a_mask_of_another_encoder_is_refused_by_name(config):
         ("linear_attention", "elu", "relu"),
         ("rope_interleave", True, False),
         ("norm_type", "layer_norm", "rms_norm"),
+        ("use_bias", True, False),
     ],
 )
 def test_a_field_that_the_layers_were_built_from_cannot_be_edited(name, built, edited):

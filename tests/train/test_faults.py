@@ -242,10 +242,8 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
     text = (run / "settings.yaml").read_text()
     assert text.splitlines()[0] == f"# {first}"
     refused(pretrain, "optim.learning_rate must stay 0.5", "got 0.001")
-    smaller = [runs.model_flag(intermediate_size=32), "--run.tracker=tensorboard", drift]
-    refused(lambda: pretrain(*smaller), "must hold this model")
+    refused(lambda: pretrain(runs.model_flag(intermediate_size=32), drift), "must hold this model")
     assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
-    assert not (run / "tracker").exists()
     pretrain(*other, fast, drift)
     assert max(log_rows(run)) == 12
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
@@ -285,5 +283,5 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(launch):
     limited = launch(*flags, "--optim.micro_batch=64", limits=limits)
     assert limited.wait(runs.PATIENCE) == 0, launch.output()
     # 32, or less where a busy machine hid the peak of the first run
-    assert "warning: out of memory; optim.micro_batch is " in launch.output()
+    assert re.search(r"out of memory; optim.micro_batch is (32|16) in", launch.output())
     runs.assert_close_runs(launch.run.with_name("whole"), launch.run, "loss")

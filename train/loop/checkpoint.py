@@ -126,8 +126,8 @@ class Checkpoints:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
 
         The metadata is written last, so that a launch that cannot continue changes nothing but the
-        names of damaged checkpoints. The model of a run that was finished earlier and now continues
-        to `total` steps is removed.
+        names of damaged checkpoints and the tracker's files. The model of a run that was finished
+        earlier and now continues to `total` steps is removed.
         Returns `step`, `data` and `RunLog.state` to continue from.
 
         Raises:

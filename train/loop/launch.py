@@ -58,9 +58,9 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "them with `torchrun --nproc_per_node N` and the script, on a CPU with "
             "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
         )
-    trackers = [str(tracker) for tracker in get_available_trackers()]
-    rule = f"must be null or an installed tracker of Accelerate: {', '.join(trackers)}"
-    require(tracker in (None, *trackers), "run.tracker", rule, tracker, "install or change it")
+    trackers = ["all", *map(str, get_available_trackers())]
+    rule = f"must be null or an installed tracker of Accelerate, {', '.join(trackers)}"
+    require(tracker in (None, *trackers), "run.tracker", rule, tracker, "install it, or set null")
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),

@@ -257,4 +257,4 @@ def test_a_share_that_cannot_be_held_out_is_refused(written, tokenize):
     empty = partial(tokenize, written, part="validation", validation="0.1%")
     refused(empty, "corpus.validation must hold text, got 0.1%")
     hub = partial(tokenize, "owner/name", validation="2%")
-    refused(hub, "corpus.validation must name text for the hub data set")
+    refused(hub, "corpus.train must be files", "got 'owner/name'")
