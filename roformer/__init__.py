@@ -83,8 +83,6 @@ def use_for_auto_classes() -> None:
     too, except in transformers 5.17, which ignores such registrations.
     """
     transformers.AutoConfig.register("roformer", RoFormerConfig, exist_ok=True)
-    for (
-        auto,
-        model,
-    ) in _MODEL_OF_AUTO_CLASS.items():  # also for configurations of transformers' own class
+    # also for configurations of transformers' own class
+    for auto, model in _MODEL_OF_AUTO_CLASS.items():
         auto.register(transformers.RoFormerConfig, model, exist_ok=True)
