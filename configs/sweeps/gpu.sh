@@ -7,8 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} size=${SIZE:-base} folder=runs/gpu
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True} PYTHONPATH=$PWD
-rows=64 length=512 steps=60 minutes=4 scale=full
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+rows=64 length=512 steps=${STEPS:-60} minutes=4 scale=full
 [ "$size" = tiny ] && rows=8 length=64 steps=12 minutes=0.1 scale=tiny
 mkdir -p $folder
 

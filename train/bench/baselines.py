@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate.utils import send_to_device
+from accelerate.utils import compile_regions, send_to_device
 from torch import Tensor, nn
 
 import roformer
@@ -65,8 +65,9 @@ class Workload:
 
     With `bf16`, training is under autocast, and inference has its weights in bfloat16. `dropout` is
     that of embeddings, projections and attention probabilities. The lengths
-    of a padded batch differ, so that `PADDING_SHARE` of the rows is padding. transformers'
-    RoFormer, which breaks graphs, is never compiled.
+    of a padded batch differ, so that `PADDING_SHARE` of the rows is padding. Compiled models of
+    this project's loop are compiled layer by layer, as the loop does it, others as a whole, and
+    transformers' RoFormer, which breaks graphs, not at all.
     """
 
     size: str = "small"
@@ -176,7 +177,8 @@ def make_training_step(name: str, workload: Workload) -> Step:
     inputs = loop_inputs(name, workload) if in_our_loop else random_batch(workload)
     module: Any = LanguageModel(model) if in_our_loop else model
     if workload.compiled and name != STOCK:
-        module = torch.compile(module, dynamic=False)
+        compiler: Callable[..., nn.Module] = compile_regions if in_our_loop else torch.compile
+        module = compiler(module, dynamic=False)
     optimizer = adamw(model, 1e-4, 0.01)
 
     def step() -> None:
