@@ -2,8 +2,9 @@
 # Run: TEXT=FOLDER GLUE=FOLDER VOCABULARY=FILE configs/sweeps/gpu.sh PART...
 #      parts in their order: machine tests step attention resume peers pair glue; TEXT has train*.parquet and validation*.parquet,
 #      SIZE=tiny tries the script with small models, PYTHON is the interpreter
-# Cost: estimated minutes on one GPU: 0.5, 1.5, 3, 1, 2, 3, 10, 5
-# Expect: not run on a GPU; every part ends with a short table, also in runs/gpu. Targets: 45 % MFU in `step`, 5 x in `peers`
+# Cost: estimated minutes on one GPU: 0.5, 2, 3, 1, 2, 5, 10, 5
+# Expect: rows of short tables as they are measured, also in runs/gpu. On an H200 (results/bench-gpu.md) machine, most of tests, the first three
+#         runs of step and the shortest rows of peers were run, the rest not. Targets: 45 % MFU in `step`, 5 x in `peers`
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} size=${SIZE:-base} folder=runs/gpu
@@ -20,7 +21,10 @@ pretrain() { # HARDWARE NAME OPTIONS...
     --run.workers 4 --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
 }
 
-short() { pretrain "$1" "$2" --optim.steps $steps --run.validation_sequences 64 --run.keep 1 "${@:3}" > "$folder/$2.txt" 2>&1 || tail -n 3 "$folder/$2.txt"; }
+short() { # HARDWARE NAME OPTIONS...: a run of `steps` steps
+  pretrain "$1" "$2" --optim.steps $steps --run.validation_sequences 64 --run.keep 1 "${@:3}" > "$folder/$2.txt" 2>&1 || tail -n 3 "$folder/$2.txt"
+  logged "$2"
+}
 
 logged() { # RUN...: the last row of each log
   "$python" - "$@" <<'END'
@@ -67,7 +71,6 @@ print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=2
 END
   PROFILE=$folder/run_profiled.py short one_gpu_compiled profiled
   grep -A 32 'Self CUDA' $folder/profiled.txt | cut -c 1-72,118- || true
-  logged eager compiled padded dropout unaligned
 }
 
 attention() { # 40 lengths with cuDNN's attention on and off; the share that dropout 0.1 drops
@@ -103,7 +106,6 @@ resume() { # a run killed after a checkpoint and started again ends with the los
   short one_gpu_compiled killed "${options[@]}"
   unset TORCH_LOGS
   echo "recompilations: $(grep -c 'Recompiling function' $folder/whole.txt || true)"
-  logged whole killed
 }
 
 peers() { "$python" -m train.bench --device cuda --rounds 3 --scale $scale --output $folder/bench-gpu.json; }
