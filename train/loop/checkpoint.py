@@ -216,7 +216,7 @@ def save_model(
     The tokenizer's `model_max_length` becomes the model's. `copy_token_type` gives every token type
     the embedding of type 0, the only one that pretraining trains: with its random initial values a
     second text would be unreadable (12 % instead of 44 % masked accuracy for the models of
-    results/pair).
+    results/pair-50m).
 
     Raises:
         InputError: They could not be written; an earlier model stays.
