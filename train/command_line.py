@@ -170,6 +170,8 @@ def _wrong_type(key: str, kind: Any, found: str) -> str:
     found = found.strip("'\"").replace("None", "null")
     is_item = get_origin(kind) is list and found != "null" and not found.startswith("[")
     remedy = f"write [{found}]" if is_item else "see --help"
+    if int in (kind, *get_args(kind)) and re.fullmatch(r"[\d.]+e\d+", found):  # 1e9 is a float
+        remedy = f"write {float(found):.0f}"
     return f"{key} must be of type {_describe_type(kind)}, got {found}; {remedy}"
 
 
