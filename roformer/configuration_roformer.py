@@ -126,6 +126,8 @@ class RoFormerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)  # fixed by the class; the saved one follows from the fields
+        if kwargs.get("head_dim", 0) is None:  # transformers' types of rotation want a number
+            kwargs.pop("head_dim")
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
         self.rope_parameters = dict(self.rope_parameters or {})  # completed by transformers: a copy

@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2CLS
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 POSITION_BIASES = ("transformer_xl", "t5", "alibi")
 """Position encodings that are added to the attention scores."""
@@ -120,7 +123,7 @@ def architecture_rules(config: PreTrainedConfig) -> Iterator[Rule]:
     yield is_valid, "pad_token_id", rule
     head_dim = config.attention_head_size
     rule = f"be absent, or hidden_size / num_attention_heads = {head_dim}"
-    yield getattr(config, "head_dim", None) in (None, head_dim), "head_dim", rule
+    yield getattr(config, "head_dim", head_dim) == head_dim, "head_dim", rule
     is_valid = config.is_decoder or not config.add_cross_attention
     yield is_valid, "add_cross_attention", "be False in an encoder; set is_decoder=True"
 
@@ -216,3 +219,12 @@ def _rotary_dim_rules(config: PreTrainedConfig) -> Iterator[Rule]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def warn_if_causal(config: PreTrainedConfig) -> None:
+    """Warn of a head that cannot work, or not well, with tokens that see earlier ones only."""
+    if config.is_decoder:
+        logger.warning(
+            "config.is_decoder is True, so every token attends to earlier ones only, and the first "
+            "one to itself alone; load the model with is_decoder=False to attend to both sides"
+        )

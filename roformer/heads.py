@@ -24,11 +24,10 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .configuration_rules import check_rules, summary_rules
+from .configuration_rules import check_rules, summary_rules, warn_if_causal
 from .input_checks import check_one_document_a_row, check_shape
 from .losses import (
     IGNORE_INDEX,
@@ -39,8 +38,6 @@ from .losses import (
     may_unpad_for_loss,
 )
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
-
-logger = logging.get_logger(__name__)
 
 BASE_MODEL_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
 """Arguments that heads pass to `RoFormerModel`: they read outputs by name and need no cache.
@@ -84,11 +81,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        if self.config.is_decoder:
-            logger.warning(
-                "config.is_decoder is True, so the masked language model attends to earlier tokens "
-                "only; load it with is_decoder=False to attend to both sides"
-            )
+        warn_if_causal(self.config)
 
     @can_return_tuple
     def forward(
@@ -180,14 +173,19 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
         packed rows give -100 to the first token of each document, and behind padding on the left to
         the first of each row: no token before it predicts it.
-        `logits_to_keep` is the number of last tokens to score, or the indices of tokens, which
-        `labels` then name alone; 0 means all. With `labels` the default of `use_cache` is False.
-        All other arguments are those of `RoFormerModel.forward`.
+        `logits_to_keep` is the number of last tokens to score, which `labels` then name alone; 0
+        means all. Without `labels` it can also be the indices of tokens. With `labels` the default
+        of `use_cache` is False. All other arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
             `past_key_values`.
         """
+        if labels is not None and not isinstance(logits_to_keep, int):
+            raise ValueError(
+                "logits_to_keep must be an integer with labels, because the loss is of "
+                "neighbouring tokens, got a tensor; leave it out"
+            )
         if labels is not None and use_cache is None:
             use_cache = past_key_values is not None
         unpad = may_unpad_for_loss(self, labels, attention_mask, shift=1)
@@ -236,6 +234,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
+        warn_if_causal(self.config)
         self.num_labels = self.config.num_labels
         self.roformer = RoFormerModel(self.config)
         self.classifier = RoFormerClassificationHead(self.config)
@@ -420,8 +419,8 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
         """Score every token as the start and as the end of the answer.
 
         `start_positions` and `end_positions` are [B], the indices of the first and the last token
-        of the answer; both are ignored beyond the text. All other arguments are those of
-        `RoFormerModel.forward`.
+        of the answer; as in transformers, both are ignored beyond the text, and negative ones
+        count as 0. All other arguments are those of `RoFormerModel.forward`.
 
         Returns:
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.

@@ -319,7 +319,6 @@ class RoFormerLinearSelfAttention(nn.Module):
 
     def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
         super().__init__()
-        self.config = config
         self.layer_idx = layer_idx
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
@@ -358,7 +357,7 @@ class RoFormerLinearSelfAttention(nn.Module):
         )
         if cache is not None:
             cache.states[self.layer_idx] = state
-            if self.layer_idx == self.config.num_hidden_layers - 1:
+            if self.layer_idx == 0:
                 cache.num_tokens += hidden_states.shape[1]
         return context.flatten(-2), None
 

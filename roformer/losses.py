@@ -100,7 +100,7 @@ def may_unpad_for_loss(
     if getattr(attention_mask, "shape", None) != getattr(labels, "shape", None):
         return False
     implementation = model.config._attn_implementation
-    # other devices would have to be waited for, which "auto" never does
+    # "auto" does not wait for another device to read its labels
     if implementation not in (AUTO, UNPADDED) or (
         implementation == AUTO and not is_plain(labels, "cpu")
     ):

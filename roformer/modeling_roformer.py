@@ -46,7 +46,7 @@ from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 
 logger = logging.get_logger(__name__)
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIXED_FIELDS = (  # the layers are built from these, so that editing them later has no effect
     "position_encoding",
     "linear_attention",
@@ -493,7 +493,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode; see `nn.Module.train`. Warns once of half-precision weights."""
-        if mode and any(p.requires_grad and p.dtype in HALVES for p in self.parameters()):
+        if mode and any(p.requires_grad and p.dtype in HALF_DTYPES for p in self.parameters()):
             logger.warning_once(
                 "weights in half precision are trained: updates smaller than their spacing are "
                 "lost, unless the optimizer keeps a float32 copy; load the model with "
@@ -627,7 +627,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # 2. positions, once for all layers: cos and sin, not the table of learned positions
         position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
         relative_positions = compute_relative_positions(
-            config, batch.position_ids, past_length, is_counted=position_ids is None
+            config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
         attn_inputs = self._attention_inputs(
@@ -670,10 +670,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return None
         if not torch.compiler.is_compiling():
             config.check_rope()  # rope_parameters is a dict that may have been edited
-        row_lengths = batch.position_span_of_each_token() if config.has_dynamic_rope else None
-        inv_freq, attention_scaling = compute_rope_parameters(
-            config, row_lengths, position_ids.device
-        )
+        seq_len = batch.seq_len_of_each_token() if config.has_dynamic_rope else None
+        inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
 
     def _attention_inputs(

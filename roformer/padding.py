@@ -48,7 +48,7 @@ class BatchMetadata:
         can_read = self.position_ids.is_cuda or not torch.compiler.is_compiling()
         return self.cu_seqlens if can_read and len(self.document_ids) == 1 else None
 
-    def position_span_of_each_token(self) -> Tensor:
+    def seq_len_of_each_token(self) -> Tensor:
         """Return for each token the length of its row or document, [B, L] int64.
 
         The length is counted from the first to the last position, without padding, so that it is

@@ -65,14 +65,17 @@ class RelativePositions(NamedTuple):
 
 
 def compute_relative_positions(
-    config: RoFormerConfig, position_ids: Tensor, past_length: int | Tensor, is_counted: bool
+    config: RoFormerConfig,
+    position_ids: Tensor,
+    past_length: int | Tensor,
+    positions_are_default: bool,
 ) -> RelativePositions | None:
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
     The positions of cached tokens are not cached: if there are any, positions are counted from the
-    start of the cache instead of read from `position_ids`, [1 or B, L]. If `is_counted`, positions
-    count the tokens of a row or document, so that no distance is larger than the number of tokens;
-    otherwise Transformer-XL reads `max_distance` from the device.
+    start of the cache instead of read from `position_ids`, [1 or B, L]. If `positions_are_default`,
+    they count the tokens of a row or document, so that no distance is larger than the number of
+    tokens; otherwise Transformer-XL reads `max_distance` from the device.
 
     Returns:
         None for encodings without a position bias.
@@ -85,7 +88,7 @@ def compute_relative_positions(
         keys = torch.arange(total, device=position_ids.device)[None]
         return RelativePositions(keys[:, past_length:, None] - keys[:, None], total)
     distances = position_ids[..., None] - position_ids[:, None]
-    is_read = config.position_encoding == "transformer_xl" and not is_counted
+    is_read = config.position_encoding == "transformer_xl" and not positions_are_default
     return RelativePositions(distances, int(distances.abs().max()) if is_read else length)
 
 

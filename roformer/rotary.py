@@ -36,7 +36,7 @@ def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | Non
 
 
 def compute_rope_parameters(
-    config: PreTrainedConfig, row_lengths: Tensor | None, device: torch.device
+    config: PreTrainedConfig, seq_len: Tensor | None, device: torch.device
 ) -> tuple[Tensor, float]:
     """Compute the frequencies of the configuration's `rope_type`.
 
@@ -44,7 +44,7 @@ def compute_rope_parameters(
 
     Args:
         config: A `RoFormerConfig`.
-        row_lengths: [B, L], the length of the row (or of the packed document) that each token
+        seq_len: [B, L], the length of the row (or of the packed document) that each token
             belongs to. Required by the types dynamic and longrope, and unused by the others.
         device: Device of the result.
 
@@ -56,15 +56,15 @@ def compute_rope_parameters(
     if rope["rope_type"] == "default":
         return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    if row_lengths is None:
+    if seq_len is None:
         return compute(config, device)
     if rope["rope_type"] == "dynamic":
-        return compute(config, device, seq_len=row_lengths[..., None])
+        return compute(config, device, seq_len=seq_len[..., None])
     # longrope, the other type that depends on the length
     trained_length = rope["original_max_position_embeddings"]
     short, attention_scaling = compute(config, device, seq_len=trained_length)
     long, _ = compute(config, device, seq_len=trained_length + 1)
-    is_long = (row_lengths > trained_length)[..., None]
+    is_long = (seq_len > trained_length)[..., None]
     return torch.where(is_long, long, short), attention_scaling
 
 
@@ -77,7 +77,7 @@ def rotary_embeddings(
     """Compute cos and sin of m * theta_i for every position m (equation 34).
 
     Angles are float64 and the results at least float32, whatever the model's dtype: bfloat16
-    represents only 513 of the first 1024 integers, so positions would collide, and a float32 angle
+    represents only 512 of the first 1024 integers, so positions would collide, and a float32 angle
     at position 100,000 is wrong by up to 0.004.
 
     Args:
@@ -113,7 +113,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
     if interleave and use_kernel(x, cos, sin, devices=("cpu", "cuda")):
-        # (x0 + i x1) e^(i m theta), equation 13: a fifth of the time on a CPU, and a third of the
+        # (x0 + i x1) e^(i m theta), equation 12: a fifth of the time on a CPU, and a third of the
         # kernels on a GPU; compilers fuse the other form
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)

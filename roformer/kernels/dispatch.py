@@ -13,7 +13,7 @@ out, with one warning from `RoFormerModel` where its outputs are 0 there."""
 UNPADDED = "unpadded"
 """Value of `attn_implementation` for attention without padding on every device."""
 
-MAPPED_BYTES = 2**25
+MMAP_THRESHOLD_BYTES = 2**25
 """Size from which glibc takes memory from the system in every call, cleared page by page."""
 
 CAPTURING = "transformers.utils.output_capturing"
@@ -53,7 +53,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     """
     if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
         return "sdpa"
-    return "full" if scores_bytes < MAPPED_BYTES else "chunked"
+    return "full" if scores_bytes < MMAP_THRESHOLD_BYTES else "chunked"
 
 
 def use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:

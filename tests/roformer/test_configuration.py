@@ -52,6 +52,13 @@ def test_a_field_that_breaks_its_rule_is_named(key, fields):
         RoFormerConfig(**(SIZES | fields))
 
 
+def test_a_head_dim_of_null_is_none_given():
+    config = RoFormerConfig(
+        **SIZES, head_dim=None, rope_parameters={"rope_type": "dynamic", "factor": 2.0}
+    )
+    assert RoFormerModel(config)(torch.arange(5, 9)[None]).last_hidden_state.isfinite().all()
+
+
 @pytest.mark.parametrize("size", [32, 36, 37])
 def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size):
     """As transformers' class with its default of 12 heads."""

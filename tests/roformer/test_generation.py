@@ -186,6 +186,9 @@ def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
     assert_near(torch.stack(losses), losses[0].expand(3), 1e-5)
     with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\], got \[2, 7\]"):
         causal(ids, labels=ids, logits_to_keep=3)
+    # the tokens of indices need not be neighbours, as the loss takes them to be
+    with pytest.raises(ValueError, match="logits_to_keep must"):
+        causal(ids, labels=ids[:, indices], logits_to_keep=indices)
 
 
 def encoder_decoder(package, **fields: object) -> EncoderDecoderModel:

@@ -243,8 +243,10 @@ def test_a_checkpoint_goes_on_as_a_causal_model_and_one_that_sees_one_side_says_
         assert not caplog.records
         RoFormerForMaskedLM.from_pretrained(tmp_path, is_decoder=False)
         assert not caplog.records
-        RoFormerForMaskedLM.from_pretrained(tmp_path)
-    assert "is_decoder" in caplog.text
+        for head in (RoFormerForMaskedLM, roformer.RoFormerForSequenceClassification):
+            caplog.clear()
+            head.from_pretrained(tmp_path)
+            assert "config.is_decoder is True" in caplog.text
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
