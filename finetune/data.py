@@ -47,7 +47,7 @@ class Examples:
             concatenated, [T].
         text_lengths: Tokens per text, [N, K].
         full_lengths: The same before truncation.
-        labels: Class ids, int64, or values, float32; -1 where the file has none; [N].
+        labels: Class ids, int64, or values, float32; `Task.missing_label` for none; [N].
         padding: Padding value of each input.
     """
 

@@ -94,7 +94,7 @@ def find_classes(task: Task) -> tuple[str, ...]:
 def describe_rows(task: Task, columns: Columns) -> str:
     """Say how many rows a split has, and of which classes or values."""
     labels = columns["label"]
-    known = labels[labels >= 0] if not task.is_regression else labels[labels == labels]
+    known = labels[~task.is_missing(labels)]
     if not len(known):
         text = "no labels"
     elif task.labels is None:

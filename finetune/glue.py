@@ -51,7 +51,7 @@ CHECK_EVERY = 20
 
 
 class DivergedError(ArithmeticError):
-    """The loss, a gradient or a logit is not finite."""
+    """A gradient or a logit is not finite."""
 
 
 def run(
@@ -80,7 +80,8 @@ def run(
         rule = "must be null with sharded weights"
         require(distribution != "FSDP", "save", rule, distribution, "launch without FSDP")
     config, tokenizer = load_config_and_tokenizer(settings, task)
-    data = load_data(settings, task, tokenizer)
+    with accelerator.local_main_process_first():  # the others read its cache
+        data = load_data(settings, task, tokenizer)
     model = load_model(settings, config)
     check_forward(model, data, task)
     labels = {split: examples.labels for split, examples in data.items()}
@@ -120,7 +121,7 @@ def fine_tune(
         Mean training loss of each epoch, and the logits of every split but train.
 
     Raises:
-        DivergedError: A loss, gradient or logit is not finite.
+        DivergedError: A gradient or a logit is not finite.
     """
     train, batch_size, tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -154,9 +155,9 @@ def fine_tune(
             bar.update()
             if step % CHECK_EVERY == 0 or step == total_steps:
                 if scaler is None:
-                    check_finite(gradient_norm, "gradient", step)  # the same on every process
+                    check_finite(gradient_norm, f"gradient at step {step}")  # on every process
                 elif scaler.get_scale() <= MIN_LOSS_SCALE:
-                    raise DivergedError(f"gradient not finite at any scale ({step})")
+                    raise DivergedError(f"gradient at step {step} not finite at any scale")
                 bar.set_postfix(loss=f"{loss.item() * world_size / len(rows):.3f}", refresh=False)
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
     bar.close()
@@ -241,14 +242,14 @@ def predict(
             indices = torch.from_numpy(shard).to(logits.device)
             logits[indices] = model(**batch).logits.float()[: len(shard)]
     reduced = accelerator.reduce(logits).cpu().numpy()
-    check_finite(reduced, "logits", len(reduced))
+    check_finite(reduced, f"logits of {len(reduced)} rows")
     return reduced
 
 
-def check_finite(values: Tensor | NDArray, name: str, count: int) -> None:
-    """Raise DivergedError with `name` and `count` if a value is infinite or nan."""
+def check_finite(values: Tensor | NDArray, name: str) -> None:
+    """Raise a DivergedError that begins with `name` if a value is infinite or nan."""
     if not bool(torch.isfinite(torch.as_tensor(values)).all()):
-        raise DivergedError(f"{name} not finite ({count})")
+        raise DivergedError(f"{name} not finite")
 
 
 def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from finetune.results import (
     inputs_differ,
     prediction_file,
     read_finished,
+    results_folder,
     run_key,
     run_lock,
     run_name,
@@ -130,7 +131,7 @@ def mnli_run(run: GlueSettings) -> GlueSettings:
 
 def mnli_folder(run: GlueSettings) -> str:
     """Where `mnli_run` saves its model."""
-    return str(Path(run.output).parent / "mnli" / run_name(asdict(mnli_run(run))))
+    return str(results_folder(run.output, "mnli") / run_name(asdict(mnli_run(run))))
 
 
 def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:

@@ -86,8 +86,7 @@ def score_splits(
     scores, splits = {}, task.validation_splits
     is_scored = task.test is not None and "test" in logits
     if is_scored:
-        test_labels = labels["test"]
-        is_scored = not (np.isnan(test_labels) | (test_labels == task.missing_label)).any()
+        is_scored = not task.is_missing(labels["test"]).any()
     for split in (*splits, "test") if is_scored else splits:
         values = logits[split]
         predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)

@@ -1,7 +1,7 @@
 """Results files and predictions: what a fine-tuning run leaves.
 
     results.jsonl                               one line a run
-    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (-1 on test splits), logits
+    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (-1 where there is none), logits
     predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
@@ -100,15 +100,19 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
 
 def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
     """Whether a result has other hashes of weights or data; an unknown hash differs from none."""
-    pairs = [(hashes.get(name), result.get(name)) for name in ("weights", "data")]
+    pairs = [(hashes.get(name), result.get(name)) for name in ("weights", "data", "test_data")]
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+
+def results_folder(results: str, name: str) -> Path:
+    """Locate a folder that belongs to a results file and lies beside it."""
+    file = Path(results)
+    return file.parent / (name if file.stem == "results" else f"{file.stem}-{name}")
 
 
 def prediction_file(results: str, result: Result, split: str) -> Path:
     """Locate the predictions of a run on a split."""
-    file = Path(results)
-    folder = "predictions" if file.stem == "results" else f"{file.stem}-predictions"
-    return file.parent / folder / run_name(result) / f"{split}.parquet"
+    return results_folder(results, "predictions") / run_name(result) / f"{split}.parquet"
 
 
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
@@ -158,9 +162,9 @@ def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
 
     It lies beside the results. The kernel releases it when its process ends, however it ends.
     """
-    folder = Path(results).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / f".{run_name(values)}.lock")
+    file = Path(results)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(file.parent / f".{file.stem}-{run_name(values)}.lock")
 
 
 def write_result(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from finetune.metrics import headline_score, score_majority
 from finetune.results import RUN_KEY, Result, hash_weights
 from finetune.settings import GlueSettings
-from finetune.task_data import hash_task_files
+from finetune.task_data import hash_task_files, hash_test_file
 from finetune.tasks import Task, load_task, task_description
 from train.environment import git_commit
 
@@ -66,10 +66,13 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 
 
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
-    """Hash the weights and the data of a run; None for what is on the hub."""
-    weights = hash_weights(settings.mnli or settings.model, settings.random_weights)
-    data = hash_task_files(load_task(settings.task), settings.glue_dir)
-    return {"weights": weights, "data": data}
+    """Hash the weights and the data of a run; None for what is on the hub or not read."""
+    task = load_task(settings.task)
+    return {
+        "weights": hash_weights(settings.mnli or settings.model, settings.random_weights),
+        "data": hash_task_files(task, settings.glue_dir),
+        "test_data": hash_test_file(task) if settings.test else None,
+    }
 
 
 def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:

@@ -34,7 +34,7 @@ from finetune.results import (
 )
 from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
-from finetune.task_data import Columns, hash_task_files, read_split_columns
+from finetune.task_data import Columns, hash_task_files, hash_test_file, read_split_columns
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.environment import git_commit
@@ -70,13 +70,17 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
         task = load_task(name)
-        data = hash_task_files(task, settings.glue_dir)
+        hashes = {
+            "weights": None,
+            "data": hash_task_files(task, settings.glue_dir),
+            "test_data": hash_test_file(task) if settings.test else None,
+        }
         earlier = read_finished(settings.output).get(run_key(key))
-        is_current = earlier is not None and not inputs_differ({"data": data}, earlier)
+        is_current = earlier is not None and not inputs_differ(hashes, earlier)
         if settings.test and task.test is not None:
             is_current &= prediction_file(settings.output, key, "test").exists()
         if not is_current:
-            result = score_task(task, settings, {**key, "weights": None, "data": data})
+            result = score_task(task, settings, key | hashes)
             print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
 
 

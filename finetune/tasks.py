@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from train.command_line import parse_settings
 from train.settings import InputError, check_seed, require
 
@@ -139,8 +142,13 @@ class Task(TaskSettings):
 
     @property
     def missing_label(self) -> float:
-        """Label of a test row that has none: -1, or nan where every number can be a label."""
-        return math.nan if self.is_regression and self.value_range is None else -1.0
+        """Label of a test row that has none: -1, or nan where -1 can be a label."""
+        lowest, highest = self.value_range or (-math.inf, math.inf)
+        return math.nan if self.is_regression and lowest <= -1 <= highest else -1.0
+
+    def is_missing(self, labels: NDArray) -> NDArray[np.bool_]:
+        """Whether each of the test labels [N] stands for none."""
+        return np.isnan(labels) | (labels == self.missing_label)
 
     def is_official(self, rows: Mapping[str, int]) -> bool:
         """Whether this is a GLUE task and each split in `rows` has its official number of rows."""

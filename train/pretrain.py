@@ -199,10 +199,11 @@ def train(
                     scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
                 log.report_validation(done, scores)
             final = finished or stopped  # this launch trains no more
-            # check_step also ends a run whose gradients stay non-finite
-            if (done % run.save_every == 0 or final) and (guard.check_step() or final):
-                with preemption.extend_timeout():
-                    checkpoints.save(done, log, final)
+            if done % run.save_every == 0 or final:
+                is_finite = guard.check_step()  # ends a run whose gradients stay non-finite
+                if is_finite or final:
+                    with preemption.extend_timeout():
+                        checkpoints.save(done, log, final)
             if final:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
     return None  # not reached: the last step has returned

@@ -223,7 +223,10 @@ def test_a_run_of_another_grid_is_left_to_it_and_what_begins_from_it_waits(folde
     begun, plain, mnli = grid.list_runs(ask(folder, tasks=["rte", "mnli"], from_mnli=True))
     made, ended = [], threading.Event()
     monkeypatch.setattr(grid.glue, "run", lambda run, *rest: made.append(run))
-    with run_lock(mnli.output, asdict(mnli)):
+    with (
+        run_lock(mnli.output, asdict(mnli)),
+        run_lock(str(folder / "other.jsonl"), asdict(plain)),  # of another results file
+    ):
         threading.Thread(target=lambda: grid.make_run(begun, 0) or ended.set()).start()
         assert grid.make_run(mnli, 0) is None
         grid.make_run(plain, 0)

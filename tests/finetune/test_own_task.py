@@ -1,7 +1,9 @@
 """Tasks of one's own: from a file to predictions, and what is refused on the way."""
 
 import csv
+import dataclasses
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -266,11 +268,12 @@ def test_simple_features_score_test_rows_when_asked_and_read_chinese_characters(
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
     train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
     describe(train, validation=train, test=test)
-    for test, lines in ((False, 1), (True, 2), (True, 2)):
-        score_tasks(SimpleFeaturesSettings(["own.yaml"], test=test))
+    for with_test, rows, lines in ((False, 12, 1), (True, 12, 2), (True, 12, 2), (True, 9, 3)):
+        write(test, {"text": texts[:rows], "color": COLORS[:rows]})
+        score_tasks(SimpleFeaturesSettings(["own.yaml"], test=with_test))
         records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
         assert len(records) == lines
-        assert ("test_metrics" in records[-1], "--test" in records[-1]["command"]) == (test, test)
+        assert ("test_metrics" in records[-1]) == ("--test" in records[-1]["command"]) == with_test
     assert records[-1]["headline"] == records[-1]["test_metrics"]["accuracy"] == 1.0
 
 
@@ -287,6 +290,9 @@ def test_a_regression_of_any_range_is_scored_and_predicted():
     scores = score_splits(task, logits, dict.fromkeys(logits, np.array([-1.0, 7.0])))
     assert scores["test_metrics"]["spearman"] == pytest.approx(1)  # -1 is a label like any other
     assert is_collapsed(task, values, np.array([0.0, 2000.0]))
+    for lowest, missing in ((-1.0, False), (0.0, True)):  # -1 stands for none outside the range
+        ranged = dataclasses.replace(task, value_range=(lowest, 5.0))
+        assert ranged.is_missing(np.array([math.nan, -1.0])).tolist() == [True, missing]
 
 
 def test_the_hash_covers_what_decides_the_rows():

@@ -177,7 +177,7 @@ def make_training_step(name: str, workload: Workload) -> Step:
     inputs = loop_inputs(name, workload) if in_our_loop else random_batch(workload)
     module: Any = LanguageModel(model) if in_our_loop else model
     if workload.compiled and name != STOCK:
-        compiler: Callable[..., nn.Module] = compile_regions if in_our_loop else torch.compile
+        compiler: Any = compile_regions if in_our_loop else torch.compile
         module = compiler(module, dynamic=False)
     optimizer = adamw(model, 1e-4, 0.01)
 

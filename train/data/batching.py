@@ -41,7 +41,7 @@ BUCKETS_PER_STEP = 4
 """A step of `batch_size` sequences has buckets of at least a quarter of them: it holds several
 lengths, and micro-batches of up to a quarter hold one, with hardly any padding."""
 
-SPECIAL_TOKENS = 2
+SPECIALS_PER_SEQUENCE = 2
 """[CLS] and [SEP] of a sequence."""
 
 
@@ -66,7 +66,7 @@ class SequenceIndex:
     def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
         self.store = store
         self.length = length
-        self._content = length - SPECIAL_TOKENS
+        self._content = length - SPECIALS_PER_SEQUENCE
         starts = np.concatenate([[0], store.document_ends])  # the last is the end of the text
         counts = -(-np.diff(starts) // self._content)  # sequences of each document, rounded up
         self._first_ids = np.concatenate([[0], np.cumsum(counts)])  # [documents + 1]
@@ -76,7 +76,7 @@ class SequenceIndex:
         self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
         tokens = np.diff(starts[bounds])
         mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
-        self.mean_length = SPECIAL_TOKENS + float(mean)
+        self.mean_length = SPECIALS_PER_SEQUENCE + float(mean)
 
     def __len__(self) -> int:
         return int(self.source_sizes.sum())
@@ -197,7 +197,7 @@ def make_batch(
     vocab, seed = batch_format.vocab, batch_format.seed
     ids, lengths = _read_sequences(sequences, sequence_ids, vocab)
     column = np.arange(ids.shape[1])
-    padding_mask = column < lengths[:, None]
+    is_token = column < lengths[:, None]
     rate, multiple = batch_format.mask_rate, batch_format.pad_predictions_to
     if rate is None:
         # each predicts the next token, but not [SEP]
@@ -207,10 +207,10 @@ def make_batch(
         whole_word = batch_format.whole_word
         inputs, chosen = mask_tokens(ids, sequence_ids, epochs, vocab, rate, seed, whole_word)
         labels = ids[chosen]
-    layout: dict[str, Any] = {"attention_mask": torch.from_numpy(padding_mask.astype(np.int64))}
+    layout: dict[str, Any] = {"attention_mask": torch.from_numpy(is_token.astype(np.int64))}
     if batch_format.packed:
         layout = packed_layout(lengths)
-        inputs, chosen = inputs[padding_mask][None], chosen[padding_mask]
+        inputs, chosen = inputs[is_token][None], chosen[is_token]
     label_positions = np.flatnonzero(chosen)
     if multiple is not None:
         count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
@@ -226,7 +226,7 @@ def _read_sequences(
 ) -> tuple[Indices, Indices]:
     """Read sequences with special tokens and padding, [B, L], and their lengths, [B]."""
     start, size = (values.tolist() for values in sequences.locate(sequence_ids))
-    lengths = np.array(size) + SPECIAL_TOKENS
+    lengths = np.array(size) + SPECIALS_PER_SEQUENCE
     ids = np.full((len(lengths), int(lengths.max())), vocab.pad_id, np.int64)
     ids[:, 0] = vocab.cls_id
     for row, (first, count) in enumerate(zip(start, size)):

@@ -79,11 +79,13 @@ class PreemptionHandler:
         self.launcher_pid = launcher_pid()  # compared later: a dead launcher changes getppid()
         self.requested: set[str] = set()
         self.longest_interval = 0.0
-        # of the last steps only: the first ones compile
+        # of the last steps only, and none that has no timeout: these compile
         self.recent_intervals: deque[float] = deque(maxlen=20)
         self.evaluation_started: float | None = None
         self.evaluation_seconds = 0.0
+        self.save_seconds = 0.0
         self.last_heartbeat: float | None = None
+        self.has_timeout = False
 
     def __enter__(self) -> "PreemptionHandler":
         # `nohup` and the `&` of a script set signals to be ignored
@@ -112,13 +114,14 @@ class PreemptionHandler:
     def stop_requests(self) -> list[bool]:
         """Return for each of `STOP_REASONS` whether this process has a reason to stop.
 
-        The time limit is reported early, by three times the longest of the last 20 steps and by
-        the longest evaluation, so that the checkpoint is complete before it.
+        The time limit is reported early, by three times the longest of the last 20 steps, the
+        longest evaluation and the longest save, so that the checkpoint is complete before it.
         """
         if self.launcher_pid not in (None, os.getppid()):
             self.requested.add(LAUNCHER_DIED)
         now = time.monotonic()
-        early = 3 * max(self.recent_intervals, default=0.0) + self.evaluation_seconds
+        early = 3 * max(self.recent_intervals, default=0.0)
+        early += self.evaluation_seconds + self.save_seconds
         if self.deadline is not None and now + early > self.deadline:
             self.requested.add(TIME_LIMIT)
         return [reason in self.requested for reason in STOP_REASONS]
@@ -134,10 +137,11 @@ class PreemptionHandler:
         now = time.monotonic()
         if self.last_heartbeat is not None:
             interval = now - self.last_heartbeat
-            if self.evaluation_started is None:
+            if self.evaluation_started is None and self.has_timeout:
                 self.recent_intervals.append(interval)
             self.longest_interval = max(self.longest_interval, interval)
-        if self.last_heartbeat is None or is_new_stage:
+        self.has_timeout = self.last_heartbeat is not None and not is_new_stage
+        if not self.has_timeout:
             faulthandler.cancel_dump_traceback_later()
         else:
             timeout = max(self.min_timeout, 10 * self.longest_interval)
@@ -153,8 +157,10 @@ class PreemptionHandler:
     def extend_timeout(self) -> Iterator[None]:
         """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
         faulthandler.dump_traceback_later(MAX_SAVE_SECONDS, exit=True, file=2)
+        started = time.monotonic()
         yield
         self.last_heartbeat = time.monotonic()
+        self.save_seconds = max(self.save_seconds, self.last_heartbeat - started)
 
 
 def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerator) -> int:

@@ -241,18 +241,21 @@ def test_steps_that_compiled_do_not_end_a_launch_early(beat, timeouts, monkeypat
     limit = PreemptionHandler(0.0, 100 / 3600)
     for seconds in (0, 30, *[1] * 20):
         beat(limit, seconds)
-    assert not any(limit.stop_requests())
+        assert not any(limit.stop_requests())
     assert timeouts[-1] == 300  # a later compilation may take as long
     monkeypatch.setattr(time, "monotonic", lambda: 98.0)
     assert any(limit.stop_requests())
 
 
-def test_time_is_kept_for_an_evaluation_which_does_not_count_as_steps(beat, monkeypatch):
+def test_time_is_kept_for_a_save_and_an_evaluation_which_do_not_count_as_steps(beat, monkeypatch):
     limit = PreemptionHandler(0.0, 100 / 3600)
     for seconds, in_evaluation in [(0, False), (2, False), (2, True), *[(0.5, True)] * 40]:
         beat(limit, seconds, in_evaluation=in_evaluation)
     beat(limit, 0.5)  # the evaluation took 20.5 s, steps take 2 s
-    for now, expected in ((100 - 20.5 - 6 - 0.1, False), (100 - 20.5 - 6 + 0.1, True)):
+    started = time.monotonic()
+    with limit.extend_timeout():
+        monkeypatch.setattr(time, "monotonic", lambda: started + 10)
+    for now, expected in ((100 - 30.5 - 6 - 0.1, False), (100 - 30.5 - 6 + 0.1, True)):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         assert any(limit.stop_requests()) == expected
 
