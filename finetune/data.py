@@ -28,7 +28,7 @@ from train.atomic_dir import report_full_disk
 from train.data import vocabulary
 from train.data.stateless_rng import permute
 from train.loop.model_init import check_length
-from train.settings import require
+from train.settings import InputError
 
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
@@ -198,9 +198,12 @@ def check_tokenizer(config: Any, tokenizer: Any, length: int) -> None:
         InputError: The length or the tokenizer does not fit.
     """
     check_length(config, length, "length")
-    entries = config.vocab_size
-    rule = f"must have at most the model's {entries} entries"
-    remedy = "take the tokenizer the model was trained with"
-    require(len(tokenizer) <= entries, "tokenizer", rule, len(tokenizer), remedy)
-    padded = tokenizer.pad_token_id is not None
-    require(padded, "tokenizer", "must have a padding token", "none", "set pad_token in its folder")
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(
+            f"tokenizer must have at most the model's {config.vocab_size} entries, "
+            f"got {len(tokenizer)}; take the tokenizer the model was trained with"
+        )
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            "tokenizer must have a padding token, got none; set pad_token in its folder"
+        )

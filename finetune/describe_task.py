@@ -27,7 +27,7 @@ from finetune.task_data import (
 from finetune.tasks import Task, TaskSettings, own_task
 from train.atomic_dir import check_writable
 from train.command_line import run_command
-from train.settings import require
+from train.settings import InputError
 
 HEADER = "# written by finetune/describe_task.py\n"
 
@@ -43,12 +43,13 @@ class DescribeSettings(TaskSettings):
 
     def __post_init__(self) -> None:
         path = Path(self.output)
-        is_yaml = path.suffix in (".yaml", ".yml")
-        require(is_yaml, "output", "must be a .yaml file", self.output, "add .yaml")
+        if path.suffix not in (".yaml", ".yml"):
+            raise InputError(f"output must be a .yaml file, got {self.output}; add .yaml")
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        ours = text.startswith(HEADER) or not path.exists()
-        rule = "must be new or a file of this command"
-        require(ours, "output", rule, self.output, "choose another")
+        if path.exists() and not text.startswith(HEADER):
+            raise InputError(
+                f"output must be new or a file of this command, got {self.output}; choose another"
+            )
         check_writable(path.parent, "output")
 
 
@@ -81,12 +82,16 @@ def find_classes(task: Task) -> tuple[str, ...]:
     """
     names = [format_label(value) for value in read_rows(task, "train", None)[task.label_column]]
     key = f"{task.label_column} of {task.name}/train"
-    missing = f"none in row {names.index(None)}" if None in names else ""
-    require(not missing, key, "must be in every row", missing, "correct the file")
+    if None in names:
+        row = names.index(None)
+        raise InputError(f"{key} must be in every row, got none in row {row}; correct the file")
     found = {name: to_number(name) for name in names if name is not None}
     fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
-    remedy = "give --regression true for numbers"
-    require(not fractions, key, "must be classes", shorten_list(fractions, 3), remedy)
+    if fractions:
+        raise InputError(
+            f"{key} must be classes, got {shorten_list(fractions, 3)}; "
+            "give --regression true for numbers"
+        )
     are_numbers = all(map(math.isfinite, found.values()))
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 

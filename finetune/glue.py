@@ -38,7 +38,7 @@ from train.data.stateless_rng import torch_seed
 from train.environment import is_out_of_memory
 from train.loop.launch import start_accelerator
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 Model: TypeAlias = PreTrainedModel | SharedHeadClassifier
 Data = dict[str, Examples]
@@ -73,12 +73,13 @@ def run(
     started, task = time.perf_counter(), load_task(settings.task)
     accelerator, is_in_grid = accelerator or start_accelerator(), slot is not None
     if settings.save is not None:
-        is_free = is_in_grid or not Path(settings.save).exists()  # a grid replaces its own
-        require(is_free, "save", "must be new", settings.save, "delete it or choose another")
+        if not is_in_grid and Path(settings.save).exists():  # a grid replaces its own
+            raise InputError(f"save must be new, got {settings.save}; delete it or choose another")
         check_writable(Path(settings.save).parent, "save")  # before hours of training
-        distribution = accelerator.distributed_type.value
-        rule = "must be null with sharded weights"
-        require(distribution != "FSDP", "save", rule, distribution, "launch without FSDP")
+        if accelerator.distributed_type.value == "FSDP":
+            raise InputError(
+                "save must be null with sharded weights, got FSDP; launch without FSDP"
+            )
     config, tokenizer = load_config_and_tokenizer(settings, task)
     with accelerator.local_main_process_first():  # the others read its cache
         data = load_data(settings, task, tokenizer)
@@ -322,13 +323,15 @@ def check_forward(model: Model, data: Data, task: Task) -> None:
     order = np.argsort(examples.lengths, kind="stable")
     batch = examples.batch(order[[-1, 0]])
     batch.pop("labels")
-    rule = f"must take the tokenizer's {', '.join(batch)} and give {task.num_labels} logits a row"
-    remedy = "check that model and tokenizer belong together, or shorten length"
     try:
         found = str(tuple(model.eval()(**batch).logits.shape))
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         found = first_line(error)
-    require(found == str((2, task.num_labels)), "model", rule, found, remedy)
+    if found != str((2, task.num_labels)):
+        raise InputError(
+            f"model must take the tokenizer's {', '.join(batch)} and give {task.num_labels} logits "
+            f"a row, got {found}; check that model and tokenizer belong together, or shorten length"
+        )
 
 
 def main(settings: GlueSettings) -> None:

@@ -41,7 +41,7 @@ from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import load_task, task_description
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, start_accelerator
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 MNLI_TASKS = ("rte", "mrpc", "stsb")
 """Tasks that `from_mnli` also starts from the model fine-tuned on MNLI."""
@@ -54,9 +54,11 @@ def main(settings: GridSettings) -> None:
     Raises:
         InputError: A run cannot be made (before any run starts), or runs failed (at the end).
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    remedy = "launch one and give --workers"
-    require(processes == 1, "launch", "must start one process for a grid", processes, remedy)
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count != 1:
+        raise InputError(
+            f"launch must start one process for a grid, got {count}; launch one and give --workers"
+        )
     check_learning_rate(settings)
     runs = list_runs(settings)
     finished = read_finished(settings.output)
@@ -90,9 +92,11 @@ def main(settings: GridSettings) -> None:
 def check_learning_rate(settings: GridSettings) -> None:
     """Refuse the flag --learning_rate beside several rates, which replace that of a file."""
     is_given = any(flag.partition("=")[0] == "--learning_rate" for flag in sys.argv)
-    rule, remedy = "must be left out with learning_rates", "write --learning_rates '[RATE]'"
-    valid = settings.learning_rates is None or not is_given
-    require(valid, "learning_rate", rule, settings.learning_rate, remedy)
+    if settings.learning_rates is not None and is_given:
+        raise InputError(
+            f"learning_rate must be left out with learning_rates, got {settings.learning_rate}; "
+            "write --learning_rates '[RATE]'"
+        )
 
 
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
@@ -156,9 +160,11 @@ def check_precision(runs: list[GlueSettings], finished: dict[tuple, Result]) -> 
     precision = launch_precision()
     for run in runs:
         earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
-        rule = f"must have the mixed precision {earlier} of the runs in {run.output}"
-        remedy = "launch as before, or choose another output"
-        require(earlier == precision, "launch", rule, precision, remedy)
+        if earlier != precision:
+            raise InputError(
+                f"launch must have the mixed precision {earlier} of the runs in {run.output}, "
+                f"got {precision}; launch as before, or choose another output"
+            )
 
 
 def launch_precision() -> str:

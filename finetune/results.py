@@ -26,7 +26,7 @@ from pyarrow import csv, parquet
 from scipy.special import softmax
 
 from train.atomic_dir import model_name, report_full_disk
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 Result = dict[str, Any]
 """A run's line of results.jsonl; `finetune.run_info.describe_run` lists its fields."""
@@ -214,8 +214,10 @@ def read_results(path: str) -> list[Result]:
     Raises:
         InputError: The file is missing.
     """
-    rule = "must be a file written by finetune/glue.py"
-    require(Path(path).is_file(), "results", rule, path, "check the path")
+    if not Path(path).is_file():
+        raise InputError(
+            f"results must be a file written by finetune/glue.py, got {path}; check the path"
+        )
     results: dict[tuple, Result] = {}
     torn: list[str] = []
     content = Path(path).read_text(encoding="utf-8", errors="replace")

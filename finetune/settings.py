@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.tasks import load_task
 from train.atomic_dir import check_writable
-from train.settings import SCHEDULES, check_seed, require
+from train.settings import SCHEDULES, InputError, check_seed
 
 
 def normalize_paths(settings: Any, *names: str) -> None:
@@ -66,28 +66,39 @@ class CommonSettings:
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
-        remedy = "leave it out for the default"
         for name in ("batch_size", "micro_batch_tokens", "learning_rate", "epochs", "clip_norm"):
             value = getattr(self, name)
-            require(0 < value < math.inf, name, "must be positive and finite", value, remedy)
+            if not 0 < value < math.inf:
+                raise InputError(
+                    f"{name} must be positive and finite, got {value}; leave it out for the default"
+                )
         length, decay, share = self.length, self.weight_decay, self.warmup_share
-        require(length >= 8, "length", "must be at least 8", length, "128 and 512 are usual")
-        require(decay >= 0, "weight_decay", "must not be negative", decay, "0 turns it off")
-        rule = "must be at least 0 and below 1"
-        require(0 <= share < 1, "warmup_share", rule, share, "0.1 is usual")
+        if length < 8:
+            raise InputError(f"length must be at least 8, got {length}; 128 and 512 are usual")
+        if not decay >= 0:  # refuses nan too
+            raise InputError(f"weight_decay must not be negative, got {decay}; 0 turns it off")
+        if not 0 <= share < 1:
+            raise InputError(
+                f"warmup_share must be at least 0 and below 1, got {share}; 0.1 is usual"
+            )
         choices: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES}
         choices |= {"pooling": ("own", "first", "mean"), "pair_encoding": ("joint", "separate")}
         for name, values in choices.items():
             value = getattr(self, name)
-            rule = f"must be one of {', '.join(values)}"
-            require(value in values, name, rule, repr(value), remedy)
-        readable = self.pooling != "own" or self.pair_encoding == "joint"
-        rule = "must be joint for a model's own head"
-        remedy = "set pooling to first or mean"
-        require(readable, "pair_encoding", rule, self.pair_encoding, remedy)
-        found = f"the folder {self.output}"
-        is_folder = Path(self.output).is_dir()
-        require(not is_folder, "output", "must name a file", found, "add /results.jsonl")
+            if value not in values:
+                raise InputError(
+                    f"{name} must be one of {', '.join(values)}, got {value!r}; "
+                    "leave it out for the default"
+                )
+        if self.pooling == "own" and self.pair_encoding != "joint":
+            raise InputError(
+                f"pair_encoding must be joint for a model's own head, got {self.pair_encoding}; "
+                "set pooling to first or mean"
+            )
+        if Path(self.output).is_dir():
+            raise InputError(
+                f"output must name a file, got the folder {self.output}; add /results.jsonl"
+            )
         check_writable(Path(self.output).parent, "output")
         check_writable(Path(self.cache), "cache")
         normalize_paths(self, "glue_dir")
@@ -121,12 +132,14 @@ class GlueSettings(CommonSettings):
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
-        has_data = self.glue_dir is not None or task.is_glue or task.is_own
-        rule = "must name the folder of a demo task"
-        require(has_data, "glue_dir", rule, "null", "the hub has GLUE only")
-        valid = self.mnli is None or not self.random_weights
-        rule = "needs pretrained weights"
-        require(valid, "mnli", rule, "random_weights true", "leave one of them out")
+        if self.glue_dir is None and not (task.is_glue or task.is_own):
+            raise InputError(
+                "glue_dir must name the folder of a demo task, got null; the hub has GLUE only"
+            )
+        if self.mnli is not None and self.random_weights:
+            raise InputError(
+                "mnli needs pretrained weights, got random_weights true; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +166,10 @@ class GridSettings(CommonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("models", "tasks", "seeds"):
-            require(bool(getattr(self, name)), name, "must name at least one", "none", "name some")
+            if not getattr(self, name):
+                raise InputError(f"{name} must name at least one, got none; name some")
         normalize_paths(self, "models", "tasks")
-        require(self.workers >= 1, "workers", "must be at least 1", self.workers, "leave it out")
-        valid = not self.from_mnli or "mnli" in self.tasks
-        require(valid, "tasks", "must contain mnli for from_mnli", self.tasks, "add mnli")
+        if self.workers < 1:
+            raise InputError(f"workers must be at least 1, got {self.workers}; leave it out")
+        if self.from_mnli and "mnli" not in self.tasks:
+            raise InputError(f"tasks must contain mnli for from_mnli, got {self.tasks}; add mnli")

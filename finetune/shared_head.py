@@ -27,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import roformer
 from finetune.settings import GlueSettings
 from finetune.tasks import load_task
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 ENCODER = "encoder"
 """Subfolder of a saved model."""
@@ -180,9 +180,11 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     # BERT's pooler is part of its head: a masked-LM model has none
     lost = sorted(x for x in new if x.startswith(prefix) and "pooler." not in x)
-    rule = "must hold every encoder weight of its config.json in its shape"
-    remedy = "save all weights, or train from --random_weights true"
-    require(not lost, key, rule, f"{folder} without {lost[:1]}", remedy)
+    if lost:
+        raise InputError(
+            f"{key} must hold every encoder weight of its config.json in its shape, got {folder} "
+            f"without {lost[:1]}; save all weights, or train from --random_weights true"
+        )
     return model
 
 

@@ -38,7 +38,7 @@ from finetune.task_data import Columns, hash_task_files, hash_test_file, read_sp
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.environment import git_commit
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 WORD = r"[\u3400-\u9fff]|\b\w\w+\b"
 """scikit-learn's words, and each Chinese character, as between them there are no spaces."""
@@ -58,7 +58,8 @@ class SimpleFeaturesSettings:
     """Also predict the test rows of your own tasks."""
 
     def __post_init__(self) -> None:
-        require(bool(self.tasks), "tasks", "must name at least one", "none", "name some")
+        if not self.tasks:
+            raise InputError("tasks must name at least one, got none; name some")
         normalize_paths(self, "glue_dir", "tasks")
         for task in self.tasks:
             load_task(task)

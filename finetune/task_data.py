@@ -19,7 +19,7 @@ from pyarrow import csv, json, parquet
 from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.data.stateless_rng import permute
-from train.settings import InputError, first_line, require
+from train.settings import InputError, first_line
 
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
@@ -40,9 +40,9 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
     index = table.get("idx", []) if is_test else []
-    ordered = index == list(range(len(index)))  # as the test server counts
-    shown = shorten_list([*map(str, index)])
-    require(ordered, f"idx of {name}", "must count from 0", shown, "sort the rows")
+    if index != list(range(len(index))):  # as the test server counts
+        shown = shorten_list([*map(str, index)])
+        raise InputError(f"idx of {name} must count from 0, got {shown}; sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
     columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
     return _hold_out(columns, task, split) if is_divided else columns
@@ -84,10 +84,12 @@ def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArr
         missing = task.is_missing(numbers)
         numbers[missing] = task.missing_label
         valid |= missing
-    row = int(valid.argmin())
-    remedy = "correct the file or the task's labels"
-    found = f"{values[row]!r} in row {row}"
-    require(bool(valid.all()), f"{task.label_column} of {name}", rule, found, remedy)
+    if not valid.all():
+        row = int(valid.argmin())
+        raise InputError(
+            f"{task.label_column} of {name} {rule}, got {values[row]!r} in row {row}; "
+            "correct the file or the task's labels"
+        )
     return numbers.astype(np.float32 if task.is_regression else np.int64)
 
 
@@ -157,11 +159,13 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
         source, table = str(file), _read_file(file, task)
     names, label = table.column_names, task.label_column
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
-    valid = all(names.count(name) == 1 for name in wanted)
-    rule = f"must have the columns {', '.join(wanted)}"
-    remedy = "rename them" if not task.is_own else "correct columns or label_column of the task"
-    require(valid, source, rule, ", ".join(names), remedy)
-    require(table.num_rows > 0, source, "must hold at least one row", "none", "fill the split")
+    if any(names.count(name) != 1 for name in wanted):
+        remedy = "correct columns or label_column of the task" if task.is_own else "rename them"
+        raise InputError(
+            f"{source} must have the columns {', '.join(wanted)}, got {', '.join(names)}; {remedy}"
+        )
+    if table.num_rows == 0:
+        raise InputError(f"{source} must hold at least one row, got none; fill the split")
     index = ["idx"] if not task.is_own else []
     kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
     return table.select(kept).to_pydict()
@@ -174,9 +178,11 @@ def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
     order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
     count = max(1, round(task.validation_share * len(distinct)))
     held_out = {distinct[index] for index in order[:count]}
-    key = f"train of {task.name}"
-    rule = "must have several different texts where validation is null"
-    require(count < len(distinct), key, rule, len(distinct), "name a validation file")
+    if count >= len(distinct):
+        raise InputError(
+            f"train of {task.name} must have several different texts where validation is null, "
+            f"got {len(distinct)}; name a validation file"
+        )
     kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
     selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
     return selected | {"label": columns["label"][kept]}
@@ -203,8 +209,9 @@ def _read_hub(task: Task, split: str) -> pyarrow.Table:
 
 
 def _read_file(file: Path, task: Task) -> pyarrow.Table:
-    rule = f"must be one of {', '.join(SUFFIXES)}"
-    require(file.suffix in SUFFIXES, f"{file}", rule, file.suffix or "no suffix", "convert it")
+    if file.suffix not in SUFFIXES:
+        found = file.suffix or "no suffix"
+        raise InputError(f"{file} must be one of {', '.join(SUFFIXES)}, got {found}; convert it")
     try:
         table = parquet.read_table(file) if file.suffix == ".parquet" else _read_text(file, task)
         table.validate(full=True)  # of jsonl the reader does not check that text is UTF-8

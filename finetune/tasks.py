@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.command_line import parse_settings
-from train.settings import InputError, check_seed, require
+from train.settings import InputError, check_seed
 
 HUB_DATA = "nyu-mll/glue"
 """Hub id of GLUE."""
@@ -89,24 +89,33 @@ class Task(TaskSettings):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         columns, share = (*self.columns, self.label_column), self.validation_share
-        distinct = len(set(columns)) == len(columns) and len(columns) in (2, 3)
-        rule = "must be one or two text columns beside the label column"
-        require(distinct, "columns", rule, ", ".join(columns), "name other columns")
-        unknown = [name for name in self.metrics if name not in known]
-        rule = f"must be of {', '.join(known)}"
-        require(not unknown, "metrics", rule, ", ".join(unknown), "leave it out for the default")
-        rule = f"must be one of {', '.join(self.metrics)}"
-        require(self.headline in self.metrics, "headline", rule, self.headline, "leave it out")
-        classes = self.labels if self.labels is not None else ("", "value")
-        found = ", ".join(classes) or "none"
-        distinct = len(set(classes)) == len(classes) >= 2
-        rule = "must be at least two different classes"
-        require(distinct, "labels", rule, found, "null is a regression")
-        usable = len(classes) == 2 or "f1" not in self.metrics
-        found = f"f1 for {len(classes)} classes"
-        require(usable, "metrics", "must be macro_f1 here", found, "correct it")
-        rule = "must be above 0 and below 1"
-        require(0 < share < 1, "validation_share", rule, share, "0.1 is usual")
+        if len(set(columns)) != len(columns) or len(columns) not in (2, 3):
+            raise InputError(
+                "columns must be one or two text columns beside the label column, "
+                f"got {', '.join(columns)}; name other columns"
+            )
+        if unknown := [name for name in metrics if name not in known]:
+            raise InputError(
+                f"metrics must be of {', '.join(known)}, got {', '.join(unknown)}; "
+                "leave it out for the default"
+            )
+        if self.headline not in metrics:
+            raise InputError(
+                f"headline must be one of {', '.join(metrics)}, got {self.headline}; leave it out"
+            )
+        if self.labels is not None and not len(set(self.labels)) == len(self.labels) >= 2:
+            raise InputError(
+                "labels must be at least two different classes, "
+                f"got {', '.join(self.labels) or 'none'}; null is a regression"
+            )
+        if "f1" in metrics and self.num_labels != 2:
+            raise InputError(
+                f"metrics must be macro_f1 here, got f1 for {self.num_labels} classes; correct it"
+            )
+        if not 0 < share < 1:
+            raise InputError(
+                f"validation_share must be above 0 and below 1, got {share}; 0.1 is usual"
+            )
         check_seed(self.split_seed, "split_seed")
 
     @property
@@ -227,7 +236,8 @@ def load_task(name: str) -> Task:
     if name in TASKS and "train" in TASKS[name].splits:
         return TASKS[name]
     if Path(name).suffix in (".yaml", ".yml"):
-        require(Path(name).is_file(), "task", "must be a file", name, "check the path")
+        if not Path(name).is_file():
+            raise InputError(f"task must be a file, got {name}; check the path")
         return _read_task(name, Path(name).stat().st_mtime_ns)
     known = ", ".join(name for name, task in TASKS.items() if "train" in task.splits)
     remedy = "fine-tune mnli, which predicts ax" if name == "ax" else "take one of them"
@@ -246,10 +256,12 @@ def own_task(values: Mapping[str, Any], file: str) -> Task:
         InputError: A field is wrong.
     """
     name = values["name"] or Path(file).stem
-    rule = "must not be that of a task of the table"
-    require(name not in TASKS, f"name of {file}", rule, name, "choose another")
-    rule = "must name the training rows"
-    require(values["train"] is not None, f"train of {file}", rule, "null", "name a file")
+    if name in TASKS:
+        raise InputError(
+            f"name of {file} must not be that of a task of the table, got {name}; choose another"
+        )
+    if values["train"] is None:
+        raise InputError(f"train of {file} must name the training rows, got null; name a file")
     return Task(**{**values, "name": name})
 
 
