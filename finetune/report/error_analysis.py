@@ -20,7 +20,7 @@ from finetune.settings import normalize_paths
 from finetune.task_data import read_split_columns
 from finetune.tasks import Task, recorded_task
 from train.command_line import run_command
-from train.settings import require
+from train.settings import InputError
 from train.tables import escape_cell, markdown_table
 
 NUM_MISTAKES = 20
@@ -67,10 +67,11 @@ def main(settings: ErrorAnalysisSettings) -> str:
     for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, result, split))
         columns = read_split_columns(task, split, glue_dir)
-        same = np.array_equal(labels, columns["label"])
-        key = f"glue_dir's {task.name}/{split}"
-        rule = "must be the data the run was scored on"
-        require(same, key, rule, "other rows or labels", "name their folder")
+        if not np.array_equal(labels, columns["label"]):
+            raise InputError(
+                f"glue_dir's {task.name}/{split} must be the data the run was scored on, "
+                "got other rows or labels; name their folder"
+            )
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
         scores = f"{', '.join(metrics)} (x 100, validation split)."
@@ -95,13 +96,18 @@ def find_run(settings: ErrorAnalysisSettings) -> Result:
         found = [x for x in found if not x["random_weights"]]
     else:
         found = [x for x in found if run_name(x) == settings.run]
-    asked = f"model {settings.model}, task {settings.task}, seed {settings.seed}"
-    remedy = f"it has the models {', '.join(sorted(names.values()))}"
-    remedy = "give its --run, whose end is run_id in report.csv" if found else remedy
-    runs = ", ".join(map(run_name, found)) or "none"
-    require(len(found) == 1, "results", f"must hold one run of {asked}", runs, remedy)
+    if len(found) != 1:
+        runs = ", ".join(map(run_name, found)) or "none"
+        remedy = f"it has the models {', '.join(sorted(names.values()))}"
+        if found:
+            remedy = "give its --run, whose end is run_id in report.csv"
+        raise InputError(
+            f"results must hold one run of model {settings.model}, task {settings.task}, "
+            f"seed {settings.seed}, got {runs}; {remedy}"
+        )
     status = found[0]["status"]
-    require(status == "done", "run", "must have been scored", status, "make it again")
+    if status != "done":
+        raise InputError(f"run must have been scored, got {status}; make it again")
     return found[0]
 
 

@@ -21,7 +21,7 @@ from finetune.report.tables import Table, group_tables, verdicts
 from finetune.results import RUN_KEY, read_results
 from finetune.settings import normalize_paths
 from train.atomic_dir import check_writable, report_full_disk
-from train.settings import require
+from train.settings import InputError
 from train.tables import escape_cell, markdown_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,8 +43,8 @@ class ReportSettings:
     means the one RoFormer and the one BERT."""
 
     def __post_init__(self) -> None:
-        two = self.pair is None or len(set(self.pair)) == 2
-        require(two, "pair", "must be two models", self.pair, 'write --pair "[A, B]"')
+        if self.pair is not None and len(set(self.pair)) != 2:
+            raise InputError(f'pair must be two models, got {self.pair}; write --pair "[A, B]"')
         normalize_paths(self, "pair")
 
 
@@ -55,14 +55,17 @@ def main(settings: ReportSettings) -> str:
         InputError: There are no results, the pair is not among them, or the output is not writable.
     """
     groups = build_groups(read_results(settings.results))
-    rule = "must hold a complete line"
-    require(bool(groups), "results", rule, settings.results, "make a run first")
+    if not groups:
+        raise InputError(
+            f"results must hold a complete line, got {settings.results}; make a run first"
+        )
     if settings.pair is not None:
         runs = pd.concat([group.fine_tuned() for group in groups])
-        is_known = {*runs["model"], *runs["short_name"]} >= set(settings.pair)
-        remedy = f"they have {', '.join(sorted(set(runs['short_name'])))}"
-        found = ", ".join(settings.pair)
-        require(is_known, "pair", "must name models of the results", found, remedy)
+        if not {*runs["model"], *runs["short_name"]} >= set(settings.pair):
+            raise InputError(
+                f"pair must name models of the results, got {', '.join(settings.pair)}; "
+                f"they have {', '.join(sorted(set(runs['short_name'])))}"
+            )
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
