@@ -22,7 +22,7 @@ from finetune.publish.model_card import render_card
 from train.atomic_dir import write_dir_atomically
 from train.command_line import run_command
 from train.loop.model_init import auto_model_class
-from train.settings import require
+from train.settings import InputError
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class PublishSettings:
     """Language of the text by its code on the hub, such as en."""
 
     def __post_init__(self) -> None:
-        free = not Path(self.output).exists()
-        require(free, "output", "must be new", self.output, "delete it or choose another")
+        if Path(self.output).exists():
+            raise InputError(f"output must be new, got {self.output}; delete it or choose another")
 
 
 def main(settings: PublishSettings) -> Path:
@@ -56,8 +56,10 @@ def main(settings: PublishSettings) -> Path:
     run = Path(settings.run)
     needed = ("model/tokenizer_config.json", "settings.yaml", "environment.json", "log.jsonl")
     missing = [name for name in needed if not (run / name).is_file()]
-    rule = "must be the folder of a finished run"
-    require(not missing, "run", rule, f"{run} without {missing}", "let it end")
+    if missing:
+        raise InputError(
+            f"run must be the folder of a finished run, got {run} without {missing}; let it end"
+        )
     config = AutoConfig.from_pretrained(run / "model")
     model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -32,7 +32,7 @@ from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.settings import require
+from train.settings import InputError
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ class SubmissionSettings:
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model")
-        usable = self.output.endswith(".zip") and not os.path.isdir(self.output)
-        rule = "must name a file that ends in .zip"
-        require(usable, "output", rule, self.output, "choose another name")
+        if not self.output.endswith(".zip") or os.path.isdir(self.output):
+            raise InputError(
+                f"output must name a file that ends in .zip, got {self.output}; choose another name"
+            )
         check_writable(Path(self.output).parent, "output")
 
 
@@ -100,13 +101,14 @@ def main(settings: SubmissionSettings) -> None:
     """
     runs = choose_runs(settings)
     missing = [file for file, run in runs.items() if run is None]
-    needed = "at least one file" if settings.placeholders else "every file"
-    rule = f"must have runs of one set of weights of {settings.model}, on official data and with "
-    rule += f"--test true, for {needed}"
-    remedy = "run finetune.grid with --test true, or give --placeholders true"
-    enough = len(missing) < len(FILES) if settings.placeholders else not missing
-    found = f"none for {', '.join(file.name for file in missing)}"
-    require(enough, settings.results, rule, found, remedy)
+    if len(missing) == len(FILES) or (missing and not settings.placeholders):
+        needed = "at least one file" if settings.placeholders else "every file"
+        raise InputError(
+            f"{settings.results} must have runs of one set of weights of {settings.model}, on "
+            f"official data and with --test true, for {needed}, "
+            f"got none for {', '.join(file.name for file in missing)}; "
+            "run finetune.grid with --test true, or give --placeholders true"
+        )
     texts = {file.name: tsv(settings.results, file, run) for file, run in runs.items()}
     output = Path(settings.output)
     unfinished = output.with_name(f"{output.name}.tmp")
@@ -145,9 +147,12 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
         if not x["random_weights"] and x["model"] != SIMPLE_FEATURES
     ]
     results = [x for x in pretrained if x["model"] == settings.model]
-    models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
-    rule = f"must be one of those in {settings.results}"
-    require(bool(results), "model", rule, settings.model, f"there: {models}")
+    if not results:
+        models = ", ".join(sorted({x["model"] for x in pretrained})) or "no runs"
+        raise InputError(
+            f"model must be one of those in {settings.results}, got {settings.model}; "
+            f"there: {models}"
+        )
     direct = [x["weights"] for x in results if x["mnli"] is None and x.get("weights")]
     weights = hash_weights(settings.model) or (direct[-1] if direct else None)
     usable = [
@@ -184,9 +189,11 @@ def tsv(results: str, file: ServerFile, run: Result | None) -> str:
     if run is not None:
         path = prediction_file(results, run, file.split)
         _, logits = read_predictions(path)
-        rule = f"must be {shape[0]} rows of {shape[1]}, as of GLUE's own split"
-        remedy = "make the run again on the official data"
-        require(logits.shape == shape, str(path), rule, str(logits.shape), remedy)
+        if logits.shape != shape:
+            raise InputError(
+                f"{path} must be {shape[0]} rows of {shape[1]}, as of GLUE's own split, "
+                f"got {logits.shape}; make the run again on the official data"
+            )
     if file.labels is None:  # adding 0 turns -0.0 into 0.0
         answers = [f"{value:.3f}" for value in np.clip(logits[:, 0], 0, 5) + 0.0]
     else:
