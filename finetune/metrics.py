@@ -44,32 +44,23 @@ METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
 
 
 class GlueMetric(evaluate.Metric):
-    """The metrics of a task: `GlueMetric(task).compute(predictions=..., references=...)`.
-
-    Predictions are class ids, or values for a regression; the result maps metric names to floats.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        # in memory: leaves no file, and concurrent runs do not wait for a lock
-        super().__init__(config_name=task.name, keep_in_memory=True)
+    """The metrics of a task, which is an argument of `compute`, by name."""
 
     def _info(self) -> evaluate.MetricInfo:
-        kind = datasets.Value("float64" if self.task.is_regression else "int64")
-        return evaluate.MetricInfo(
-            description="The metrics GLUE reports for one task.",
-            citation="Wang et al. 2019, arXiv:1804.07461",
-            features=datasets.Features({"predictions": kind, "references": kind}),
-        )
+        number = datasets.Value("float64")  # a class id or a value
+        features = datasets.Features({"predictions": number, "references": number})
+        return evaluate.MetricInfo("GLUE's metrics", "Wang et al. 2019, arXiv:1804.07461", features)
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any, task: Task) -> dict[str, float]:
         values = np.asarray(references), np.asarray(predictions)
-        return {name: float(METRICS[name](*values)) for name in self.task.metrics}
+        return {name: float(METRICS[name](*values)) for name in task.metrics}
 
 
 def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
     """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
-    return GlueMetric(task).compute(predictions=predictions, references=labels)
+    # in memory: leaves no file, and concurrent runs do not wait for a lock
+    metric = GlueMetric(keep_in_memory=True)
+    return metric.compute(predictions=predictions, references=labels, task=task)
 
 
 def score_splits(
