@@ -289,7 +289,7 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     """Load train, the validation splits and, with `settings.test`, the test splits."""
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
-        splits |= test_splits(settings)
+        splits |= test_splits(task, settings.glue_dir)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}
     for name, (source, split) in splits.items():
@@ -298,18 +298,17 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     return data
 
 
-def test_splits(settings: GlueSettings) -> dict[str, tuple[Task, str]]:
+def test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]:
     """Map names of predictions to (task, split) of the test splits that `glue_dir` holds.
 
     AX belongs to MNLI. Reduced data may have no test splits.
     """
-    task, folder = load_task(settings.task), settings.glue_dir
     splits = {split: (task, split) for split in task.splits if split.startswith("test")}
     if task.name == "mnli":
         splits["ax"] = TASKS["ax"], "test"
-    if task.is_own or folder is None:
+    if task.is_own or glue_dir is None:
         return splits
-    return {name: x for name, x in splits.items() if find_split_file(*x, folder)}
+    return {name: x for name, x in splits.items() if find_split_file(*x, glue_dir)}
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
         return False
     if result["status"] == "diverged":
         return True
-    splits = glue.test_splits(run) if run.test else ()
+    splits = glue.test_splits(load_task(run.task), run.glue_dir) if run.test else ()
     files = [prediction_file(run.output, result, split) for split in splits]
     return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 
