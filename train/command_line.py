@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import jsonargparse
 import yaml
 
-from train.settings import InputError, require
+from train.settings import InputError
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -229,9 +229,11 @@ def _check_yaml(file: str) -> dict[str, Any]:
         raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
     except (OSError, ValueError):
         return {}
-    found = "an empty file" if content is None else "a list or a value"
-    rule, remedy = "must be a mapping of settings", "write SECTION: {KEY: VALUE}"
-    require(isinstance(content, dict), file, rule, found, remedy)
+    if not isinstance(content, dict):
+        found = "an empty file" if content is None else "a list or a value"
+        raise InputError(
+            f"{file} must be a mapping of settings, got {found}; write SECTION: {{KEY: VALUE}}"
+        )
     return content
 
 
@@ -246,9 +248,11 @@ def _check_whole_config(content: dict[str, Any], file: str, earlier: dict[str, A
     config = section.get("config") if isinstance(section, dict) else None
     if isinstance(config, dict):
         is_whole = not is_part or "hidden_size" in config or "hidden_size" not in earlier
-        rule = "must give hidden_size and the other sizes, because it replaces the one before"
-        remedy = "copy them, or use flags, --model.config.KEY VALUE"
-        require(is_whole, "model.config", rule, f"none in {file}", remedy)
+        if not is_whole:
+            raise InputError(
+                "model.config must give hidden_size and the other sizes, because it replaces the "
+                f"one before, got none in {file}; copy them, or use flags, --model.config.KEY VALUE"
+            )
         earlier.update(config)
 
 

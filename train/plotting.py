@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.atomic_dir import check_writable
-from train.settings import require
+from train.settings import InputError
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
 """Okabe and Ito's palette, which colour-blind readers can tell apart; grey instead of yellow."""
@@ -30,8 +30,8 @@ mpl.rcParams.update(
 
 def check_figure_path(output: str) -> None:
     """Check the name and folder of a figure before anything is measured."""
-    known = Path(output).suffix in (".png", ".svg")
-    require(known, "output", "must end in .png or .svg", output, "rename it")
+    if Path(output).suffix not in (".png", ".svg"):
+        raise InputError(f"output must end in .png or .svg, got {output}; rename it")
     check_writable(Path(output).parent, "output")
 
 

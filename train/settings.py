@@ -42,7 +42,8 @@ def first_line(error: BaseException) -> str:
 
 def check_seed(seed: int, key: str) -> None:
     """Check that a seed is one that torch accepts."""
-    require(0 <= seed < 2**64, key, "must be from 0 to 2^64 - 1", seed, "use 0, 1, 2, ...")
+    if not 0 <= seed < 2**64:
+        raise InputError(f"{key} must be from 0 to 2^64 - 1, got {seed}; use 0, 1, 2, ...")
 
 
 def _check_fields(
@@ -50,8 +51,9 @@ def _check_fields(
 ) -> None:
     """Apply one rule to several fields of a section; None, an option not used, is accepted."""
     for name in names:
-        value, remedy = getattr(settings, name), "leave it out for the default"
-        require(value is None or accept(value), f"{section}.{name}", rule, value, remedy)
+        value = getattr(settings, name)
+        if value is not None and not accept(value):
+            raise InputError(f"{section}.{name} {rule}, got {value}; leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,11 @@ class HeldOutSettings:
     """Folder of the token cache."""
 
     def __post_init__(self) -> None:
-        remedy = "a share is for commands that read the training text"
-        key, found = "corpus.validation", self.validation
-        require(self.held_out_share is None, key, "must name held-out text", found, remedy)
+        if self.held_out_share is not None:
+            raise InputError(
+                f"corpus.validation must name held-out text, got {self.validation}; "
+                "a share is for commands that read the training text"
+            )
 
     @property
     def held_out_share(self) -> float | None:
@@ -123,20 +127,30 @@ class CorpusSettings(HeldOutSettings):
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
     def __post_init__(self) -> None:  # not the base class's, which allows no share
-        share, rule = self.held_out_share, "must be text, or a share above 0% and below 100%"
+        share = self.held_out_share
         # a number without % would be read as the name of a hub data set
         is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None
-        valid = not is_number if share is None else 0 < share < 1
-        require(valid, "corpus.validation", rule, self.validation, "2% is usual")
-        remedy = "128 and 512 are usual"
-        require(self.length >= 8, "corpus.length", "must be at least 8", self.length, remedy)
-        rule, remedy = "must lie between 0 and 1", "BERT and the paper use 0.15"
-        require(0 < self.mask_rate < 1, "corpus.mask_rate", rule, self.mask_rate, remedy)
+        if is_number or (share is not None and not 0 < share < 1):
+            raise InputError(
+                "corpus.validation must be text, or a share above 0% and below 100%, "
+                f"got {self.validation}; 2% is usual"
+            )
+        if self.length < 8:
+            raise InputError(
+                f"corpus.length must be at least 8, got {self.length}; 128 and 512 are usual"
+            )
+        if not 0 < self.mask_rate < 1:
+            raise InputError(
+                f"corpus.mask_rate must lie between 0 and 1, got {self.mask_rate}; "
+                "BERT and the paper use 0.15"
+            )
         if self.weights is not None:
             count = 1 if isinstance(self.train, str) else len(self.train)
-            valid = len(self.weights) == count and all(0 < w < math.inf for w in self.weights)
-            rule = f"must be a positive number for each of the {count} names of corpus.train"
-            require(valid, "corpus.weights", rule, self.weights, "give 1.0 where nothing changes")
+            if len(self.weights) != count or not all(0 < w < math.inf for w in self.weights):
+                raise InputError(
+                    f"corpus.weights must be a positive number for each of the {count} names of "
+                    f"corpus.train, got {self.weights}; give 1.0 where nothing changes"
+                )
 
 
 @dataclass(frozen=True)
@@ -187,12 +201,20 @@ class OptimSettings:
         _check_fields(self, "optim", lambda x: 0 < x < math.inf, rule, *rates, *counts)
         rule = "must not be negative"
         _check_fields(self, "optim", lambda x: x >= 0, rule, "warmup_steps", "weight_decay")
-        valid, rule = all(0 <= beta < 1 for beta in self.betas), "must be at least 0 and below 1"
-        require(valid, "optim.betas", rule, self.betas, "0.9, 0.98 work")
-        rule, found = f"must be one of {', '.join(OPTIMIZERS)}", repr(self.name)
-        require(self.name in OPTIMIZERS, "optim.name", rule, found, "adamw is BERT's")
-        rule, found = f"must be one of {', '.join(SCHEDULES)}", repr(self.schedule)
-        require(self.schedule in SCHEDULES, "optim.schedule", rule, found, "linear is BERT's")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(
+                f"optim.betas must be at least 0 and below 1, got {self.betas}; 0.9, 0.98 work"
+            )
+        if self.name not in OPTIMIZERS:
+            raise InputError(
+                f"optim.name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}; "
+                "adamw is BERT's"
+            )
+        if self.schedule not in SCHEDULES:
+            raise InputError(
+                f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}; "
+                "linear is BERT's"
+            )
 
 
 @dataclass(frozen=True)
@@ -236,9 +258,11 @@ class RunSettings:
         _check_fields(self, "run", lambda x: x >= 1, "must be at least 1", *counts)
         _check_fields(self, "run", lambda x: x >= 0, "must not be negative", "workers")
         _check_fields(self, "run", lambda x: x > 0, "must be positive", "max_hours", "peak_tflops")
-        valid = self.name not in ("", ".", "..") and "/" not in self.name
-        rule, remedy = "must be a plain folder name", "put the path in run.folder"
-        require(valid, "run.name", rule, repr(self.name), remedy)
+        if self.name in ("", ".", "..") or "/" in self.name:
+            raise InputError(
+                f"run.name must be a plain folder name, got {self.name!r}; "
+                "put the path in run.folder"
+            )
         check_seed(self.seed, "run.seed")
 
 
@@ -274,13 +298,18 @@ class PretrainSettings:
         budgets: dict[str, object] = {"optim.steps": optim.steps, "optim.tokens": optim.tokens}
         budgets |= {"optim.hours": optim.hours, "stages": self.stages or None}
         given = [name for name, value in budgets.items() if value is not None]
-        found, remedy = ", ".join(given) or "none", "set one and null the others"
-        require(len(given) == 1, "optim", f"needs one of {', '.join(budgets)}", found, remedy)
+        if len(given) != 1:
+            raise InputError(
+                f"optim needs one of {', '.join(budgets)}, got {', '.join(given) or 'none'}; "
+                "set one and null the others"
+            )
         trained = [stage.corpus.train for stage in split_stages(self)]  # which checks each stage
         whole, *parts = ({x} if isinstance(x, str) else {*x} for x in (self.corpus.train, *trained))
-        valid = self.corpus.held_out_share is None or any(whole & part for part in parts)
-        rule, remedy = "must be text of a stage to hold out a share of it", "name that text"
-        require(valid, "corpus.train", rule, self.corpus.train, remedy)
+        if self.corpus.held_out_share is not None and not any(whole & part for part in parts):
+            raise InputError(
+                "corpus.train must be text of a stage to hold out a share of it, "
+                f"got {self.corpus.train}; name that text"
+            )
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
