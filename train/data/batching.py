@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from train.data import stateless_rng
 from train.data.corpus import TokenStore
 from train.data.masking import IGNORE_INDEX, Vocab, mask_tokens
-from train.settings import require
+from train.settings import InputError
 
 Indices = NDArray[np.int64]
 
@@ -174,9 +174,11 @@ class BatchFormat:
     pad_predictions_to: int | None = None
 
     def __post_init__(self) -> None:
-        valid = not self.whole_word or self.vocab.is_continuation is not None
-        rule, remedy = "must be false unless tokens are WordPiece's (##ing)", "use a BERT tokenizer"
-        require(valid, "corpus.whole_word", rule, "true", remedy)
+        if self.whole_word and self.vocab.is_continuation is None:
+            raise InputError(
+                "corpus.whole_word must be false unless tokens are WordPiece's (##ing), got true; "
+                "use a BERT tokenizer"
+            )
 
 
 def make_batch(
@@ -268,9 +270,11 @@ def max_predictions(tokens: int, mask_rate: float | None) -> int:
 def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
     """Check that a batch divides evenly into micro-batches of all processes."""
     multiple = micro_batch * processes
-    rule = "must be a multiple of optim.micro_batch times the processes"
-    rule += f" ({micro_batch} x {processes} = {multiple})"
-    require(batch_size % multiple == 0, "optim.batch_size", rule, batch_size, "change either")
+    if batch_size % multiple != 0:
+        raise InputError(
+            "optim.batch_size must be a multiple of optim.micro_batch times the processes "
+            f"({micro_batch} x {processes} = {multiple}), got {batch_size}; change either"
+        )
 
 
 @dataclass

@@ -46,7 +46,7 @@ from train.data.documents import (
     short_hash,
     source_names,
 )
-from train.settings import CorpusSettings, HeldOutSettings, require
+from train.settings import CorpusSettings, HeldOutSettings, InputError
 
 FORMAT = 2
 """Version of the files, part of the hash."""
@@ -216,12 +216,16 @@ def _open_store(
     shards = list(itertools.chain.from_iterable(shards_of_sources))
     manifests = {shard: _read_manifest(shard) for shard in shards}  # copies of a file share them
     sizes = [manifests[x]["tokens"] for x in shards]
-    found = f"{', '.join(source_names(corpus, part))} with none"
-    remedy = "raise the share" if corpus.held_out_share else "check the files"
-    require(sum(sizes) > 0, f"corpus.{part}", "must hold text", found, remedy)
+    if sum(sizes) == 0:
+        names = ", ".join(source_names(corpus, part))
+        remedy = "raise the share" if corpus.held_out_share else "check the files"
+        raise InputError(f"corpus.{part} must hold text, got {names} with none; {remedy}")
     unknown = sum(manifests[x]["unknown"] for x in shards) / sum(sizes)
-    rule, remedy = f"must know at least half of corpus.{part}", "learn one from this text"
-    require(unknown <= 0.5, "corpus.tokenizer", rule, f"{unknown:.0%} unknown tokens", remedy)
+    if unknown > 0.5:
+        raise InputError(
+            f"corpus.tokenizer must know at least half of corpus.{part}, "
+            f"got {unknown:.0%} unknown tokens; learn one from this text"
+        )
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # the ends in each shard's own tokens -> in the tokens of all shards
     ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
@@ -306,10 +310,13 @@ def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
     share = tokens[shared].sum() / tokens.sum()
     if share > 0:
         count = np.count_nonzero(tokens[shared])
-        found = f"{share:.1%} of its tokens, in {count:,} of {len(tokens):,} documents"
-        rule, remedy = "must not be training text", "take them out of corpus.train"
-        require(share <= MAX_SHARED, "corpus.validation", rule, found, remedy)
-        yield f"warning: corpus.validation {rule}, got {found}; {remedy}"
+        message = (
+            f"corpus.validation must not be training text, got {share:.1%} of its tokens, "
+            f"in {count:,} of {len(tokens):,} documents; take them out of corpus.train"
+        )
+        if share > MAX_SHARED:
+            raise InputError(message)
+        yield f"warning: {message}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from train.atomic_dir import write_text_atomically
 from train.data import demo_corpus
-from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line, require
+from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line
 
 TextFile = Path | str
 """A file, or the name of a hub data set, which counts as one file."""
@@ -43,20 +43,22 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
     if part == "validation" and corpus.held_out_share:
         part = "train"  # from which `read_file` draws the documents
     key, names = f"corpus.{part}", source_names(corpus, part)
-    is_named = bool(names) and all(names)  # "" would be every file below the working folder
-    require(is_named, key, "must name a source", repr(names), "give a folder or files")
+    if not names or not all(names):  # "" would be every file below the working folder
+        raise InputError(f"{key} must name a source, got {names!r}; give a folder or files")
     sources: list[list[TextFile]] = []
     for name in names:
         if name == EMBEDDED:
             sources.append([demo_corpus.corpus_file(part, corpus.cache)])
             continue
         files = _match_files(name, key)
-        exists = bool(files) or not _looks_like_path(name)
-        require(exists, key, "must exist", repr(name), "check the path; a list is [A, B]")
-        valid = bool(files) or not corpus.held_out_share
-        rule = "must be files if corpus.validation is a share"
-        remedy = "check the path; for a hub data set name one for corpus.validation, too"
-        require(valid, key, rule, f"{name!r}, which does not exist here", remedy)
+        if not files and _looks_like_path(name):
+            raise InputError(f"{key} must exist, got {name!r}; check the path; a list is [A, B]")
+        if not files and corpus.held_out_share:
+            raise InputError(
+                f"{key} must be files if corpus.validation is a share, got {name!r}, which does "
+                "not exist here; check the path; for a hub data set name one for "
+                "corpus.validation, too"
+            )
         sources.append([*files] or [name])
     return sources
 
@@ -70,13 +72,18 @@ def _match_files(name: str, key: str) -> list[Path]:
         inside = map(Path, glob.iglob(f"{glob.escape(name)}/**/*", recursive=True))
         files = sorted(p for p in inside if known_suffix(p) and not p.is_dir())
         unique = {p.resolve(): p for p in reversed(files)}  # a folder may be linked into itself
-        rule, found = f"must hold {suffixes} files", f"none in {name!r}"
-        require(bool(files), key, rule, found, "put text there")
+        if not files:
+            raise InputError(
+                f"{key} must hold {suffixes} files, got none in {name!r}; put text there"
+            )
         return sorted(unique.values())
     files = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
     unknown = [str(file) for file in files if not known_suffix(file)]
-    rule, remedy = f"must be {suffixes} files", "convert or rename the file"
-    require(not unknown, key, rule, ", ".join(unknown[:3]), remedy)
+    if unknown:
+        raise InputError(
+            f"{key} must be {suffixes} files, got {', '.join(unknown[:3])}; "
+            "convert or rename the file"
+        )
     return files
 
 
@@ -150,15 +157,19 @@ def _content_hash(file: Path, cache: Path) -> str:
 
 def check_disjoint_files(corpus: CorpusSettings) -> None:
     """Check that training and held-out text share no file, and that both or none are embedded."""
-    rule, remedy = f"must be {EMBEDDED!r} for both parts or neither", "name held-out text of yours"
-    valid = (corpus.train == EMBEDDED) == (corpus.validation == EMBEDDED)
-    found = f"train {corpus.train!r} and validation {corpus.validation!r}"
-    require(valid, "corpus.validation", rule, found, remedy)
+    if (corpus.train == EMBEDDED) != (corpus.validation == EMBEDDED):
+        raise InputError(
+            f"corpus.validation must be {EMBEDDED!r} for both parts or neither, got train "
+            f"{corpus.train!r} and validation {corpus.validation!r}; name held-out text of yours"
+        )
     if corpus.train != EMBEDDED and not corpus.held_out_share:
         train, held_out = (_resolved_files(corpus, part) for part in ("train", "validation"))
         shared = sorted(map(str, train & held_out))
-        rule, remedy = "must hold no file of corpus.train", "move it out of the training text"
-        require(not shared, "corpus.validation", rule, ", ".join(shared[:3]), remedy)
+        if shared:
+            raise InputError(
+                "corpus.validation must hold no file of corpus.train, "
+                f"got {', '.join(shared[:3])}; move it out of the training text"
+            )
 
 
 def _resolved_files(corpus: CorpusSettings, part: str) -> set[Path]:
@@ -237,22 +248,26 @@ def _read_lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
 
 
 def _check_column(column: str, columns: Iterable[str], place: object) -> None:
-    found = f"{column!r}; it has {', '.join(columns) or 'none'}"
     if column not in columns:
+        found = f"{column!r}; it has {', '.join(columns) or 'none'}"
         raise InputError(f"corpus.text_column must name a column of {place}, got {found}")
 
 
 def _check_text(value: object, column: str, place: object) -> str:
     """Return a value of the text column; null is an empty text."""
-    rule, found = f"must name a column of text in {place}", f"{column!r} with {value!r:.40}"
-    valid = value is None or isinstance(value, str)
-    require(valid, "corpus.text_column", rule, found, "name another")
-    text = str(value or "")
+    if value is not None and not isinstance(value, str):
+        raise InputError(
+            f"corpus.text_column must name a column of text in {place}, got {column!r} with "
+            f"{value!r:.40}; name another"
+        )
+    text = value or ""
     try:
         text.encode()  # json can hold half of an emoji, which no tokenizer reads
     except UnicodeEncodeError as error:
-        rule, remedy = f"must hold whole characters in {place}", "correct the text"
-        raise InputError(f"corpus.text_column {rule}, got {error}; {remedy}") from error
+        raise InputError(
+            f"corpus.text_column must hold whole characters in {place}, got {error}; "
+            "correct the text"
+        ) from error
     return text
 
 

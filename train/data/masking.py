@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data import stateless_rng
 from train.data.vocabulary import find_continuations
-from train.settings import require
+from train.settings import InputError
 
 IGNORE_INDEX = -100
 """Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
@@ -48,8 +48,11 @@ class Vocab:
         names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
         ids = [getattr(tokenizer, name) for name in names]
         missing = [name for name, value in zip(names, ids) if value is None]
-        rule, remedy = "must have [CLS], [SEP], [PAD] and [MASK]", "use a BERT tokenizer"
-        require(not missing, "corpus.tokenizer", rule, f"none for {missing}", remedy)
+        if missing:
+            raise InputError(
+                "corpus.tokenizer must have [CLS], [SEP], [PAD] and [MASK], "
+                f"got none for {missing}; use a BERT tokenizer"
+            )
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
         continuation = find_continuations(tokenizer)

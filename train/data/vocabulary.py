@@ -22,7 +22,7 @@ from transformers import (
 
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.data.documents import find_files, hash_file, read_documents, short_hash
-from train.settings import CorpusSettings, InputError, require
+from train.settings import CorpusSettings, InputError
 
 MAX_ALPHABET = 1000
 """Most characters that become tokens of their own, as in bert-base-uncased."""
@@ -82,21 +82,29 @@ def train_if_missing(corpus: CorpusSettings) -> str:
             of the folder could be a hub id.
     """
     check_tokenizer_given(corpus)
-    size, key, remedy = corpus.vocabulary_size, "corpus.vocabulary_size", "set it to null"
+    size = corpus.vocabulary_size
     folder = _folder_of_text(corpus) if corpus.tokenizer is None else corpus.tokenizer
     if size is None:
         return folder
-    require(folder != BYTES, key, "must be null for bytes", size, remedy)
+    if folder == BYTES:
+        raise InputError(
+            f"corpus.vocabulary_size must be null for bytes, got {size}; set it to null"
+        )
     if Path(folder).exists():
         tokens = len(load_tokenizer(folder))
-        rule = f"must be at least the {tokens} pieces in {folder}"
-        require(tokens <= size, key, rule, size, f"{remedy} to take that one")
+        if tokens > size:
+            raise InputError(
+                f"corpus.vocabulary_size must be at least the {tokens} pieces in {folder}, "
+                f"got {size}; set it to null to take that one"
+            )
         return folder
-    rule = "must name a folder to learn a vocabulary into"
-    remedy = f"write ./{folder}, or set {key} to null to take the one of a hub id"
-    may_be_hub_id = corpus.tokenizer is not None and _may_be_hub_id(folder, corpus.cache)
-    require(not may_be_hub_id, "corpus.tokenizer", rule, repr(folder), remedy)
-    require(size >= 100, key, "must be at least 100", size, "8192 is small")
+    if corpus.tokenizer is not None and _may_be_hub_id(folder, corpus.cache):
+        raise InputError(
+            f"corpus.tokenizer must name a folder to learn a vocabulary into, got {folder!r}; "
+            f"write ./{folder}, or set corpus.vocabulary_size to null to take the one of a hub id"
+        )
+    if size < 100:
+        raise InputError(f"corpus.vocabulary_size must be at least 100, got {size}; 8192 is small")
     check_writable(Path(folder), "corpus.tokenizer")
     print(f"learning a vocabulary of {size} pieces into {folder}")
     save_tokenizer(train_wordpiece(lambda: read_documents(corpus, "train"), size), folder)
@@ -105,9 +113,11 @@ def train_if_missing(corpus: CorpusSettings) -> str:
 
 def check_tokenizer_given(corpus: CorpusSettings) -> None:
     """Check that a tokenizer is named, or the size of one to learn."""
-    given = (corpus.tokenizer, corpus.vocabulary_size) != (None, None)
-    rule = "must be given, or corpus.vocabulary_size to learn one"
-    require(given, "corpus.tokenizer", rule, "null for both", "8192 is a small size")
+    if corpus.tokenizer is None and corpus.vocabulary_size is None:
+        raise InputError(
+            "corpus.tokenizer must be given, or corpus.vocabulary_size to learn one, "
+            "got null for both; 8192 is a small size"
+        )
 
 
 def _folder_of_text(corpus: CorpusSettings) -> str:
@@ -168,7 +178,8 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         if key == "corpus.tokenizer":
             remedy = "check the path, or give corpus.vocabulary_size to learn one there"
         raise InputError(f"{key} {rule}, got {name!r}; {remedy}") from error
-    require(tokenizer.is_fast, key, "must be a fast tokenizer", name, "use a BERT tokenizer")
+    if not tokenizer.is_fast:
+        raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")
     # a tokenizer.json may hold both from its last use, and would then cut documents
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
