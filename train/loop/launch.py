@@ -49,10 +49,9 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     """
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
-    environment = os.environ
     # Accelerate's launcher of a single process sets these only when several were asked for
     address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
-    if address <= environment.keys() and "WORLD_SIZE" not in environment:
+    if address <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         raise InputError(
             "launch must start the processes that were asked for, got 1 process for several; start "
             "them with `torchrun --nproc_per_node N` and the script, on a CPU with "
@@ -74,14 +73,26 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         raise InputError(
             f"launch must be one Accelerate can make, got {line}; change it"
         ) from error
-    world_size = int(environment.get("WORLD_SIZE", "1"))
+    _check_launch(accelerator)
+    # cuDNN makes a plan for every new shape of a batch
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Inductor, on the softmax over the vocabulary
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
+    if accelerator.is_fsdp2:
+        keep_float32(accelerator.state.fsdp_plugin)
+    return accelerator
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    """Check that an Accelerator is what the launcher was asked for, and its device usable."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world_size:
         raise InputError(
             f"launch must join all {world_size} processes, got a world of "
             f"{accelerator.num_processes}; put ACCELERATE_USE_CPU=1 before torchrun on a CPU, or "
             "check num_processes and num_machines in the accelerate configuration"
         )
-    sharded = environment.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if sharded and accelerator.distributed_type != DistributedType.FSDP:
         raise InputError(
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
@@ -90,13 +101,6 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     usable, found = accelerator.device.type != "mps", "mps, which has no float64"
     rule, remedy = "must be for a CPU or CUDA", "use configs/accelerate/cpu.yaml"
     require(usable, "launch", rule, found, remedy)
-    # cuDNN makes a plan for every new shape of a batch
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # Inductor, on the softmax over the vocabulary
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
-    if accelerator.is_fsdp2:
-        keep_float32(accelerator.state.fsdp_plugin)
-    return accelerator
 
 
 def any_process(condition: bool, accelerator: Accelerator) -> bool:
