@@ -45,7 +45,7 @@ from train.loop.launch import any_process
 from train.loop.objective import LanguageModel
 from train.loop.run_log import INITIAL_STATE, RunLog
 from train.loop.run_metadata import changed_settings, write_metadata
-from train.settings import InputError, PretrainSettings, require
+from train.settings import InputError, PretrainSettings
 
 LOCK_TIMEOUT = 60.0
 """Seconds a launch waits for another of the same run, which may be about to save and exit."""
@@ -73,9 +73,11 @@ def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as stream:
         holder = _wait_for_lock(stream) if accelerator.is_main_process else ""
-        is_free = not any_process(bool(holder), accelerator)
-        found = f"{folder} in use by {holder or 'another process'}"
-        require(is_free, "run.folder", "must be free", found, "end it, or choose another run.name")
+        if any_process(bool(holder), accelerator):
+            raise InputError(
+                f"run.folder must be free, got {folder} in use by {holder or 'another process'}; "
+                "end it, or choose another run.name"
+            )
         yield
 
 
@@ -159,19 +161,29 @@ class Checkpoints:
 
     def _check_resumable(self, state: dict[str, Any], total: int | None) -> None:
         """Check that the run can go on from a state; a collective call."""
-        trained, remedy = state["step"], "train longer, or choose another run.name"
-        rule = f"must be a budget of at least the {trained} steps that the run has trained"
-        require(total is None or trained <= total, "optim", rule, f"{total} steps", remedy)
-        if state["data"] != self.store_names:
-            rule = f"must give the tokens {state['data']} the run began with"
-            remedy = "choose another run.name, or set run.allow_drift true"
-            require(self.settings.run.allow_drift, TEXT_KEYS, rule, self.store_names, remedy)
-            rule = "must name the run's vocabulary where its text changes"
-            remedy = "null learns another; give the folder printed at the start of the run"
-            named = self.settings.corpus.tokenizer is not None
-            require(named, "corpus.tokenizer", rule, "null", remedy)
-        steps, rule = {*gather_object([trained])}, "must hold one checkpoint for all machines"
-        require(len(steps) == 1, "run.folder", rule, f"steps {steps}", "put it on a shared disk")
+        trained = state["step"]
+        if total is not None and trained > total:
+            raise InputError(
+                f"optim must be a budget of at least the {trained} steps that the run has trained, "
+                f"got {total} steps; train longer, or choose another run.name"
+            )
+        is_changed = state["data"] != self.store_names
+        if is_changed and not self.settings.run.allow_drift:
+            raise InputError(
+                f"{TEXT_KEYS} must give the tokens {state['data']} the run began with, "
+                f"got {self.store_names}; choose another run.name, or set run.allow_drift true"
+            )
+        if is_changed and self.settings.corpus.tokenizer is None:
+            raise InputError(
+                "corpus.tokenizer must name the run's vocabulary where its text changes, got null; "
+                "null learns another; give the folder printed at the start of the run"
+            )
+        steps = {*gather_object([trained])}
+        if len(steps) != 1:
+            raise InputError(
+                f"run.folder must hold one checkpoint for all machines, got steps {steps}; "
+                "put it on a shared disk"
+            )
 
     def save(self, step: int, run_log: RunLog, final: bool) -> None:
         """Save a checkpoint and delete old ones; a collective call.
@@ -199,9 +211,11 @@ class Checkpoints:
 
 def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
     """Refuse, on all processes, an error of one; a collective call, which waits for the disk."""
-    is_written = not any_process(bool(error), accelerator)
-    rule, remedy = f"must have room for {what}", "make some, the same command goes on"
-    require(is_written or not is_needed, "run.folder", rule, error or "none", remedy)
+    if any_process(bool(error), accelerator) and is_needed:
+        raise InputError(
+            f"run.folder must have room for {what}, got {error or 'none'}; "
+            "make some, the same command goes on"
+        )
 
 
 def save_model(

@@ -28,7 +28,7 @@ from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
 from train.loop.objective import LanguageModel
-from train.settings import HeldOutSettings, ModelSettings, require
+from train.settings import HeldOutSettings, InputError, ModelSettings
 
 MASK_RATE = 0.15
 MASK_SEED = 0
@@ -51,10 +51,14 @@ class EvaluateSettings:
     """Attention implementation by transformers' name; null is the model's own default."""
 
     def __post_init__(self) -> None:
-        require(self.length >= 8, "length", "must be at least 8", self.length, "128 is usual")
-        require(self.batch >= 1, "batch", "must be at least 1", self.batch, "32 is usual")
-        some = self.sequences is None or self.sequences >= 1
-        require(some, "sequences", "must be at least 1", self.sequences, "leave it out for all")
+        if self.length < 8:
+            raise InputError(f"length must be at least 8, got {self.length}; 128 is usual")
+        if self.batch < 1:
+            raise InputError(f"batch must be at least 1, got {self.batch}; 32 is usual")
+        if self.sequences is not None and self.sequences < 1:
+            raise InputError(
+                f"sequences must be at least 1, got {self.sequences}; leave it out for all"
+            )
 
 
 @torch.no_grad()
@@ -96,8 +100,11 @@ def evaluate(
             sums += torch.stack((loss.double(), correct.double(), predicted))
     model.train(was_training)
     loss, correct, predicted = accelerator.reduce(sums).tolist()
-    rule, remedy = "must hold a token to predict", "give more text, or a tokenizer that knows it"
-    require(predicted > 0, "corpus.validation", rule, 0, remedy)
+    if predicted == 0:
+        raise InputError(
+            "corpus.validation must hold a token to predict, got 0; "
+            "give more text, or a tokenizer that knows it"
+        )
     return {
         "validation_loss": loss / predicted,
         "validation_accuracy": correct / predicted,

@@ -18,7 +18,7 @@ from accelerate.utils import (
 )
 
 import roformer
-from train.settings import InputError, require
+from train.settings import InputError
 
 
 def launcher_pid() -> int | None:
@@ -58,8 +58,11 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
         )
     trackers = ["all", *map(str, get_available_trackers())]
-    rule = f"must be null or an installed tracker of Accelerate, {', '.join(trackers)}"
-    require(tracker in (None, *trackers), "run.tracker", rule, tracker, "install it, or set null")
+    if tracker not in (None, *trackers):
+        raise InputError(
+            "run.tracker must be null or an installed tracker of Accelerate, "
+            f"{', '.join(trackers)}, got {tracker}; install it, or set null"
+        )
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
@@ -98,9 +101,11 @@ def _check_launch(accelerator: Accelerator) -> None:
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
-    usable, found = accelerator.device.type != "mps", "mps, which has no float64"
-    rule, remedy = "must be for a CPU or CUDA", "use configs/accelerate/cpu.yaml"
-    require(usable, "launch", rule, found, remedy)
+    if accelerator.device.type == "mps":
+        raise InputError(
+            "launch must be for a CPU or CUDA, got mps, which has no float64; "
+            "use configs/accelerate/cpu.yaml"
+        )
 
 
 def any_process(condition: bool, accelerator: Accelerator) -> bool:

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from train.settings import InputError, ModelSettings, require
+from train.settings import InputError, ModelSettings
 
 
 def build_config(
@@ -35,13 +35,18 @@ def build_config(
         InputError: The type, a field or a value is invalid, the vocabulary does not fit, or the
             length, which the message calls `key`, exceeds a table of position embeddings.
     """
-    known = settings.type in CONFIG_MAPPING
-    rule, remedy = "must be a transformers model type", "use roformer or bert"
-    require(known, "model.type", rule, settings.type, remedy)
+    if settings.type not in CONFIG_MAPPING:
+        raise InputError(
+            f"model.type must be a transformers model type, got {settings.type}; "
+            "use roformer or bert"
+        )
     names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     for name in settings.config:
-        rule = f"must be a field of the {settings.type} configuration"
-        require(name in names, "model.config", rule, repr(name), "check the spelling")
+        if name not in names:
+            raise InputError(
+                f"model.config must be a field of the {settings.type} configuration, "
+                f"got {name!r}; check the spelling"
+            )
     with input_errors("model.config"):
         config = _config(settings, tokenizer)
     if tokenizer is not None:
@@ -53,10 +58,11 @@ def build_config(
 def check_length(config: PreTrainedConfig, length: int, key: str) -> None:
     """Check that the table of position embeddings, if a model has one, is as long as a sequence."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and getattr(config, "has_position_limit", True):
-        rule = f"must be at most the {limit} positions of the {config.model_type} table"
-        remedy = "shorten it or use a RoFormer with rope, which has no limit"
-        require(length <= limit, key, rule, length, remedy)
+    if limit is not None and getattr(config, "has_position_limit", True) and length > limit:
+        raise InputError(
+            f"{key} must be at most the {limit} positions of the {config.model_type} table, "
+            f"got {length}; shorten it or use a RoFormer with rope, which has no limit"
+        )
 
 
 def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
@@ -90,17 +96,20 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
         return AutoConfig.for_model(settings.type, **(special | settings.config))
     saved = load_config(settings.init, "model.init")
     convertible = (saved.model_type, settings.type) == ("bert", "roformer")
-    found = f"{saved.model_type} for {settings.type}"
-    fits = convertible or saved.model_type == settings.type
-    rule, remedy = "must be of model.type, or bert for roformer", "set model.type"
-    require(fits, "model.init", rule, found, remedy)
+    if saved.model_type != settings.type and not convertible:
+        raise InputError(
+            "model.init must be of model.type, or bert for roformer, "
+            f"got {saved.model_type} for {settings.type}; set model.type"
+        )
     for name, value in settings.config.items():
         # only fields that leave the checkpoint's weights valid may change; weights of another
         # position encoding are initialised
         before = getattr(saved, name, value)
         free = name.endswith("dropout_prob") or name in ("rope_parameters", "position_encoding")
-        rule = f"must stay {before} of model.init"
-        require(free or before == value, f"model.config.{name}", rule, value, "leave it out")
+        if not free and before != value:
+            raise InputError(
+                f"model.config.{name} must stay {before} of model.init, got {value}; leave it out"
+            )
         setattr(saved, name, value)  # the setter of a RoFormer completes rope_parameters
     fields = {field.name for field in dataclasses.fields(CONFIG_MAPPING[settings.type])}
     names = (fields & saved.to_dict().keys()) - {"transformers_version", "dtype"}
@@ -132,9 +141,12 @@ def _require_vocabulary(
             fits = config.vocab_size - len(pieces) < 128
         else:
             fits = own == pieces
-    rule = f"must fit the model's vocabulary of {config.vocab_size}"
-    found = f"{len(tokenizer)} pieces in {tokenizer.name_or_path or 'the tokenizer'}"
-    require(fits, "corpus.tokenizer", rule, found, "use the model's own tokenizer")
+    if not fits:
+        name = tokenizer.name_or_path or "the tokenizer"
+        raise InputError(
+            f"corpus.tokenizer must fit the model's vocabulary of {config.vocab_size}, "
+            f"got {len(tokenizer)} pieces in {name}; use the model's own tokenizer"
+        )
 
 
 def build_model(
@@ -177,8 +189,11 @@ def _require_weights(
     with torch.device("meta"):
         own = auto_model_class(saved).from_config(saved).state_dict()
     lost = [x for x in sorted(own.keys() & missing) if includes_head or not x.startswith("cls.")]
-    rule, found = "must hold all weights of its configuration", f"{folder} without {lost[:1]}"
-    require(not lost, "model", rule, found, "pretrain it first")
+    if lost:
+        raise InputError(
+            "model must hold all weights of its configuration, "
+            f"got {folder} without {lost[:1]}; pretrain it first"
+        )
 
 
 def auto_model_class(config: PreTrainedConfig) -> Any:
@@ -198,5 +213,8 @@ def load_bert_weights(model: PreTrainedModel, bert: PreTrainedModel) -> None:
         if (learned or "position_embeddings" not in name) and "pooler" not in name
     }
     missing = model.load_state_dict(weights, strict=False).missing_keys
-    rule, found = "must need no weights that a BERT lacks", missing[:1]
-    require(not missing, "model.config", rule, found, "train it from random weights")
+    if missing:
+        raise InputError(
+            f"model.config must need no weights that a BERT lacks, got {missing[:1]}; "
+            "train it from random weights"
+        )

@@ -19,7 +19,7 @@ from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.loop.launch import compute_dtype
 from train.loop.model_init import build_config, build_model
-from train.settings import ModelSettings, require
+from train.settings import InputError, ModelSettings
 
 
 class LanguageModel(nn.Module):
@@ -35,13 +35,18 @@ class LanguageModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         kind = repr(model.config.model_type)
-        rule = "must keep its language-model head under `cls`, as roformer and bert do"
-        require(hasattr(model, "cls"), "model.type", rule, kind, "use one of those")
+        if not hasattr(model, "cls"):
+            raise InputError(
+                "model.type must keep its language-model head under `cls`, as roformer and bert "
+                f"do, got {kind}; use one of those"
+            )
         self.model = model
         self.cross_entropy = CrossEntropy()
-        known = not self.packed or isinstance(model, RoFormerPreTrainedModel)
-        rule, found = "must be an implementation that model.type knows", f"{UNPADDED!r} for {kind}"
-        require(known, "model.attention", rule, found, "use sdpa or train a roformer")
+        if self.packed and not isinstance(model, RoFormerPreTrainedModel):
+            raise InputError(
+                "model.attention must be an implementation that model.type knows, "
+                f"got {UNPADDED!r} for {kind}; use sdpa or train a roformer"
+            )
         head = getattr(model.cls, "predictions", None)
         if head is not None and getattr(head, "bias", None) is not None:
             # without tied weights this bias is unused, also in transformers' models

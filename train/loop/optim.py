@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from train.loop.objective import LanguageModel
-from train.settings import InputError, OptimSettings, require
+from train.settings import InputError, OptimSettings
 
 MAX_SKIPPED_STEPS = 3
 """Consecutive skipped steps after which a run ends."""
@@ -137,9 +137,11 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
 def check_warmup(warmup_steps: int, stage_steps: list[int | None]) -> None:
     """Check that the warm-up is shorter than the run, if the steps of all stages are known."""
     total = sum(steps or 0 for steps in stage_steps)
-    rule, remedy = f"must be fewer than the {total} steps of the run", "shorten it or train longer"
-    fits = None in stage_steps or warmup_steps < total
-    require(fits, "optim.warmup_steps", rule, warmup_steps, remedy)
+    if None not in stage_steps and warmup_steps >= total:
+        raise InputError(
+            f"optim.warmup_steps must be fewer than the {total} steps of the run, "
+            f"got {warmup_steps}; shorten it or train longer"
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from train.atomic_dir import write_text_atomically
 from train.environment import collect_environment
-from train.settings import PretrainSettings, require
+from train.settings import InputError, PretrainSettings
 
 ChangedSettings = dict[str, tuple[Any, Any]]
 """Changed keys with the value at the beginning of the run and the value now."""
@@ -92,18 +92,20 @@ def _read_mapping(file: Path, what: str) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
     except (ValueError, yaml.YAMLError):
         content = None
-    rule, remedy = f"must hold {what} of the run", "delete it to go on"
-    require(isinstance(content, dict), str(file), rule, "none", remedy)
+    if not isinstance(content, dict):
+        raise InputError(f"{file} must hold {what} of the run, got none; delete it to go on")
     return content
 
 
 def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
     """Check that no setting on which trained weights depend has changed, or that it may change."""
     for key, (begun, value) in changed_settings(folder, settings, precision).items():
-        rule = f"must stay {begun!r} for the run in {folder}"
         fixed = key == "optim.name"  # another optimizer cannot read the state in a checkpoint
-        remedy = "choose another run.name" + ("" if fixed else ", or set run.allow_drift true")
-        require(settings.run.allow_drift and not fixed, key, rule, repr(value), remedy)
+        if fixed or not settings.run.allow_drift:
+            remedy = "choose another run.name" + ("" if fixed else ", or set run.allow_drift true")
+            raise InputError(
+                f"{key} must stay {begun!r} for the run in {folder}, got {value!r}; {remedy}"
+            )
 
 
 def write_metadata(
