@@ -30,7 +30,7 @@ from train.loop.evaluate import evaluate, load_language_model
 from train.loop.launch import start_accelerator
 from train.loop.model_init import check_length, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, InputError, require
+from train.settings import HeldOutSettings, InputError
 from train.tables import markdown_table
 
 Row = dict[str, Any]
@@ -58,10 +58,14 @@ class LengthSettings:
 
     def __post_init__(self) -> None:
         for length in self.lengths:
-            require(length >= 8, "lengths", "must be at least 8", length, "use 128")
-        require(self.trained >= 8, "trained", "must be at least 8", self.trained, "use 128")
-        require(self.documents >= 1, "documents", "must be at least 1", self.documents, "use 100")
-        require(len(self.models) > 0, "models", "must name a folder", "none", "add one")
+            if length < 8:
+                raise InputError(f"lengths must be at least 8, got {length}; use 128")
+        if self.trained < 8:
+            raise InputError(f"trained must be at least 8, got {self.trained}; use 128")
+        if self.documents < 1:
+            raise InputError(f"documents must be at least 1, got {self.documents}; use 100")
+        if not self.models:
+            raise InputError("models must name a folder, got none; add one")
         check_figure_path(self.output)
 
 
@@ -149,8 +153,11 @@ def select_sequences(sequences: SequenceIndex, longest: int, documents: int) -> 
     ends = sequences.store.document_ends
     starts = np.concatenate([[0], ends[:-1]])
     long = np.flatnonzero(ends - starts >= tokens_needed)[:documents]
-    rule = f"must hold a document of {tokens_needed} tokens"
-    require(len(long) > 0, "corpus.validation", rule, "none", "give longer texts or lower lengths")
+    if len(long) == 0:
+        raise InputError(
+            f"corpus.validation must hold a document of {tokens_needed} tokens, got none; "
+            "give longer texts or lower lengths"
+        )
     start, tokens = sequences.locate(np.arange(len(sequences)))
     document = np.searchsorted(ends, start, side="right")
     inside = start + tokens - starts[document] <= tokens_needed

@@ -30,7 +30,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.model_init import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, ModelSettings, require
+from train.settings import HeldOutSettings, InputError, ModelSettings
 
 Floats = NDArray[np.float64]
 Scores = dict[str, list[float]]
@@ -63,8 +63,10 @@ class DecaySettings:
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
-        require(self.length >= 8, "length", "must be at least 8", self.length, "use 128")
-        require(self.distances >= 2, "distances", "must be at least 2", self.distances, "use 256")
+        if self.length < 8:
+            raise InputError(f"length must be at least 8, got {self.length}; use 128")
+        if self.distances < 2:
+            raise InputError(f"distances must be at least 2, got {self.distances}; use 256")
         check_figure_path(self.output)
 
 
@@ -113,8 +115,11 @@ def decay_of_model(
         and config.rope_interleave
         and (config.rope_parameters or {}).get("rope_type") == "default"
     )
-    rule = "must be RoFormers with softmax attention, adjacent pairs and the default rope_type"
-    require(supported, "models", rule, folder, "leave it out")
+    if not supported:
+        raise InputError(
+            "models must be RoFormers with softmax attention, adjacent pairs and the default "
+            f"rope_type, got {folder}; leave it out"
+        )
     store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     sequences = SequenceIndex(store, settings.length)
     rows = np.arange(min(NUM_SEQUENCES, len(sequences)))

@@ -23,7 +23,7 @@ from train.analysis.runs import Models, Run, read_runs
 from train.command_line import run_command
 from train.intervals import t_interval
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import require
+from train.settings import InputError
 from train.tables import markdown_table
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,8 @@ class CurvesSettings:
     """Title of the figure."""
 
     def __post_init__(self) -> None:
-        require(len(self.runs) > 0, "runs", "must name a folder", "none", "add one")
+        if not self.runs:
+            raise InputError("runs must name a folder, got none; add one")
         check_figure_path(self.output)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from train.atomic_dir import model_name, split_seed
 from train.data.vocabulary import BYTES
-from train.settings import require
+from train.settings import InputError
 
 NATS, BITS = "nats a predicted token", "bits a byte"
 
@@ -45,8 +45,8 @@ def find_folders(patterns: Sequence[str], key: str) -> dict[str, str]:
     folders: dict[str, str] = {}
     for folder in [path for x in patterns for path in (sorted(glob.glob(x)) or [x])]:
         name = model_name(folder)
-        unique = folders.setdefault(name, folder) == folder
-        require(unique, key, "must have different names", f"{name} twice", "rename one")
+        if folders.setdefault(name, folder) != folder:
+            raise InputError(f"{key} must have different names, got {name} twice; rename one")
     return folders
 
 
@@ -74,8 +74,11 @@ def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
     runs = [read_run(folder) for folder in find_folders(patterns, "runs").values()]
     for run in runs:
         seeds = models.setdefault(run.model, {})
-        rule, found = "must differ in model or seed", f"two of {run.model} with seed {run.seed}"
-        require(run.seed not in seeds, "runs", rule, found, "drop one")
+        if run.seed in seeds:
+            raise InputError(
+                f"runs must differ in model or seed, got two of {run.model} with seed {run.seed}; "
+                "drop one"
+            )
         seeds[run.seed] = run
     if not all(run.bytewise for run in runs):
         return models, NATS
@@ -88,12 +91,15 @@ def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
 def read_run(folder: str) -> Run:
     """Read log.jsonl, environment.json and settings.yaml of a run folder."""
     log, name = Path(folder) / "log.jsonl", Path(folder).name
-    require(log.is_file(), "runs", "must hold a log.jsonl", folder, "name folders under run.folder")
+    if not log.is_file():
+        raise InputError(f"runs must hold a log.jsonl, got {folder}; name folders under run.folder")
     rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
     training = pd.DataFrame([row for row in rows if "loss" in row])
     held_out = pd.DataFrame([row for row in rows if "validation_loss" in row])
-    logged = not training.empty and not held_out.empty
-    require(logged, "runs", "must have logged and evaluated", folder, "wait, or run it longer")
+    if training.empty or held_out.empty:
+        raise InputError(
+            f"runs must have logged and evaluated, got {folder}; wait, or run it longer"
+        )
     settings = yaml.safe_load((log.parent / "settings.yaml").read_text())
     model, seed = model_and_seed(folder)
     return Run(

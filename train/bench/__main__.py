@@ -20,19 +20,23 @@ from train.bench.parts import PARTS
 from train.bench.timing import Benchmark, BenchSettings, cells
 from train.command_line import run_command
 from train.environment import collect_environment
-from train.settings import require
+from train.settings import InputError
 from train.tables import markdown_table
 
 
 def main(settings: BenchSettings) -> None:
     """Run the parts in their order; write numbers and tables after each."""
     usable = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
-    rule = "must be cpu, or cuda if available"
-    require(settings.device in usable, "device", rule, settings.device, "use cpu")
+    if settings.device not in usable:
+        raise InputError(
+            f"device must be cpu, or cuda if available, got {settings.device}; use cpu"
+        )
     parts, output = PARTS[settings.device], Path(settings.output)
     unknown = [name for name in settings.parts if name not in parts]
-    rule = f"must be of {', '.join(parts)}"
-    require(not unknown, "parts", rule, ", ".join(unknown), "leave it out for all")
+    if unknown:
+        raise InputError(
+            f"parts must be of {', '.join(parts)}, got {', '.join(unknown)}; leave it out for all"
+        )
     page = json.loads(output.read_text()) if output.exists() else {"parts": {}}
     environment = collect_environment(Accelerator(cpu=settings.device == "cpu"))
     for name in settings.parts or parts:

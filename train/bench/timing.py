@@ -20,7 +20,7 @@ import transformers
 from train.atomic_dir import check_writable
 from train.bench.baselines import MASK_RATE, STEPS, STOCK, Workload, make_model
 from train.loop.flops import measure_peak_flops, step_flops
-from train.settings import require
+from train.settings import InputError
 
 Seconds = dict[str, list[float]]
 """Model -> seconds of its step in each turn."""
@@ -42,9 +42,10 @@ class BenchSettings:
     """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
-        require(self.rounds > 1, "rounds", "must be at least 2", self.rounds, "use 5")
-        named = Path(self.output).suffix == ".json"
-        require(named, "output", "must end in .json", self.output, "rename it")
+        if self.rounds < 2:
+            raise InputError(f"rounds must be at least 2, got {self.rounds}; use 5")
+        if Path(self.output).suffix != ".json":
+            raise InputError(f"output must end in .json, got {self.output}; rename it")
         check_writable(Path(self.output).parent, "output")
 
 
