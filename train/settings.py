@@ -21,18 +21,10 @@ SCHEDULES = ("linear", "cosine", "constant")
 class InputError(ValueError):
     """Unusable input of a user; commands print it as one line and exit with code 2.
 
-    Functions called `check_...` raise it if what they check does not hold.
+    The message is "KEY RULE, got FOUND; REMEDY": the setting or file that holds a value, a rule
+    that begins with "must", the value, and what the user can do. Functions called `check_...` raise
+    it if what they check does not hold.
     """
-
-
-def require(condition: bool, key: str, rule: str, found: object, remedy: str) -> None:
-    """Raise an `InputError`, "KEY RULE, got FOUND; REMEDY", unless a condition holds.
-
-    The key is the setting or file that holds a value, the rule begins with "must", and the remedy
-    is what the user can do.
-    """
-    if not condition:
-        raise InputError(f"{key} {rule}, got {found}; {remedy}")
 
 
 def first_line(error: BaseException) -> str:
