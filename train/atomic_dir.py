@@ -93,9 +93,10 @@ def check_writable(folder: Path, key: str) -> None:
     try:  # permissions alone do not tell: root may do all, but nobody may write into /proc
         tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing).cleanup()
     except OSError as error:
-        found = f"{existing} ({error.strerror})"
-        rule, remedy = "must be a folder that can be written", "choose another"
-        raise InputError(f"{key} {rule}, got {found}; {remedy}") from error
+        raise InputError(
+            f"{key} must be a folder that can be written, got {existing} ({error.strerror}); choose "
+            "another"
+        ) from error
 
 
 @contextmanager

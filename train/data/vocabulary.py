@@ -173,11 +173,12 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        rule = "must be a folder, vocab.txt or hub id of a tokenizer"
         remedy = "check the path; the tokenizer of a run is in its folder model"
         if key == "corpus.tokenizer":
             remedy = "check the path, or give corpus.vocabulary_size to learn one there"
-        raise InputError(f"{key} {rule}, got {name!r}; {remedy}") from error
+        raise InputError(
+            f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r}; {remedy}"
+        ) from error
     if not tokenizer.is_fast:
         raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")
     # a tokenizer.json may hold both from its last use, and would then cut documents

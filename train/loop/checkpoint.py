@@ -343,8 +343,11 @@ def recover_latest(folder: Path) -> Path | None:
             print(f"warning: {bad} is damaged ({damage}); going on from {path.name}", flush=True)
         return path
     if damaged:
-        rule, found = "must hold a complete checkpoint", f"{damaged[0][0]}: {damaged[0][1]}"
-        raise InputError(f"{folder}/checkpoints {rule}, got {found}; delete it to begin again")
+        bad, damage = damaged[0]
+        raise InputError(
+            f"{folder}/checkpoints must hold a complete checkpoint, got {bad}: {damage}; delete it "
+            "to begin again"
+        )
     return None
 
 

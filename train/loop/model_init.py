@@ -122,8 +122,9 @@ def load_config(folder: str, key: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        rule = "must be a folder or hub id with a config.json"
-        raise InputError(f"{key} {rule}, got {folder!r}; check the path") from error
+        raise InputError(
+            f"{key} must be a folder or hub id with a config.json, got {folder!r}; check the path"
+        ) from error
 
 
 def _require_vocabulary(
