@@ -94,8 +94,8 @@ def check_writable(folder: Path, key: str) -> None:
         tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing).cleanup()
     except OSError as error:
         raise InputError(
-            f"{key} must be a folder that can be written, got {existing} ({error.strerror}); choose "
-            "another"
+            f"{key} must be a folder that can be written, got {existing} ({error.strerror}); "
+            "choose another"
         ) from error
 
 
