@@ -66,7 +66,7 @@ def test_kernels_in_bfloat16_are_as_close_to_float64_as_eager(kernel, decoder, c
         for case in (("eager", torch.float64), ("eager", torch.bfloat16), (kernel, torch.bfloat16))
     )
     for name, value in exact.items():
-        # flash attention sums the rounded products of output and gradient: one error for all keys
+        # on a CPU the query biases of torch's sdpa are up to 1.6 times as far as eager's
         limit = 3 * (eager[name] - value).norm() + 1e-4 * value.norm()
         assert (other[name] - value).norm() <= limit, name
 
