@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
         if isinstance(self.model, RoFormerPreTrainedModel):
             layout["unpad"] = True
         hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
-        logits = self.model.cls(hidden.flatten(0, 1)[label_positions])  # [n, V]
+        logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_positions))  # [n, V]
         return self.cross_entropy(logits, labels)
 
 
