@@ -4,7 +4,7 @@
 #      SIZE=tiny tries the script with small models, PYTHON is the interpreter
 # Cost: estimated minutes on one GPU: 0.5, 2, 3, 1, 2, 5, 10, 5
 # Expect: rows of short tables as they are measured, also in runs/gpu. On an H200 (results/bench-gpu.md) machine, most of tests, the first three
-#         runs of step and the shortest rows of peers were run, the rest not. Targets: 45 % MFU in `step`, 5 x in `peers`
+#         runs of step, attention and the shortest rows of peers were run, the rest not. Targets: 45 % MFU in `step`, 5 x in `peers`
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} size=${SIZE:-base} folder=runs/gpu
@@ -18,7 +18,8 @@ pretrain() { # HARDWARE NAME OPTIONS...
     --config configs/pretrain/fast-base.yaml --config "configs/model/${MODEL:-roformer}-$size.yaml" --corpus.train "$TEXT/train*" \
     --corpus.validation "$TEXT/validation*" --corpus.tokenizer "$VOCABULARY" --corpus.length $length --corpus.cache $folder/tokens \
     --optim.micro_batch $rows --optim.batch_size $rows --optim.warmup_steps 10 --optim.tokens null --run.folder $folder \
-    --run.workers 4 --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
+    --model.config.hidden_dropout_prob 0 --model.config.attention_probs_dropout_prob 0 --run.workers 4 --run.log_every 10 \
+    --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}" # the second file's model has dropout
 }
 
 short() { # HARDWARE NAME OPTIONS...: a run of `steps` steps
