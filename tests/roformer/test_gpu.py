@@ -110,6 +110,7 @@ def test_host_a_training_step_waits_for_nothing(kernel, dropout, config):
 def test_host_compiled_layers_have_no_graph_break_and_compile_once(kernel, config):
     """As `configs/accelerate/one_gpu_compiled.yaml` asks for, over batches of many lengths."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in train/loop/launch.py
     plugin = TorchDynamoPlugin(backend="INDUCTOR", use_regional_compilation=True, dynamic=True)
     accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
     torch._dynamo.reset()
