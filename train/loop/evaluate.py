@@ -28,7 +28,7 @@ from train.data.masking import Vocab
 from train.loop.launch import start_accelerator
 from train.loop.model_init import build_config, build_model, load_config
 from train.loop.objective import LanguageModel
-from train.settings import HeldOutSettings, InputError, ModelSettings
+from train.settings import HeldOutSettings, InputError, ModelSettings, check_fields
 
 MASK_RATE = 0.15
 MASK_SEED = 0
@@ -51,14 +51,8 @@ class EvaluateSettings:
     """Attention implementation by transformers' name; null is the model's own default."""
 
     def __post_init__(self) -> None:
-        if self.length < 8:
-            raise InputError(f"length must be at least 8, got {self.length}; 128 is usual")
-        if self.batch < 1:
-            raise InputError(f"batch must be at least 1, got {self.batch}; 32 is usual")
-        if self.sequences is not None and self.sequences < 1:
-            raise InputError(
-                f"sequences must be at least 1, got {self.sequences}; leave it out for all"
-            )
+        check_fields(self, "", lambda x: x >= 8, "must be at least 8", "length")
+        check_fields(self, "", lambda x: x >= 1, "must be at least 1", "batch", "sequences")
 
 
 @torch.no_grad()
