@@ -5,7 +5,7 @@ checkpoints, or those of pretraining, each represented by its mean over fine-tun
 examples are fixed: the variance from sampling other examples is not covered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,18 +59,14 @@ def compare(first: Mapping[int, float], second: Mapping[int, float], tried: int)
     return Comparison(differences, tried, float(values.mean()), t, p)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct the p-values of a family for its family-wise error rate (Holm 1979, step-down)."""
-    order = np.argsort(p_values, kind="stable")
-    factors = np.arange(len(p_values), 0, -1)
-    corrected = np.empty(len(p_values))
-    steps = np.maximum.accumulate(factors * np.asarray(p_values)[order])
-    corrected[order] = np.minimum(1.0, steps)
-    return corrected.tolist()
-
-
 def holm_corrected(family: Mapping[str, Comparison]) -> dict[str, Comparison]:
-    """Fill in `p_holm` of the comparisons of a family that have a p-value."""
+    """Fill in `p_holm` of the comparisons of a family that have a p-value.
+
+    Holm's step-down correction (1979) bounds the family-wise error rate.
+    """
     tested = {key: c.p for key, c in family.items() if c.p is not None}
-    values = dict(zip(tested, holm(list(tested.values()))))
-    return {key: replace(c, p_holm=values.get(key)) for key, c in family.items()}
+    corrected, largest = dict[str, float](), 0.0
+    for rank, key in enumerate(sorted(tested, key=tested.__getitem__)):
+        largest = max(largest, (len(tested) - rank) * tested[key])
+        corrected[key] = min(1.0, largest)
+    return {key: replace(c, p_holm=corrected.get(key)) for key, c in family.items()}

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from train.intervals import Comparison, compare, holm, holm_corrected, t_interval
+from train.intervals import Comparison, compare, holm_corrected, t_interval
+
+
+def holm(p_values):
+    family = {str(n): Comparison({}, 5, 0.0, p=p) for n, p in enumerate(p_values)}
+    return [comparison.p_holm for comparison in holm_corrected(family).values()]
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says_even_at_two_seeds():
@@ -35,10 +40,7 @@ def test_holm_is_the_worked_example_and_never_below_the_plain_value():
 
 
 def test_the_family_of_the_correction_is_those_that_were_tested():
-    plain = {"a": 0.03, "single": None, "b": 0.01}
-    family = {name: Comparison({}, 5, 0.0, p=p) for name, p in plain.items()}
-    found = {name: comparison.p_holm for name, comparison in holm_corrected(family).items()}
-    assert found == {"a": 0.03, "single": None, "b": 0.02}
+    assert holm([0.03, None, 0.01]) == [0.03, None, 0.02]
 
 
 def test_small_differences_of_scores_are_not_taken_for_rounding():
