@@ -27,7 +27,7 @@ from finetune.tasks import Task
 from train.atomic_dir import report_full_disk
 from train.data import vocabulary
 from train.data.stateless_rng import permute
-from train.loop.model_init import check_length
+from train.loop.language_model import check_length
 from train.settings import InputError
 
 Rows = NDArray[np.int64]

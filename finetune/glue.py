@@ -35,8 +35,8 @@ from finetune.tasks import TASKS, Task, load_task
 from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
-from train.environment import is_out_of_memory
 from train.loop.launch import start_accelerator
+from train.loop.memory import is_out_of_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line
 

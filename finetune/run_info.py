@@ -15,7 +15,7 @@ from finetune.results import RUN_KEY, Result, hash_weights
 from finetune.settings import GlueSettings
 from finetune.task_data import hash_task_files, hash_test_file
 from finetune.tasks import Task, load_task, task_description
-from train.environment import git_commit
+from train.loop.run_metadata import git_commit
 
 
 def describe_run(

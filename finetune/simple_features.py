@@ -37,7 +37,7 @@ from finetune.settings import normalize_paths
 from finetune.task_data import Columns, hash_task_files, hash_test_file, read_split_columns
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
-from train.environment import git_commit
+from train.loop.run_metadata import git_commit
 from train.settings import InputError, first_line
 
 WORD = r"[\u3400-\u9fff]|\b\w\w+\b"

@@ -29,12 +29,15 @@ from train.data.masking import Vocab
 from train.data.stateless_rng import torch_seed
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
-from train.loop.flops import peak_flops
-from train.loop.launch import is_compiled, start_accelerator
-from train.loop.loader import make_loader
+from train.loop.language_model import (
+    LanguageModel,
+    build_config,
+    build_language_model,
+    check_model,
+    extend_max_positions,
+)
+from train.loop.launch import compute_dtype, is_compiled, start_accelerator
 from train.loop.memory import dry_run, fit_micro_batches
-from train.loop.model_init import build_config, extend_max_positions
-from train.loop.objective import LanguageModel, build_language_model, check_model
 from train.loop.optim import (
     AsyncScalars,
     NonFiniteGuard,
@@ -44,9 +47,9 @@ from train.loop.optim import (
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop
-from train.loop.run_log import RunLog
-from train.loop.run_metadata import check_settings_unchanged, flat_settings
+from train.loop.preemption import PreemptionHandler, announce_stop, make_loader
+from train.loop.run_log import RunLog, measure_peak_flops
+from train.loop.run_metadata import check_changed_settings, flat_settings
 from train.settings import CorpusSettings, PretrainSettings, split_stages
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
@@ -85,7 +88,7 @@ def main(settings: PretrainSettings) -> Path:
     accelerator = start_accelerator(run.tracker, str(folder))
     check_writable(folder, "run.folder")
     check_writable(Path(corpus.cache), "corpus.cache")
-    check_settings_unchanged(folder, settings, accelerator.mixed_precision)
+    check_changed_settings(folder, settings, accelerator.mixed_precision)
     compiles = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiles)
     stages = split_stages(settings)
@@ -107,8 +110,6 @@ def main(settings: PretrainSettings) -> Path:
         dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
         check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
         with lock_run_dir(folder, accelerator):
-            # again: another launch may have begun the run while this one waited for the lock
-            check_settings_unchanged(folder, settings, accelerator.mixed_precision)
             # the name is a folder to TensorBoard, and a project to other trackers
             tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
             accelerator.init_trackers(tracker, flat_settings(settings))
@@ -155,8 +156,12 @@ def train(
     seconds = state["seconds"]
     if state["step"] == total or seconds >= optim.seconds:
         return None
-    peak = peak_flops(run.peak_tflops, accelerator)
-    fit_micro_batches(dataset, model, language_model, optimizer, accelerator)
+    peak = (
+        measure_peak_flops(accelerator.device, compute_dtype(accelerator))
+        if run.peak_tflops is None
+        else run.peak_tflops * 1e12
+    )
+    fit_micro_batches(dataset, model, optimizer, accelerator)
     # an evaluation fits into memory wherever the smallest micro-batch does
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)

@@ -41,7 +41,7 @@ machine() { # versions, peak, and which kernel computes each case
   "$python" - <<'END'
 import torch, transformers
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from train.loop.flops import measure_peak_flops
+from train.loop.run_log import measure_peak_flops
 print(torch.__version__, torch.version.cuda, transformers.__version__, torch.cuda.get_device_name(), sep=" | ")
 print("bfloat16", f"{measure_peak_flops(torch.device('cuda'), torch.bfloat16) / 1e12:.0f} TFLOP/s", sep=" | ")
 for dtype, dropout, masked in ((d, p, m) for d in (torch.bfloat16, torch.float32) for p in (0.0, 0.1) for m in (0, 1)):

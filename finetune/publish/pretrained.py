@@ -21,7 +21,7 @@ import roformer
 from finetune.publish.model_card import render_card
 from train.atomic_dir import write_dir_atomically
 from train.command_line import run_command
-from train.loop.model_init import auto_model_class
+from train.loop.language_model import auto_model_class
 from train.settings import InputError
 
 

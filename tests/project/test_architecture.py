@@ -19,14 +19,13 @@ TOP_LEVEL = {
     "CITATION.cff", "mkdocs.yml", "docs", "roformer", "train", "finetune", "configs", "tests",
     "results", ".ci", ".gitignore",
 }  # fmt: skip
-COMMON = {"train.settings", "train.command_line", "train.atomic_dir", "train.environment"}
+COMMON = {"train.settings", "train.command_line", "train.atomic_dir"}
 FIGURES = {"train.plotting", "train.tables", "train.intervals"}
 LAYERS = {
     "roformer": {"roformer"},
     "train.settings": set(),
     "train.command_line": {"train.settings"},
     "train.atomic_dir": {"train.settings"},
-    "train.environment": set(),
     "train.data": {*COMMON, "train.data"},
     "train.loop": {*COMMON, "roformer", "train.data", "train.loop"},
     "train.plotting": {"train.settings", "train.atomic_dir"},

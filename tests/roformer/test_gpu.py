@@ -15,9 +15,9 @@ from roformer import RoFormerForMaskedLM, RoFormerModel
 from roformer.kernels import attention
 from tiny import build
 from train.data.batching import packed_layout
-from train.loop.flops import measure_peak_flops
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
 from train.loop.optim import adamw
+from train.loop.run_log import measure_peak_flops
 
 pytestmark = [
     pytest.mark.gpu,

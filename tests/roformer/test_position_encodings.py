@@ -13,7 +13,7 @@ from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_rules import POSITION_ENCODINGS
 from roformer.position_encodings import alibi_slopes, sinusoidal_embeddings, t5_buckets
 from tiny import TINY_MODEL, assert_near, build, enlarge, hidden, tiny_config
-from train.loop.model_init import load_bert_weights
+from train.loop.language_model import load_bert_weights
 from train.settings import InputError
 
 B, L, V = 2, 12, 60

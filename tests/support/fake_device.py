@@ -23,7 +23,7 @@ from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
 from roformer.configuration_rules import FEATURE_MAPS, POSITION_BIASES, POSITION_ENCODINGS
 from tiny import HEADS, TINY_MODEL, build, inputs_with_labels, tiny_config
 from train.data.batching import IGNORE_INDEX
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
 
 SYNCHRONISING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
 ACROSS_DEVICES = ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")

@@ -20,9 +20,9 @@ from launched_runs import NO_DROPOUT
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import TINY_MODEL, enlarge
 from train.loop import checkpoint
+from train.loop.language_model import LanguageModel
 from train.loop.launch import keep_float32
 from train.loop.memory import fit_micro_batch
-from train.loop.objective import LanguageModel
 from train.loop.optim import adamw, build_optimizer
 from train.settings import OptimSettings
 
@@ -149,10 +149,10 @@ def train_objective(kind, efficient=None, precision="no", **fields):
     objective = LanguageModel(model).train()
     optimizer = adamw(objective, 1e-2, 0.01)
     if efficient is not None:
-        accelerator, inner = CpuAccelerator(efficient, precision), objective
+        accelerator = CpuAccelerator(efficient, precision)
         objective, optimizer = accelerator._prepare_fsdp2(objective, optimizer)
         # leaves no trace
-        assert fit_micro_batch(objective, inner, optimizer, 24, 2, 0.15, accelerator) == 2
+        assert fit_micro_batch(objective, optimizer, 24, 2, 0.15, accelerator) == 2
     ids, positions = torch.arange(5, 53).view(2, 24), torch.arange(0, 48, 3)
     labels, mask, losses = ids.flatten()[positions], torch.ones_like(ids), []
     for _ in range(3):

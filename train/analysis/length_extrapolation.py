@@ -27,8 +27,8 @@ from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.evaluate import evaluate, load_language_model
+from train.loop.language_model import check_length, load_config
 from train.loop.launch import start_accelerator
-from train.loop.model_init import check_length, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, InputError
 from train.tables import markdown_table

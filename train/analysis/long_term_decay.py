@@ -28,7 +28,7 @@ from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
-from train.loop.model_init import build_model, load_config
+from train.loop.language_model import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import HeldOutSettings, InputError, ModelSettings
 

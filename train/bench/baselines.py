@@ -22,7 +22,7 @@ from roformer.configuration_rules import FEATURE_MAPS
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import packed_layout
 from train.data.vocabulary import byte_tokenizer
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
 from train.loop.optim import adamw
 
 Step = Callable[[], object]

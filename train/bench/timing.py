@@ -19,7 +19,7 @@ import transformers
 
 from train.atomic_dir import check_writable
 from train.bench.baselines import MASK_RATE, STEPS, STOCK, Workload, make_model
-from train.loop.flops import measure_peak_flops, step_flops
+from train.loop.run_log import measure_peak_flops, step_flops
 from train.settings import InputError
 
 Seconds = dict[str, list[float]]

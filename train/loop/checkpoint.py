@@ -41,10 +41,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import UNFINISHED, write_dir_atomically
+from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
-from train.loop.objective import LanguageModel
 from train.loop.run_log import INITIAL_STATE, RunLog
-from train.loop.run_metadata import changed_settings, write_metadata
+from train.loop.run_metadata import check_changed_settings, write_metadata
 from train.settings import InputError, PretrainSettings
 
 LOCK_TIMEOUT = 60.0
@@ -55,9 +55,6 @@ MANIFEST = "manifest.json"
 
 TEXT_KEYS = "corpus.tokenizer, corpus.train and corpus.validation"
 """Settings that decide the tokens of a run."""
-
-CheckpointTensors = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""Weights by name, and optimizer tensors by "<parameter number>.<name>"; none is sharded."""
 
 
 @contextmanager
@@ -133,10 +130,14 @@ class Checkpoints:
         Returns `step`, `data` and `RunLog.state` to continue from.
 
         Raises:
-            InputError: Text or vocabulary differ from those at the beginning of the run, the
-                checkpoint belongs to another model or is from a step beyond `total`, or machines
-                see different checkpoints.
+            InputError: Settings, text or vocabulary differ from those at the beginning of the run,
+                the checkpoint belongs to another model or is from a step beyond `total`, or
+                machines see different checkpoints.
         """
+        # a second time: another launch may have begun the run while this one waited for the lock
+        changed = check_changed_settings(
+            self.folder, self.settings, self.accelerator.mixed_precision
+        )
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
             path = recover_latest(self.folder)
         state = INITIAL_STATE | {"step": 0, "data": self.store_names}
@@ -147,8 +148,6 @@ class Checkpoints:
             load_tensors(path, self.model, self.optimizer)
             self.accelerator.print(f"going on after step {state['step']}")
         if self.accelerator.is_main_process:
-            precision = self.accelerator.mixed_precision
-            changed = changed_settings(self.folder, self.settings, precision)
             if state["data"] != self.store_names:
                 changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.store_names
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -202,10 +201,7 @@ class Checkpoints:
             except (OSError, SafetensorError) as failure:
                 error = " ".join(str(failure).split())
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
-            try:
-                prune(self.folder, self.settings.run.keep)
-            except OSError as failure:
-                run_log.warn(f"older checkpoints could not be deleted: {failure}")
+            prune(self.folder, self.settings.run.keep)
         _check_written(error, "a checkpoint", self.accelerator, is_needed=final)
 
 
@@ -253,10 +249,14 @@ def save_model(
     _check_written(error, "the model", accelerator)
 
 
-def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointTensors:
+def gather_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather the tensors of a checkpoint; a collective call if the model is sharded.
 
-    All processes but the first get empty dictionaries.
+    Returns:
+        Weights by name, and optimizer tensors by "<parameter number>.<name>"; empty on all
+        processes but the first.
     """
     moments = {
         f"{number}.{name}": value
@@ -302,7 +302,10 @@ def _shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write_checkpoint(
-    folder: Path, step: int, tensors: CheckpointTensors, state: dict[str, Any]
+    folder: Path,
+    step: int,
+    tensors: tuple[dict[str, Tensor], dict[str, Tensor]],
+    state: dict[str, Any],
 ) -> Path:
     """Write `checkpoints/step-N` of a run after N optimizer steps, atomically, and return it.
 
@@ -388,7 +391,7 @@ def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints but the newest `keep`, and what killed saves left."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*[0-9]"))
     for path in [*checkpoints[:-keep], *(folder / "checkpoints").glob(f".*{UNFINISHED}*")]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:

@@ -25,9 +25,8 @@ from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import check_stores, tokenize_corpus
 from train.data.masking import Vocab
+from train.loop.language_model import LanguageModel, build_config, build_model, load_config
 from train.loop.launch import start_accelerator
-from train.loop.model_init import build_config, build_model, load_config
-from train.loop.objective import LanguageModel
 from train.settings import HeldOutSettings, InputError, ModelSettings, check_fields
 
 MASK_RATE = 0.15
@@ -77,7 +76,7 @@ def evaluate(
     by_length = index[np.argsort(sequences.locate(index)[1], kind="stable")]
     batches = [by_length[i : i + batch_size] for i in range(0, len(index), batch_size)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    language_model = accelerator.unwrap_model(model)
+    language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     rate = None if language_model.causal else MASK_RATE
     batch_format = BatchFormat(vocab, rate, MASK_SEED, packed=language_model.packed)
     was_training = model.training

@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import json
+import resource
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,18 +18,35 @@ from torch import nn
 
 from train.data import vocabulary
 from train.data.batching import StagedDataset, max_predictions, packed_layout
-from train.environment import is_out_of_memory, peak_memory
+from train.loop.language_model import LanguageModel, build_config, build_language_model
 from train.loop.launch import any_process
-from train.loop.model_init import build_config
-from train.loop.objective import LanguageModel, build_language_model
 from train.loop.optim import build_optimizer, count_steps
-from train.settings import InputError, PretrainSettings, first_line
+from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
 """Bytes per parameter of weight, gradient and two moments in float32."""
 
 SAVED_BYTES = 12
 """Bytes per parameter of weight and moments in a checkpoint."""
+
+
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether an error of a forward or backward pass means too little memory."""
+    # torch's allocators and mmap; cuBLAS and cuDNN
+    messages = (
+        "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
+        "status_alloc_failed",
+    )  # fmt: skip
+    is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_known or any(message in str(error).lower() for message in messages)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: of a GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS: bytes, Linux: KiB
 
 
 def largest_batch(
@@ -49,7 +68,6 @@ def largest_batch(
 def fit_micro_batches(
     dataset: StagedDataset,
     model: nn.Module,
-    language_model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
 ) -> None:
@@ -58,7 +76,7 @@ def fit_micro_batches(
         length, batch_format = stage.sequences.length, stage.batch_format
         rate = batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
-            model, language_model, optimizer, length, stage.micro_batch, rate, accelerator
+            model, optimizer, length, stage.micro_batch, rate, accelerator
         )
         if batch_format.pad_predictions_to is not None:
             batch_format.pad_predictions_to = max_predictions(stage.micro_batch * length, rate)
@@ -68,7 +86,6 @@ def fit_micro_batches(
 
 def fit_micro_batch(
     model: nn.Module,
-    language_model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     length: int,
     micro_batch: int,
@@ -77,7 +94,7 @@ def fit_micro_batch(
 ) -> int:
     """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
 
-    `model` is what Accelerate has made of `language_model`. Only divisors of `micro_batch` are
+    `model` is a `LanguageModel`, as Accelerate has prepared it. Only divisors of `micro_batch` are
     tried, each at most half of the one before, because all processes must compute the same number
     of micro-batches per step; the rest is accumulated. This happens before the first step, because
     a process that runs out of memory later would leave the others waiting. Losses stay the same,
@@ -87,6 +104,7 @@ def fit_micro_batch(
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
     """
+    language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     size, before = micro_batch, [buffer.clone() for buffer in language_model.buffers()]
     while True:
         batch = largest_batch(language_model, size, length, mask_rate)
@@ -128,11 +146,6 @@ def _fits(
             loss, _ = model(**send_to_device(batch, accelerator.device))
             accelerator.backward(loss / len(batch["labels"]))
         del moments
-    except NotImplementedError as error:  # flex_attention has no backward pass on a CPU
-        raise InputError(
-            f"model.attention must be able to train on this device, got: {first_line(error)}; "
-            "leave it out for the model's own default"
-        ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -158,6 +171,11 @@ def dry_run(
         tokens += stage.optim.batch_size * stage.corpus.length * (stage_steps or 0)
         per_process = stage.optim.batch_size / rows / accelerator.num_processes
         hours += (stage_steps or 0) * per_process * seconds / 3600
+    if settings.optim.tokens and settings.optim.warmup_steps >= (steps[0] or 0):
+        accelerator.print(
+            f"warning: optim.warmup_steps is {settings.optim.warmup_steps}, and the run may have "
+            f"{steps[0]} steps only"
+        )
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
     memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
@@ -197,9 +215,7 @@ def _measure_micro_batch(
     mask_rate = None if language_model.causal else stage.corpus.mask_rate
     optimizer = build_optimizer(language_model, stage.optim)
     with accelerator.autocast():
-        rows = fit_micro_batch(
-            language_model, language_model, optimizer, length, size, mask_rate, accelerator
-        )
+        rows = fit_micro_batch(language_model, optimizer, length, size, mask_rate, accelerator)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
     batch = largest_batch(language_model, rows, length, mask_rate)

@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
 from train.settings import InputError, OptimSettings
 
 MAX_SKIPPED_STEPS = 3

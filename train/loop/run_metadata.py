@@ -5,20 +5,23 @@ machine and git commit.
 """
 
 import dataclasses
+import functools
 import json
+import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import torch
+import transformers
 import yaml
 from accelerate import Accelerator
 
 from train.atomic_dir import write_text_atomically
-from train.environment import collect_environment
+from train.loop.launch import is_compiled
 from train.settings import InputError, PretrainSettings
-
-ChangedSettings = dict[str, tuple[Any, Any]]
-"""Changed keys with the value at the beginning of the run and the value now."""
 
 CHANGEABLE = {
     "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
@@ -51,16 +54,13 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value if is_scalar else json.dumps(value)
 
 
-def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -> ChangedSettings:
-    """Compare settings and mixed precision with those the run in a folder began with.
-
-    Returned are the changed keys on which trained weights depend, none for a new run. The launcher
-    decides the precision, which environment.json holds and not settings.yaml.
-    """
+def _changed_settings(
+    folder: Path, settings: PretrainSettings, precision: str
+) -> dict[str, tuple[Any, Any]]:
     if not (folder / "settings.yaml").exists():
         return {}
-    before = _read_mapping(folder / "settings.yaml", "the settings")
-    changed: ChangedSettings = {}
+    before = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
+    changed: dict[str, tuple[Any, Any]] = {}
     now = settings_dict(settings)
     stages = [_decisive(stage) for stage in now.pop("stages")]
     stages_before = [_decisive(stage) for stage in before.get("stages") or []]
@@ -74,7 +74,7 @@ def changed_settings(folder: Path, settings: PretrainSettings, precision: str) -
     if stages_before != stages:
         changed["stages"] = stages_before, stages
     if (folder / "environment.json").exists():
-        environment = _read_mapping(folder / "environment.json", "the environment")
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         begun = environment.get("precision", precision)
         if begun != precision:
             changed["mixed_precision"] = begun, precision
@@ -87,25 +87,29 @@ def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in stage.items() if v is not None and k not in changeable}
 
 
-def _read_mapping(file: Path, what: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
-    except (ValueError, yaml.YAMLError):
-        content = None
-    if not isinstance(content, dict):
-        raise InputError(f"{file} must hold {what} of the run, got none; delete it to go on")
-    return content
+def check_changed_settings(
+    folder: Path, settings: PretrainSettings, precision: str
+) -> dict[str, tuple[Any, Any]]:
+    """Compare settings and mixed precision with those the run in a folder began with.
 
+    The launcher decides the precision, which environment.json holds and not settings.yaml.
 
-def check_settings_unchanged(folder: Path, settings: PretrainSettings, precision: str) -> None:
-    """Check that no setting on which trained weights depend has changed, or that it may change."""
-    for key, (begun, value) in changed_settings(folder, settings, precision).items():
+    Returns:
+        The changed keys on which trained weights depend, with the value at the beginning of the run
+        and the value now; none for a new run.
+
+    Raises:
+        InputError: One of them may not change.
+    """
+    changed = _changed_settings(folder, settings, precision)
+    for key, (begun, value) in changed.items():
         fixed = key == "optim.name"  # another optimizer cannot read the state in a checkpoint
         if fixed or not settings.run.allow_drift:
             remedy = "choose another run.name" + ("" if fixed else ", or set run.allow_drift true")
             raise InputError(
                 f"{key} must stay {begun!r} for the run in {folder}, got {value!r}; {remedy}"
             )
+    return changed
 
 
 def write_metadata(
@@ -114,7 +118,7 @@ def write_metadata(
     accelerator: Accelerator,
     step: int,
     parameters: int,
-    changed: ChangedSettings,
+    changed: dict[str, tuple[Any, Any]],
 ) -> None:
     """Write environment.json and settings.yaml if they are missing or settings have changed.
 
@@ -123,13 +127,8 @@ def write_metadata(
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
     is_new, comments = not settings_file.exists(), ""
-    environment: dict[str, Any] | None = None
-    if is_new or not environment_file.exists():
+    if is_new or not environment_file.exists() or "mixed_precision" in changed:
         environment = collect_environment(accelerator) | {"parameters": parameters}
-    elif "mixed_precision" in changed:
-        environment = _read_mapping(environment_file, "the environment")
-        environment["precision"] = accelerator.mixed_precision
-    if environment is not None:
         write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     if not is_new and not changed:
         return
@@ -143,3 +142,49 @@ def write_metadata(
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
     write_text_atomically(settings_file, text)
+
+
+def collect_environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Return versions, machine, launch and git commit, as environment.json holds them."""
+    cuda = accelerator.device.type == "cuda"
+    is_regional = accelerator.state.dynamo_plugin.use_regional_compilation
+    compiled = ("regional" if is_regional else "full") if is_compiled(accelerator) else "no"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "machine": torch.cuda.get_device_name() if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+        "compiled": compiled,
+        "commit": git_commit(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of this clone, with "-dirty" if code has changed, or "unknown".
+
+    Files that runs write into the clone, such as results, do not count as changes.
+    """
+    root = Path(__file__).parents[2]
+    code = [str(root / name) for name in ("roformer", "train", "finetune", "configs")]
+    try:
+        changed = _git(root, "status", "--porcelain", *code)
+        return _git(root, "describe", "--always", "--abbrev=12") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(clone: Path, *command: str) -> str:
+    git = ["git", "-C", str(clone), *command]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM
 from train.data.batching import packed_layout
-from train.loop.flops import step_flops
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
+from train.loop.run_log import step_flops
 
 LENGTHS = np.array([64, 40, 24, 3])
 TOKENS, SQUARES = float(LENGTHS.sum()), float((LENGTHS**2).sum())

@@ -18,10 +18,10 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import log_rows, refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
-from train.loop.flops import step_flops
+from train.loop.language_model import LanguageModel
 from train.loop.memory import fit_micro_batch, largest_batch
-from train.loop.objective import LanguageModel
 from train.loop.optim import adamw
+from train.loop.run_log import step_flops
 
 
 def objective(**fields: object) -> LanguageModel:
@@ -31,7 +31,7 @@ def objective(**fields: object) -> LanguageModel:
 def fit(model: LanguageModel, *sizes: float | None) -> int:
     """The micro-batch that fits: of length, micro-batch and mask rate, before the first step."""
     optimizer = adamw(model, 1e-3, 0.0)
-    return fit_micro_batch(model, model, optimizer, *sizes, Accelerator(cpu=True))
+    return fit_micro_batch(model, optimizer, *sizes, Accelerator(cpu=True))
 
 
 def test_operations_are_the_references_figures():
@@ -79,8 +79,10 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_pa
     model = RoFormerForMaskedLM(tiny_config(vocab_size=3000))
     assert report["parameters"] == model.num_parameters()  # with the vocabulary it would learn
     assert report["steps"] == [12]
-    _, budget = dry_run(*learn, "--optim.steps=null", "--optim.tokens=5000")
+    tokens = ["--optim.steps=null", "--optim.tokens=5000", "--optim.warmup_steps=10"]
+    warnings, budget = dry_run(*learn, *tokens)
     assert budget["steps_at_least"] == [10]  # of 512 tokens, if all sequences are full
+    assert "optim.warmup_steps is 10" in warnings
     assert report["tokens_per_step"] == [16 * 32]
     assert report["hours"] >= 0
     assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
@@ -152,7 +154,7 @@ def test_moments_of_a_resumed_run_are_not_reserved_a_second_time(monkeypatch):
     monkeypatch.setattr("train.loop.memory.torch.empty_like", reserved)
     for expected in (2 * len(list(model.parameters())), 0):
         reserved.reset_mock()
-        fit_micro_batch(model, model, optimizer, 24, 2, 0.15, Accelerator(cpu=True))
+        fit_micro_batch(model, optimizer, 24, 2, 0.15, Accelerator(cpu=True))
         assert reserved.call_count == expected
         model(**largest_batch(model, 2, 24, 0.15))[0].backward()
         optimizer.step()  # as a checkpoint that is read, it gives the optimizer its moments

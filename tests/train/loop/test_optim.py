@@ -10,7 +10,7 @@ from accelerate import Accelerator
 import roformer
 from tiny import TINY_MODEL, refused, tiny_config
 from train.loop import optim
-from train.loop.objective import LanguageModel
+from train.loop.language_model import LanguageModel
 from train.settings import SCHEDULES, OptimSettings
 
 

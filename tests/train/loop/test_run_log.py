@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from tiny import tiny_config
-from train.loop.flops import step_flops
-from train.loop.run_log import INITIAL_STATE, RunLog, truncate_log
+from train.loop.run_log import INITIAL_STATE, RunLog, step_flops, truncate_log
 
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):

@@ -15,7 +15,7 @@ from tiny import build, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex
 from train.loop.evaluate import evaluate
-from train.loop.objective import CrossEntropy, LanguageModel
+from train.loop.language_model import CrossEntropy, LanguageModel
 
 
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
