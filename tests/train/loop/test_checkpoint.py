@@ -168,12 +168,3 @@ def test_sharded_models_train_and_are_saved_as_whole_ones(tmp_path):
     script = "tests/support/sharded_training.py"
     done = command(*launch, script, tmp_path / "run", PYTHONPATH=f"{ROOT}:tests/support")
     assert done.stdout.count("equal") == 2
-
-
-def test_tensors_that_are_not_sharded_are_not_copied():
-    model, optimizer = trained()
-    weights, moments = checkpoint.gather_tensors(model, optimizer)
-    assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
-    state = optimizer.state[model[0].weight]
-    assert {"exp_avg", "exp_avg_sq"} < state.keys()
-    assert moments["0.exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
