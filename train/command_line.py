@@ -5,6 +5,7 @@ Several `--config` files are merged; later files override earlier ones, and flag
 """
 
 import difflib
+import json
 import os
 import re
 import sys
@@ -98,10 +99,9 @@ def parse_settings(
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
     """
-    types, sizes = dict(_field_types(settings)), dict[str, Any]()
+    types = dict(_field_types(settings))
     files, others = _split_flags(flags)
-    for file in files:
-        _check_whole_config(_read_config(file), file, sizes)
+    merged = [f"--config={json.dumps(_read_configs(files))}"] if files else []
     parser = _Parser(
         default_config_files=[default_config] if default_config and not files else [],
         usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
@@ -113,8 +113,7 @@ def parse_settings(
     parser.add_argument("--config", action="config", help="YAML file of settings; may be repeated.")
     parser.add_class_arguments(settings, as_group=False)
     try:
-        # the files first, because the parser lets the last one win
-        parsed = parser.parse_args([*(f"--config={file}" for file in files), *others])
+        parsed = parser.parse_args([*merged, *others])  # the parser lets the last one win
     except ArgumentError as error:
         raise InputError(_describe_parser_error(str(error), types)) from error
     _check_null(parsed, types)
@@ -158,7 +157,9 @@ def _describe_type(kind: Any) -> str:
 
 def _wrong_type(key: str, kind: Any, found: str) -> str:
     found = found.strip("'\"").replace("None", "null")
-    return f"{key} must be of type {_describe_type(kind)}, got {found}; see --help"
+    is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"[\d.]+e\d+", found)
+    remedy = f"write {float(found):.0f}" if is_count else "see --help"  # 1e9 is a float
+    return f"{key} must be of type {_describe_type(kind)}, got {found}; {remedy}"
 
 
 def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
@@ -183,36 +184,28 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 
-def _read_config(file: str) -> dict[str, Any]:
-    """Read a file that must be a mapping; the parser reports one that does not exist."""
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        found = " ".join(str(error).split())
-        raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
-    if not isinstance(content, dict):
-        raise InputError(
-            f"{file} must be a mapping of settings, got {content}; write SECTION: {{KEY: VALUE}}"
-        )
-    return content
+def _read_configs(files: Sequence[str]) -> dict[str, Any]:
+    """Read YAML files and merge them key by key, also within `model.config`; later ones win."""
+    settings: dict[str, Any] = {}
+    for file in files:
+        try:
+            content = jsonargparse.get_loader("yaml")(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"config must be a file, got {file}; check the path") from error
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
+            found = " ".join(str(error).split())
+            raise InputError(f"{file} must be YAML in UTF-8, got {found}; correct it") from error
+        if not isinstance(content, dict):
+            rule = "must be a mapping of settings"
+            raise InputError(f"{file} {rule}, got {content}; write SECTION: {{KEY: VALUE}}")
+        _merge(settings, content)
+    return settings
 
 
-def _check_whole_config(content: dict[str, Any], file: str, earlier: dict[str, Any]) -> None:
-    """Refuse a file whose `model.config` would drop the sizes that an earlier file's has.
-
-    The parser merges sections, but replaces dictionaries. `earlier` is the last one so far. A file
-    that names another type or checkpoint wants other sizes.
-    """
-    section = content.get("model")
-    if not isinstance(section, dict) or not isinstance(section.get("config"), dict):
-        return
-    config = section["config"]
-    is_other_model = "type" in section or "init" in section
-    if "hidden_size" in earlier and "hidden_size" not in config and not is_other_model:
-        raise InputError(
-            "model.config must give hidden_size and the other sizes, because it replaces the "
-            f"one before, got none in {file}; copy them, or use flags, --model.config.KEY VALUE"
-        )
-    earlier.update(config)
+def _merge(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        earlier = settings.get(key)
+        if isinstance(value, dict) and isinstance(earlier, dict):
+            _merge(earlier, value)
+        else:
+            settings[key] = value

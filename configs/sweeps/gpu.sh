@@ -18,8 +18,7 @@ pretrain() { # HARDWARE NAME OPTIONS...
     --config configs/pretrain/fast-base.yaml --config "configs/model/${MODEL:-roformer}-$size.yaml" --corpus.train "$TEXT/train*" \
     --corpus.validation "$TEXT/validation*" --corpus.tokenizer "$VOCABULARY" --corpus.length $length --corpus.cache $folder/tokens \
     --optim.micro_batch $rows --optim.batch_size $rows --optim.warmup_steps 10 --optim.tokens null --run.folder $folder \
-    --model.config.hidden_dropout_prob 0 --model.config.attention_probs_dropout_prob 0 --run.workers 4 --run.log_every 10 \
-    --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}" # the second file's model has dropout
+    --run.workers 4 --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
 }
 
 short() { # HARDWARE NAME OPTIONS...: a run of `steps` steps

@@ -16,7 +16,8 @@ FILES = [
     file
     for file in sorted((ROOT / "results").rglob("*.jsonl"))
     if '"headline_metric"' in file.read_text()[:5000]
-    and file.parent.name not in ("long", "pair-50m", "pair-100m")  # their predictions are not in the tree
+    and file.parent.name
+    not in ("long", "pair-50m", "pair-100m")  # their predictions are not in the tree
 ]
 
 
