@@ -1,26 +1,34 @@
 """The report of a results file: `python -m finetune.report results.jsonl`.
 
 Writes report.md, .html, .tex, .csv and report-*.png. report.html is one file that opens from disk,
-with pictures. report.csv has every metric of every run, and the command that repeats it.
+with pictures. report.csv has every metric of every run, and the command that repeats it. A figure
+has a panel for each task with a scale of its own, a dot for every seed, and for four seeds or more
+the mean with its 95 % t interval.
 """
 
 import base64
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from finetune.report.differences import MINUS, pair_differences
-from finetune.report.figures import draw_figures
-from finetune.report.runs import GROUPS, TaskGroup, build_groups
+from finetune.report.differences import AVERAGE, MINUS, Difference, pair_differences
+from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, build_groups, seed_scores
 from finetune.report.tables import Table, group_tables, verdicts
 from finetune.results import RUN_KEY, read_results
 from finetune.settings import normalize_paths
 from train.atomic_dir import check_writable, report_full_disk
+from train.intervals import MIN_RUNS, t_interval
+from train.plotting import COLORS, make_axes, save_figure
 from train.settings import InputError
 from train.tables import escape_cell, markdown_table
 
@@ -28,6 +36,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "test_metrics"}
 CSV_FIELDS |= {"loss", "seconds", "command"}
 LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
+LINES = {"majority": "--", "features": ":"}
+UNIT = "headline metric × 100"  # noqa: RUF001
+SEEDS = (
+    f"A dot for each seed; of {MIN_RUNS} seeds or more the mean and its 95 % t interval. Every "
+    "task has a scale of its own"
+)
+
+Rows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
+"""Name -> colour, and label of a task -> values over seeds."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder
         frame.rename(columns=escape_cell).map(escape_cell)
     )
     environment.filters["base64"] = lambda picture: base64.b64encode(
-        (folder / picture.file).read_bytes()
+        (folder / picture).read_bytes()
     ).decode()
     text = {
         suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
@@ -133,3 +150,89 @@ def csv_report(groups: Sequence[TaskGroup]) -> str:
     columns = [name for name in fields if name.split(" ")[0] in CSV_FIELDS]
     table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)
     return table.join(fields[columns]).to_csv(index=False)
+
+
+def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> dict[str, str]:
+    """Write report-GROUP-{differences,scores}.png, as far as there is something to draw.
+
+    Returns:
+        File name -> caption.
+    """
+    lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
+    for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
+        lines[run.label][LINES[run.kind]] = run.score
+    zeros = {label: {"-": 0.0} for label in (*group.titles, AVERAGE)}
+    caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
+    differences = f"Differences. {SEEDS}; the line at 0 is no difference."
+    pictures = {}
+    for name, rows, marks, text in (
+        ("differences", _difference_rows(pairs), zeros, differences),
+        ("scores", _score_rows(group.fine_tuned()), lines, caption),
+    ):
+        if any(values for _, cells in rows.values() for values in cells.values()):
+            file = f"report-{group.name}-{name}.png"
+            titles = {**group.titles, AVERAGE: "average"}
+            save_figure(draw_panels(titles, rows, marks), folder / file)
+            pictures[file] = text
+    return pictures
+
+
+def draw_panels(
+    titles: Mapping[str, str], rows: Rows, lines: Mapping[str, Mapping[str, float]]
+) -> Figure:
+    """Draw a panel for each task that has values, at most three in a row.
+
+    Args:
+        titles: Label of a task -> title of its panel.
+        rows: What is drawn, from the top.
+        lines: Label -> line style -> position of a vertical line.
+    """
+    labels = [label for label in titles if any(cells.get(label) for _, cells in rows.values())]
+    names = [textwrap.fill(name, 36) for name in rows]
+    height = 0.8 + 0.15 * sum(name.count("\n") + 1.6 for name in names)
+    columns = min(3, len(labels))
+    lengthwise = -(-len(labels) // columns)
+    size = (2.9 * columns + 2.2, lengthwise * height + 0.3)
+    figure, axes = make_axes(lengthwise, columns, *size, sharey=True)
+    for axis in axes[len(labels) :]:
+        axis.remove()
+    for axis, label in zip(axes, labels):
+        for position, (color, cells) in enumerate(rows.values()):
+            _draw_seeds(axis, position, cells.get(label, []), color)
+        for style, value in lines[label].items():
+            axis.axvline(value, color="black", ls=style, lw=1)
+        axis.set(title=titles[label], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
+def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str) -> None:
+    """Dots, and for enough of them the mean with its interval."""
+    axis.scatter(values, [position] * len(values), s=16, color=color, alpha=0.6, linewidths=0)
+    if len(values) >= MIN_RUNS:
+        mean, (low, high) = float(np.mean(values)), t_interval(values)
+        style: dict[str, Any] = {"fmt": "d", "markersize": 6, "capsize": 3, "color": color}
+        axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
+
+
+def _score_rows(runs: pd.DataFrame) -> Rows:
+    """A row for each configuration; a colour for each model and its random weights."""
+    colors = dict(zip(sorted(set(runs["base_name"])), itertools.cycle(COLORS)))
+    return {
+        name: (
+            colors[found["base_name"].iloc[0]],
+            {label: list(seed_scores(cell).values()) for label, cell in found.groupby("label")},
+        )
+        for name, found in runs.groupby("configuration", sort=False)
+    }
+
+
+def _difference_rows(pairs: Sequence[Difference]) -> Rows:
+    return {
+        pair.title(with_part=True): (
+            COLORS[2 if pair.over else 0],
+            {label: list(c.differences.values()) for label, c in pair.tasks.items()},
+        )
+        for pair in pairs
+    }
