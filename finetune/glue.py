@@ -97,7 +97,7 @@ def run(
         result |= {"loss": losses[-1], "losses": losses}
     except DivergedError as error:
         result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
-    result["parameters"] = model.num_parameters()
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
         if task.is_own and "test" in logits:

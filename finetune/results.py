@@ -227,10 +227,10 @@ def read_results(path: str) -> list[Result]:
         try:
             result = RECIPE_DEFAULTS | json.loads(line)
             key, failed = run_key(result), result["status"] == "failed"
+            earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
             continue
-        earlier = results.get(key, {})
         if not (earlier and failed) or inputs_differ(result, earlier):
             results[key] = result
     if torn:

@@ -128,14 +128,10 @@ class GlueSettings(CommonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         normalize_paths(self, "model", "tokenizer", "mnli", "task")
-        task = load_task(self.task)
+        load_task(self.task)
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
-        if self.glue_dir is None and not (task.is_glue or task.is_own):
-            raise InputError(
-                "glue_dir must name the folder of a demo task, got null; the hub has GLUE only"
-            )
         if self.mnli is not None and self.random_weights:
             raise InputError(
                 "mnli needs pretrained weights, got random_weights true; leave one of them out"
@@ -165,9 +161,6 @@ class GridSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("models", "tasks", "seeds"):
-            if not getattr(self, name):
-                raise InputError(f"{name} must name at least one, got none; name some")
         normalize_paths(self, "models", "tasks")
         if self.workers < 1:
             raise InputError(f"workers must be at least 1, got {self.workers}; leave it out")

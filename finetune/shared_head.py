@@ -95,10 +95,6 @@ class SharedHeadClassifier(nn.Module):
         outputs = self.encoder(attention_mask=attention_mask, **inputs, **self.options)
         return SequenceClassifierOutput(logits=self.head(outputs.last_hidden_state, attention_mask))
 
-    def num_parameters(self) -> int:
-        """Count the parameters, by transformers' name."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write encoder and head."""
         head, path = self.head, Path(folder)

@@ -25,14 +25,14 @@ def test_a_torn_line_is_cut_off_and_the_next_line_stands_alone(tmp_path, capsys)
     file = tmp_path / "results.jsonl"
     append_result(str(file), RUN)
     with file.open("a") as stream:
-        stream.write('{"step": 1}\n[]\n{"model": "x", "ta')
+        stream.write(json.dumps({**RUN, "model": ["m"]}) + '\n{"step": 1}\n[]\n{"model": "x", "ta')
     before = file.read_bytes()
     assert read_results(str(file)) == [RUN]
     assert file.read_bytes() == before  # another grid may be writing
-    assert capsys.readouterr().err.count("is torn at line 2, 3, 4; ignored") == 1
+    assert capsys.readouterr().err.count("is torn at line 2, 3, 4, 5; ignored") == 1
     append_result(str(file), {**RUN, "seed": 1})
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
-    assert file.read_text().count("\n") == 4
+    assert file.read_text().count("\n") == 5
     assert capsys.readouterr().err.count("ended in a torn line") == 1
 
 

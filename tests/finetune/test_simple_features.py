@@ -66,7 +66,6 @@ def test_a_task_is_scored_once_for_the_same_data(folder, capsys):
 
 
 def test_what_cannot_be_fitted_is_refused(folder):
-    refused(lambda: ask(folder), "tasks must")
     refused(lambda: ask(folder, "ax"), "task must", "got 'ax'")
     refused(lambda: score_tasks(ask(folder, "rte")), "glue_dir must")
     one_class = {"sentence": ["a film", "a day"], "label": [1, 1]}

@@ -35,7 +35,6 @@ def test_only_the_official_row_counts_make_an_official_result(task, rows, label,
     [
         (["--task", "colla"], ["task", "must be one of cola", "'colla'"]),
         (["--task", "ax"], ["'ax'", "fine-tune mnli"]),
-        (["--task", "demo-order"], ["glue_dir", "demo task"]),
         (["--task", "rte", "--epochs", "0"], ["epochs", "positive", "got 0"]),
         (["--task", "rte", "--schedule", "sometimes"], ["schedule", "linear", "'sometimes'"]),
         (["--task", "rte", "--warmup_share", "1"], ["warmup_share", "below 1"]),
