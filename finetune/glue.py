@@ -25,14 +25,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 import roformer
 from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
 from finetune.metrics import score_splits
-from finetune.publish.model_card import save_model
+from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
 from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
-from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
 from train.loop.launch import start_accelerator
@@ -75,7 +74,6 @@ def run(
     if settings.save is not None:
         if not is_in_grid and Path(settings.save).exists():  # a grid replaces its own
             raise InputError(f"save must be new, got {settings.save}; delete it or choose another")
-        check_writable(Path(settings.save).parent, "save")  # before hours of training
         if accelerator.distributed_type.value == "FSDP":
             raise InputError(
                 "save must be null with sharded weights, got FSDP; launch without FSDP"
@@ -107,7 +105,7 @@ def run(
             write_answers(file, texts, task.labels, logits["test"])
         write_result(settings.output, result, labels, logits)
         if settings.save is not None and logits:
-            save_model(settings.save, model, tokenizer, result)
+            save_with_card(settings.save, model, tokenizer, result)
     return result
 
 

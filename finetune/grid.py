@@ -71,8 +71,7 @@ def main(settings: GridSettings) -> None:
         print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
-        names = ("tasks", "glue_dir", "output", "test")
-        score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
+        score_tasks(SimpleFeaturesSettings(settings.tasks, settings.glue_dir, settings.output))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
     phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]

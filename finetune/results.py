@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,11 @@ def hash_weights(model: str, random: bool = False) -> str | None:
     return hash_files(next(filter(None, found), []))
 
 
-def hash_files(files: Sequence[Path]) -> str | None:
-    """Hash the contents of files to 16 hexadecimal digits; None for no files."""
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return _hash_contents(tuple(stats)) if files else None
+def hash_files(files: Iterable[Path | None]) -> str | None:
+    """Hash the contents of the files that exist to 16 hexadecimal digits; None if none does."""
+    found = [file for file in files if file is not None and file.is_file()]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in found]
+    return _hash_contents(tuple(stats)) if found else None
 
 
 @functools.cache  # one reading serves all runs of a process, until size or time of change differ

@@ -27,14 +27,13 @@ from finetune.results import (
     SIMPLE_FEATURES,
     Result,
     inputs_differ,
-    prediction_file,
     read_finished,
     run_key,
     write_result,
 )
 from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
-from finetune.task_data import Columns, hash_task_files, hash_test_file, read_split_columns
+from finetune.task_data import Columns, hash_task_files, read_split_columns
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.loop.run_metadata import git_commit
@@ -54,8 +53,6 @@ class SimpleFeaturesSettings:
     """Folder of the data, as for finetune/glue.py; null reads the hub."""
     output: str = "results.jsonl"
     """Results file of the runs that are compared."""
-    test: bool = False
-    """Also predict the test rows of your own tasks."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "glue_dir", "tasks")
@@ -66,28 +63,20 @@ class SimpleFeaturesSettings:
 def score_tasks(settings: SimpleFeaturesSettings) -> None:
     """Score each task that has no result for the data as they are."""
     for name in settings.tasks:
+        task = load_task(name)
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
-        task = load_task(name)
-        hashes = {
-            "weights": None,
-            "data": hash_task_files(task, settings.glue_dir),
-            "test_data": hash_test_file(task) if settings.test else None,
-        }
+        inputs = {"weights": None, "data": hash_task_files(task, settings.glue_dir)}
         earlier = read_finished(settings.output).get(run_key(key))
-        is_current = earlier is not None and not inputs_differ(hashes, earlier)
-        if settings.test and task.test is not None:
-            is_current &= prediction_file(settings.output, key, "test").exists()
-        if not is_current:
-            result = score_task(task, settings, key | hashes)
+        if earlier is None or inputs_differ(inputs, earlier):
+            result = score_task(task, settings, key | inputs)
             print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
 
 
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
     """Fit, score, write the predictions and append the result, which is returned."""
     started = time.perf_counter()
-    splits = ["train", *task.validation_splits]
-    splits += ["test"] if settings.test and task.test is not None else []
+    splits = ("train", *task.validation_splits)
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
     try:
@@ -97,7 +86,6 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{key['task']}]", *folder]
-    command += ["--test", "true"] if "test" in splits else []
     result = {
         **key,
         "model_type": SIMPLE_FEATURES,

@@ -129,18 +129,12 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     Of a task of your own the hash covers what decides how its files are read, too.
     """
     files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
-    content = hash_files([file for file in files if file is not None and file.is_file()])
+    content = hash_files(files)
     if not task.is_own:
         return content
     others = ("name", "title", "metrics", "headline", "test")
     source = {name: value for name, value in vars(task).items() if name not in others}
     return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
-
-
-def hash_test_file(task: Task) -> str | None:
-    """Hash the test rows of a task of your own; None for other tasks and for the hub."""
-    file = find_split_file(task, "test", None) if task.test is not None else None
-    return hash_files([file]) if file is not None and file.is_file() else None
 
 
 def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:

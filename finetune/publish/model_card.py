@@ -21,7 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 EXAMPLE = ("A man is playing a guitar.", "Somebody makes music.")
 
 
-def save_model(folder: str, model: Any, tokenizer: Any, result: Result) -> None:
+def save_with_card(folder: str, model: Any, tokenizer: Any, result: Result) -> None:
     """Write model, tokenizer and card, completely or not at all; an earlier save is replaced.
 
     `result` is the run's, with scores.

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import roformer
 from finetune.publish import model_card
-from finetune.publish.model_card import save_model
+from finetune.publish.model_card import save_with_card
 from finetune.tasks import TASKS
 from tiny import command, enlarge, refused
 from tiny_glue import SHAPE, tiny_tokenizer
@@ -61,7 +61,7 @@ def a_model(task: str = "rte", kind: str = "bert") -> torch.nn.Module:
 
 def saved(folder: Path, task: str = "rte", kind: str = "bert", **changes) -> Path:
     run = a_line(task, model_type=kind, **changes)
-    save_model(str(folder / "tuned"), a_model(task, kind), tiny_tokenizer(), run)
+    save_with_card(str(folder / "tuned"), a_model(task, kind), tiny_tokenizer(), run)
     return folder / "tuned"
 
 
@@ -195,7 +195,7 @@ def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):
 def test_a_saved_folder_holds_model_card_and_a_clean_tokenizer(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer("good film", truncation=True, max_length=3, padding="max_length")
-    save_model(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
+    save_with_card(str(tmp_path / "new/tuned"), a_model(), tokenizer, a_line())
     names = {path.name for path in (tmp_path / "new/tuned").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
     backend = json.loads((tmp_path / "new/tuned/tokenizer.json").read_text())
@@ -210,7 +210,7 @@ def test_a_second_save_replaces_the_first_whole_and_one_that_fails_leaves_it(tmp
 
     broken = Mock(save_pretrained=Mock(side_effect=OSError("No space left on device")))
     for target in (folder, tmp_path / "other"):
-        save = partial(save_model, str(target), a_model(), broken, a_line())
+        save = partial(save_with_card, str(target), a_model(), broken, a_line())
         refused(save, "save must", "No space")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     saved(tmp_path, "rte")
