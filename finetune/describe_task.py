@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from finetune.task_data import (
+from finetune.data import (
     Columns,
     format_label,
     read_rows,

@@ -23,14 +23,21 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import roformer
-from finetune.data import Examples, Rows, check_tokenizer, epoch_batches, make_examples
+from finetune.data import (
+    Examples,
+    Rows,
+    check_tokenizer,
+    epoch_batches,
+    find_split_file,
+    make_examples,
+    read_split_columns,
+)
 from finetune.metrics import score_splits
 from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
-from finetune.task_data import find_split_file, read_split_columns
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
@@ -56,15 +63,9 @@ class DivergedError(ArithmeticError):
 def run(
     settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
 ) -> Result:
-    """Fine-tune, score, write the predictions, append the result.
+    """Fine-tune, score, write the predictions, append the result; no scores if the run diverged.
 
-    Args:
-        settings: The run.
-        accelerator: Accelerator of this run; None creates one.
-        slot: Number of the grid's worker that makes the run; None for a single run.
-
-    Returns:
-        The result. The scores of a diverged run are None.
+    A worker of the grid gives its number, `slot`.
 
     Raises:
         InputError: Settings, model and data do not fit together.

@@ -10,10 +10,10 @@ import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
+from finetune.data import find_split_file, hash_task_files
 from finetune.metrics import headline_score, score_majority
 from finetune.results import RUN_KEY, Result, hash_files, hash_weights
 from finetune.settings import GlueSettings
-from finetune.task_data import find_split_file, hash_task_files
 from finetune.tasks import Task, load_task, task_description
 from train.loop.run_metadata import git_commit
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
+from finetune.data import Columns, hash_task_files, read_split_columns
 from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
@@ -33,7 +34,6 @@ from finetune.results import (
 )
 from finetune.run_info import describe_data
 from finetune.settings import normalize_paths
-from finetune.task_data import Columns, hash_task_files, read_split_columns
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.loop.run_metadata import git_commit

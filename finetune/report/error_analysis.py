@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
+from finetune.data import read_split_columns
 from finetune.report.runs import shorten_names
 from finetune.results import Result, prediction_file, read_predictions, read_results, run_name
 from finetune.settings import normalize_paths
-from finetune.task_data import read_split_columns
 from finetune.tasks import Task, recorded_task
 from train.command_line import run_command
 from train.settings import InputError

@@ -11,8 +11,7 @@ from transformers import BertConfig
 
 import roformer
 from finetune import data
-from finetune.data import check_tokenizer, epoch_batches
-from finetune.task_data import read_split_columns
+from finetune.data import check_tokenizer, epoch_batches, read_split_columns
 from finetune.tasks import TASKS
 from tiny import refused
 from tiny_glue import load_examples, tiny_tokenizer, write_split, write_stsb
@@ -170,7 +169,7 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("finetune.task_data.HUB_DATA", "nobody/has-this")
+    monkeypatch.setattr("finetune.data.HUB_DATA", "nobody/has-this")
     read = lambda: read_split_columns(TASKS["rte"], "train", None)  # noqa: E731
     refused(read, "hub must give nobody/has-this where glue_dir", "--glue_dir FOLDER")
 

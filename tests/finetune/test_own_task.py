@@ -15,7 +15,8 @@ import pytest
 import yaml
 from sklearn.metrics import accuracy_score, f1_score
 
-from finetune import glue, task_data
+from finetune import data, glue
+from finetune.data import hash_task_files, read_split_columns
 from finetune.describe_task import DescribeSettings, main
 from finetune.metrics import is_collapsed, score_splits
 from finetune.publish.model_card import finetuned_card
@@ -25,7 +26,6 @@ from finetune.results import inputs_differ, read_results, run_name
 from finetune.run_info import hash_inputs
 from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
-from finetune.task_data import hash_task_files, read_split_columns
 from finetune.tasks import VALUE_METRICS, Task, load_task, recorded_task
 from tiny import ROOT, refused
 from tiny_glue import run_settings, sentences, tiny_model
@@ -118,7 +118,7 @@ def test_files_of_all_types_and_labels_of_all_kinds_are_the_same_task(suffix, va
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_texts_with_lines_are_read_in_blocks(suffix, monkeypatch):
-    monkeypatch.setattr(task_data, "BLOCK_BYTES", 2**11)
+    monkeypatch.setattr(data, "BLOCK_BYTES", 2**11)
     texts = [f"{row:04}\n" * 300 for row in range(3)]
     columns = {"text": texts, "color": ["no", "yes", "no"]}
     task = describe(write(f"own.{suffix}", columns), validation=write(f"v.{suffix}", columns))
@@ -203,7 +203,7 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
     )
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "color": [1, 0, 1]}, features)
     load_dataset = Mock(return_value=rows)
-    monkeypatch.setattr(task_data.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(data.datasets, "load_dataset", load_dataset)
     options = {"hub": "me/colors", "hub_config": "small", "validation": "valid"}
     task = describe("train[:9]", **options)
     asked = {(*call.args, call.kwargs["split"]) for call in load_dataset.call_args_list}

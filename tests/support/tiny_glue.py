@@ -11,10 +11,9 @@ from sklearn import metrics
 from transformers import AutoConfig, AutoModelForMaskedLM, BertTokenizerFast
 
 import roformer
-from finetune.data import Examples, make_examples
+from finetune.data import Examples, make_examples, read_split_columns
 from finetune.results import prediction_file, read_predictions
 from finetune.settings import GlueSettings
-from finetune.task_data import read_split_columns
 from finetune.tasks import TASKS
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
