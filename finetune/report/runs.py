@@ -255,13 +255,10 @@ def _model_texts(runs: pd.DataFrame) -> list[str]:
     """Names of the models; random weights of one architecture are one row.
 
     Random weights do not depend on the pretraining, so that those of bert-0 and bert-1 are called
-    bert. If both were run on one task, the second keeps its full name; so do models of several
-    sizes, because `split_seed` reads roformer-12 as seed 12 of roformer.
+    bert. If both were run on one task, the second keeps its full name.
     """
     sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
-    sizes = runs.groupby(["base_name", "label"])["parameters"].transform("nunique")
-    is_one_size = sizes.groupby(runs["base_name"]).transform("max") <= 1
-    is_first = (runs["model"] == sources.transform("first")) & is_one_size
+    is_first = runs["model"] == sources.transform("first")
     is_random = runs["kind"] == "random"
     names = runs["base_name"].where(is_random & is_first, runs["short_name"])
     tokenizers = ("tokenizer " + runs["tokenizer"]).where(runs["tokenizer"] != "", "")
