@@ -1,9 +1,244 @@
-"""`python -m finetune.report results.jsonl`: see `finetune.report.report`."""
+"""The report of a results file: `python -m finetune.report results.jsonl`.
 
+Writes report.md, .html, .tex, .csv and report-*.png. report.html is one file that opens from disk,
+with pictures. report.csv has every metric of every run, and the command that repeats it. A figure
+has a panel for each task with a scale of its own, a dot for every seed, and for four seeds or more
+the mean with its 95 % t interval.
+"""
+
+import base64
+import itertools
+import re
 import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from finetune.report.report import ReportSettings, main
+import jinja2
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from finetune.report.differences import AVERAGE, MINUS, Difference, pair_differences
+from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, build_groups, seed_scores
+from finetune.report.tables import Table, group_tables, verdicts
+from finetune.results import RUN_KEY, read_results
+from finetune.settings import normalize_paths
+from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
+from train.intervals import MIN_RUNS, t_interval
+from train.plotting import COLORS, make_axes, save_figure
+from train.settings import InputError
+from train.tables import escape_cell, markdown_table
+
+TEMPLATES = Path(__file__).parent / "templates"
+CSV_FIELDS = {*RUN_KEY, "status", "error", "collapsed", "metrics", "test_metrics"}
+CSV_FIELDS |= {"loss", "seconds", "command"}
+LATEX_HEAD = r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}"
+LINES = {"majority": "--", "features": ":"}
+UNIT = "headline metric × 100"  # noqa: RUF001
+SEEDS = (
+    f"A dot for each seed; of {MIN_RUNS} seeds or more the mean and its 95 % t interval. Every "
+    "task has a scale of its own"
+)
+
+Rows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
+"""Name -> colour, and label of a task -> values over seeds."""
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """Tables and figures of a results file: python -m finetune.report RESULTS [--pair "[A, B]"]."""
+
+    results: str
+    """File that finetune/glue.py or finetune/grid.py wrote; needs no flag as first argument."""
+    output: str | None = None
+    """Folder for the report; null means the folder of the results."""
+    pair: list[str] | None = None
+    """Two models to compare, as [A, B] for A - B, each a path or short name of the report; null
+    means the one RoFormer and the one BERT."""
+
+    def __post_init__(self) -> None:
+        if self.pair is not None and len(set(self.pair)) != 2:
+            raise InputError(f'pair must be two models, got {self.pair}; write --pair "[A, B]"')
+        normalize_paths(self, "pair")
+
+
+def main(settings: ReportSettings) -> str:
+    """Print the report as Markdown and write it in all its forms.
+
+    Raises:
+        InputError: There are no results, the pair is not among them, or the output is not writable.
+    """
+    groups = build_groups(read_results(settings.results))
+    if not groups:
+        raise InputError(
+            f"results must hold a complete line, got {settings.results}; make a run first"
+        )
+    if settings.pair is not None:
+        runs = pd.concat([group.fine_tuned() for group in groups])
+        if not {*runs["model"], *runs["short_name"]} >= set(settings.pair):
+            raise InputError(
+                f"pair must name models of the results, got {', '.join(settings.pair)}; "
+                f"they have {', '.join(sorted(set(runs['short_name'])))}"
+            )
+    folder = Path(settings.output or Path(settings.results).parent)
+    check_writable(folder, "output")
+    folder.mkdir(parents=True, exist_ok=True)
+    with report_full_disk(folder, "output"):
+        text = write_report(groups, settings.pair, folder)
+    print(text)
+    print(f"With pictures: {folder}/report.html, report.md; every run and its command: report.csv")
+    return text
+
+
+def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder: Path) -> str:
+    """Write the report in all its forms; returns it as Markdown.
+
+    `pair` is that of `ReportSettings`.
+    """
+    sections = []
+    for group in groups:
+        pairs, reason = pair_differences(group, pair)
+        section: dict[str, Any] = {"name": group.name, "title": GROUPS[group.name]}
+        section["sentences"] = [*filter(None, [reason]), *verdicts(group, pairs)]
+        section["tables"] = group_tables(group, pairs)
+        section["pictures"] = draw_figures(group, pairs, folder)
+        sections.append(section)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["markdown_table"] = lambda frame: markdown_table(
+        frame.rename(columns=escape_cell).map(escape_cell)
+    )
+    environment.filters["base64"] = lambda picture: base64.b64encode(
+        (folder / picture).read_bytes()
+    ).decode()
+    text = {
+        suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
+        for suffix in ("md", "html")
+    }
+    tex = latex_tables(table for section in sections for table in section["tables"])
+    for suffix, content in {**text, "tex": tex, "csv": csv_report(groups)}.items():
+        (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
+    return text["md"]
+
+
+def latex_tables(tables: Iterable[Table]) -> str:
+    """The tables for a paper, by pandas' writer."""
+    texts = []
+    for table in tables:
+        columns = "l" + "r" * (len(table.frame.columns) - 1)
+        options = {"index": False, "escape": True, "column_format": columns}
+        texts.append(table.frame.to_latex(**options, caption=table.title))
+    text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
+    return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
+
+
+def csv_report(groups: Sequence[TaskGroup]) -> str:
+    """One line for each run: what its result says of it, every metric of every split, its command.
+
+    Beside the fields of a result it has the report's name of the row, `configuration`.
+    """
+    runs = pd.concat([group.recorded() for group in groups])
+    fields = pd.json_normalize(runs["result"].tolist(), sep=" ")
+    columns = [name for name in fields if name.split(" ")[0] in CSV_FIELDS]
+    table = runs[["group", "configuration", "run_id"]].reset_index(drop=True)
+    return table.join(fields[columns]).to_csv(index=False)
+
+
+def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> dict[str, str]:
+    """Write report-GROUP-{differences,scores}.png, as far as there is something to draw.
+
+    Returns:
+        File name -> caption.
+    """
+    lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
+    for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
+        lines[run.label][LINES[run.kind]] = run.score
+    zeros = {label: {"-": 0.0} for label in (*group.titles, AVERAGE)}
+    caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
+    differences = f"Differences. {SEEDS}; the line at 0 is no difference."
+    pictures = {}
+    for name, rows, marks, text in (
+        ("differences", _difference_rows(pairs), zeros, differences),
+        ("scores", _score_rows(group.fine_tuned()), lines, caption),
+    ):
+        if any(values for _, cells in rows.values() for values in cells.values()):
+            file = f"report-{group.name}-{name}.png"
+            titles = {**group.titles, AVERAGE: "average"}
+            save_figure(draw_panels(titles, rows, marks), folder / file)
+            pictures[file] = text
+    return pictures
+
+
+def draw_panels(
+    titles: Mapping[str, str], rows: Rows, lines: Mapping[str, Mapping[str, float]]
+) -> Figure:
+    """Draw a panel for each task that has values, at most three in a row.
+
+    Args:
+        titles: Label of a task -> title of its panel.
+        rows: What is drawn, from the top.
+        lines: Label -> line style -> position of a vertical line.
+    """
+    labels = [label for label in titles if any(cells.get(label) for _, cells in rows.values())]
+    names = [textwrap.fill(name, 36) for name in rows]
+    height = 0.8 + 0.15 * sum(name.count("\n") + 1.6 for name in names)
+    columns = min(3, len(labels))
+    lengthwise = -(-len(labels) // columns)
+    size = (2.9 * columns + 2.2, lengthwise * height + 0.3)
+    figure, axes = make_axes(lengthwise, columns, *size, sharey=True)
+    for axis in axes[len(labels) :]:
+        axis.remove()
+    for axis, label in zip(axes, labels):
+        for position, (color, cells) in enumerate(rows.values()):
+            _draw_seeds(axis, position, cells.get(label, []), color)
+        for style, value in lines[label].items():
+            axis.axvline(value, color="black", ls=style, lw=1)
+        axis.set(title=titles[label], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
+def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str) -> None:
+    """Dots, and for enough of them the mean with its interval."""
+    axis.scatter(values, [position] * len(values), s=16, color=color, alpha=0.6, linewidths=0)
+    if len(values) >= MIN_RUNS:
+        mean, (low, high) = float(np.mean(values)), t_interval(values)
+        style: dict[str, Any] = {"fmt": "d", "markersize": 6, "capsize": 3, "color": color}
+        axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
+
+
+def _score_rows(runs: pd.DataFrame) -> Rows:
+    """A row for each configuration; a colour for each model and its random weights."""
+    colors = dict(zip(sorted(set(runs["base_name"])), itertools.cycle(COLORS)))
+    return {
+        name: (
+            colors[found["base_name"].iloc[0]],
+            {label: list(seed_scores(cell).values()) for label, cell in found.groupby("label")},
+        )
+        for name, found in runs.groupby("configuration", sort=False)
+    }
+
+
+def _difference_rows(pairs: Sequence[Difference]) -> Rows:
+    return {
+        pair.title(with_part=True): (
+            COLORS[2 if pair.over else 0],
+            {label: list(c.differences.values()) for label, c in pair.tasks.items()},
+        )
+        for pair in pairs
+    }
+
 
 if __name__ == "__main__":
     flags = sys.argv[1:]

@@ -20,7 +20,8 @@ from finetune.data import hash_task_files, read_split_columns
 from finetune.describe_task import DescribeSettings, main
 from finetune.metrics import is_collapsed, score_splits
 from finetune.publish.model_card import finetuned_card
-from finetune.report import error_analysis, report
+from finetune.report import __main__ as report
+from finetune.report import error_analysis
 from finetune.report.error_analysis import ErrorAnalysisSettings
 from finetune.results import inputs_differ, read_results, run_name
 from finetune.run_info import hash_inputs

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from finetune.report.report import ReportSettings, main
+from finetune.report.__main__ import ReportSettings, main
 from finetune.results import read_results, run_name
 from tiny import command
 from tiny_results import BERT, ROFORMER, diverged, failed, line, simple_features, write

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.report.report import ReportSettings, latex_tables, main
+from finetune.report.__main__ import ReportSettings, latex_tables, main
 from finetune.report.runs import GLUE_TASKS, average, build_groups
 from finetune.report.tables import DASH, group_tables, paper_table, problem_table, score_table
 from tiny import refused
