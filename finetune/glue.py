@@ -37,10 +37,11 @@ from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
-from finetune.shared_head import SharedHeadClassifier, load_model, loading_error
+from finetune.shared_head import SharedHeadClassifier, load_model
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
+from train.loop.language_model import input_errors
 from train.loop.launch import start_accelerator
 from train.loop.memory import is_out_of_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
@@ -262,20 +263,16 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     names = task.labels or ("value",)
-    try:
+    with input_errors(f"model {settings.model}"):
         config = AutoConfig.from_pretrained(
             settings.model,
             id2label=dict(enumerate(names)),
             label2id={name: index for index, name in enumerate(names)},
             problem_type="single_label_classification" if task.labels else "regression",
         )
-    except (OSError, ValueError) as error:
-        raise loading_error("model", settings.model, "a config.json", error) from error
     path = settings.tokenizer or settings.model
-    try:
+    with input_errors(f"tokenizer {path}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise loading_error("tokenizer", path, "a tokenizer", error) from error
     check_tokenizer(config, tokenizer, settings.length)
     inputs = tokenizer.model_input_names
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:

@@ -12,12 +12,10 @@ Shapes: B rows, K texts a row (1, or 2 for pairs encoded separately), L tokens, 
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,7 +25,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import roformer
 from finetune.settings import GlueSettings
 from finetune.tasks import load_task
-from train.settings import InputError, first_line
+from train.loop.language_model import input_errors
+from train.settings import InputError
 
 ENCODER = "encoder"
 """Subfolder of a saved model."""
@@ -156,7 +155,7 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
     key = "model" if settings.mnli is None else "mnli"
     if settings.mnli is not None and settings.pooling != "own":
         folder = str(Path(folder) / ENCODER)
-    try:
+    with input_errors(f"{key} {folder}"):
         if settings.random_weights:
             return auto_class.from_config(config, **options)
         model, loading = auto_class.from_pretrained(
@@ -166,12 +165,6 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        if settings.attention is not None and re.search("attn|attention", str(error), re.I):
-            rule, remedy = "must be one the model has", "leave it out for the model's own"
-            found = f"{settings.attention!r} ({first_line(error)})"
-            raise InputError(f"attention {rule}, got {found}; {remedy}") from error
-        raise loading_error(key, folder, "weights of an encoder", error) from error
     new = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     # BERT's pooler is part of its head: a masked-LM model has none
@@ -182,11 +175,3 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
             f"without {lost[:1]}; save all weights, or train from --random_weights true"
         )
     return model
-
-
-def loading_error(key: str, path: str, needed: str, error: Exception) -> InputError:
-    """Create the error for a folder or hub id that transformers cannot load."""
-    found = f"{path!r} ({first_line(error)})"
-    encoder = Path(path) / ENCODER  # of a model saved with the shared head
-    remedy = f"take {encoder}" if encoder.is_dir() else "check it"
-    return InputError(f"{key} must be a folder or hub id with {needed}, got {found}; {remedy}")

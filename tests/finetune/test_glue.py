@@ -192,12 +192,12 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
 @pytest.mark.parametrize(
     ("damaged", "changes", "rule"),
     [
-        ("model.safetensors", {}, "model must"),
-        ("tokenizer.json", {}, "tokenizer must"),
-        ("config.json", {}, "model must"),
-        (None, {"model": "empty"}, "model must"),
+        ("model.safetensors", {}, "model must be usable"),
+        ("tokenizer.json", {}, "tokenizer /"),
+        ("config.json", {}, "model must be usable"),
+        (None, {"model": "empty"}, "model empty must"),
         (None, {"model": "bert"}, "model must"),
-        (None, {"attention": "imagined"}, "attention must"),
+        (None, {"attention": "imagined"}, "imagined"),
         (None, {"task": "rte"}, "glue_dir must"),
         (None, {"save": "model"}, "save must be new"),
         (None, {"save": "file/x"}, "save must be a folder"),

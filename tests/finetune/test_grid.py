@@ -181,9 +181,9 @@ def test_rte_waits_for_mnli_and_begins_from_it(folder):
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"models": ["gone"]}, "model must"),
+        ({"models": ["gone"]}, "model gone must"),
         ({"tasks": ["sst2", "rte"]}, "glue_dir must"),
-        ({"attention": "imagined"}, "attention must"),
+        ({"attention": "imagined"}, "imagined"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_any_run(folder, changes, rule):

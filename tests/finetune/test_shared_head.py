@@ -110,7 +110,7 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     with pytest.raises((OSError, ValueError), match="config.json"):
         pipeline("text-classification", str(saved))
     whole = run_settings(folder, task, model=str(saved))
-    refused(lambda: glue.run(whole), "model must", f"take {saved / ENCODER}")
+    refused(lambda: glue.run(whole), f"model {saved} must", "config.json")
     refused(lambda: glue.run(run), "save must be new")
     card = re.search(r"```python\n(.*?)```", (saved / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(saved)
