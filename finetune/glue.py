@@ -309,7 +309,7 @@ def test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]
 
 @torch.no_grad()
 def check_forward(model: Model, data: Data, task: Task) -> None:
-    """Send the longest and the shortest example of the longest split through the model.
+    """Send the longest and shortest example of the longest split through the model on the CPU.
 
     Raises:
         InputError: The model cannot take the tokenizer's output, or its head is not the task's.

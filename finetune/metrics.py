@@ -18,9 +18,6 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from finetune.tasks import Task
 
-Scores = dict[str, dict[str, float]]
-"""Validation split -> metric -> value."""
-
 
 def correlation(function: Callable[..., Any], labels: NDArray, predictions: NDArray) -> float:
     """A correlation by `function`, 0.0 if labels or predictions are constant."""
@@ -90,13 +87,15 @@ def score_splits(
     } | test
 
 
-def score_majority(task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]) -> Scores:
+def score_majority(
+    task: Task, train_labels: NDArray, labels: Mapping[str, NDArray]
+) -> dict[str, dict[str, float]]:
     """Score the constant prediction: the most frequent training class, or the mean value."""
     constant = train_labels.mean() if task.is_regression else np.bincount(train_labels).argmax()
     return {split: score(task, np.full(len(x), constant), x) for split, x in labels.items()}
 
 
-def headline_score(task: Task, scores: Scores) -> float:
+def headline_score(task: Task, scores: Mapping[str, dict[str, float]]) -> float:
     """Average the headline metric over the validation splits, of which MNLI has two."""
     return float(np.mean([metrics[task.headline] for metrics in scores.values()]))
 
