@@ -64,6 +64,7 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     found = report(lines)
     assert found.pairs == []
     assert "2 RoFormer and 1 BERT; name two models with --pair" in found.no_pairs
+    assert "1 new and 0 x" in report(lines, pair=["new", "x"]).no_pairs
     (named,) = report(lines, pair=["new", "small-roformer"]).pairs
     assert named.title(with_part=True) == f"new {MINUS} small-roformer"
     assert named.tasks["rte"].mean == 20.0
