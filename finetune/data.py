@@ -171,9 +171,9 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     names, label = table.column_names, task.label_column
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
     if any(names.count(name) != 1 for name in wanted):
-        remedy = "correct columns or label_column of the task" if task.is_own else "rename them"
         raise InputError(
-            f"{source} must have the columns {', '.join(wanted)}, got {', '.join(names)}; {remedy}"
+            f"{source} must have the columns {', '.join(wanted)}, got {', '.join(names)}; "
+            "correct the file or the task's columns"
         )
     if table.num_rows == 0:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
@@ -204,11 +204,10 @@ def _read_hub(task: Task, split: str) -> pyarrow.Table:
     try:
         data = datasets.load_dataset(name, config, split=part)
     except (OSError, ValueError) as error:
-        rule = f"the hub must give {name} where glue_dir is null"
-        remedy = "give --glue_dir FOLDER"
-        if task.hub:
-            rule, remedy = f"hub must hold {name}, split {part}", "check the names"
-        raise InputError(f"{rule}, got {first_line(error)}; {remedy}") from error
+        raise InputError(
+            f"hub must hold {name}, split {part}, got {first_line(error)}; "
+            "check the names, or name files (glue_dir for GLUE)"
+        ) from error
     table, feature = data.with_format("arrow")[:], data.features.get(task.label_column)
     if task.hub is None or not isinstance(feature, datasets.ClassLabel):
         return table

@@ -78,19 +78,15 @@ def find_classes(task: Task) -> tuple[str, ...]:
     """Find the class names of the training rows: numbers in their order, else the alphabet's.
 
     Raises:
-        InputError: A label is missing, or the labels are numbers with decimals.
+        InputError: The labels are numbers with decimals.
     """
     names = [format_label(value) for value in read_rows(task, "train", None)[task.label_column]]
-    key = f"{task.label_column} of {task.name}/train"
-    if None in names:
-        row = names.index(None)
-        raise InputError(f"{key} must be in every row, got none in row {row}; correct the file")
     found = {name: to_number(name) for name in names if name is not None}
     fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
     if fractions:
         raise InputError(
-            f"{key} must be classes, got {shorten_list(fractions, 3)}; "
-            "give --regression true for numbers"
+            f"{task.label_column} of {task.name}/train must be classes, "
+            f"got {shorten_list(fractions, 3)}; give --regression true for numbers"
         )
     are_numbers = all(map(math.isfinite, found.values()))
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))

@@ -157,7 +157,7 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
     ("columns", "changes", "words"),
     [
         ({"body": TEXTS, "color": COLORS}, {}, ["own.csv", "text, color", "got body, color"]),
-        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "none in row 0"]),
+        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "'' in row 0"]),
         ({**GOOD, "color": ["red"] * 12}, {}, ["labels", "two different classes", "got red"]),
         ({**GOOD, "color": [0.5] * 12}, {}, ["color", "got 0.5", "--regression true"]),
         (GOOD, {"regression": True}, ["color of own/train", "numbers", "'red' in row 0"]),
