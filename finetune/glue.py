@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
 import roformer
 from finetune.data import (
@@ -37,7 +37,7 @@ from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
-from finetune.shared_head import SharedHeadClassifier, load_model
+from finetune.shared_head import load_model
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
@@ -47,7 +47,6 @@ from train.loop.memory import is_out_of_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line
 
-Model: TypeAlias = PreTrainedModel | SharedHeadClassifier
 Data = dict[str, Examples]
 """The tokenized splits of a run by name; the test split of AX is "ax"."""
 Logits = dict[str, NDArray[np.float32]]
@@ -112,7 +111,7 @@ def run(
 
 
 def fine_tune(
-    settings: GlueSettings, model: Model, data: Data, accelerator: Accelerator, slot: int = 0
+    settings: GlueSettings, model: nn.Module, data: Data, accelerator: Accelerator, slot: int = 0
 ) -> tuple[list[float], Logits]:
     """Train the model in place, then predict every split but train.
 
@@ -222,7 +221,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict(
-    model: Model, examples: Examples, settings: GlueSettings, accelerator: Accelerator
+    model: nn.Module, examples: Examples, settings: GlueSettings, accelerator: Accelerator
 ) -> NDArray[np.float32]:
     """Compute the logits of all rows, [N, num_labels], the same on every process.
 
@@ -308,7 +307,7 @@ def test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]
 
 
 @torch.no_grad()
-def check_forward(model: Model, data: Data, task: Task) -> None:
+def check_forward(model: nn.Module, data: Data, task: Task) -> None:
     """Send the longest and shortest example of the longest split through the model on the CPU.
 
     Raises:

@@ -72,9 +72,7 @@ def score_splits(
         results.
     """
     scores, splits = {}, task.validation_splits
-    is_scored = task.test is not None and "test" in logits
-    if is_scored:
-        is_scored = not task.is_missing(labels["test"]).any()
+    is_scored = task.is_own and "test" in logits and not task.is_missing(labels["test"]).any()
     for split in (*splits, "test") if is_scored else splits:
         values = logits[split]
         predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)

@@ -124,7 +124,7 @@ class SharedHeadClassifier(nn.Module):
         self.head.load_state_dict(state | fitting)
 
 
-def load_model(settings: GlueSettings, config: Any) -> PreTrainedModel | SharedHeadClassifier:
+def load_model(settings: GlueSettings, config: Any) -> nn.Module:
     """Load the model in float32 with a new head drawn from the seed.
 
     `random_weights` draws all weights. From an MNLI model the layers of the head that have the
