@@ -60,6 +60,10 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
+    index = table.get("idx", []) if is_test else []
+    if index != list(range(len(index))):  # as the test server counts
+        shown = shorten_list([*map(str, index)])
+        raise InputError(f"idx of {name} must count from 0, got {shown}; sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
     columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
     return _hold_out(columns, task, split) if is_divided else columns
@@ -177,7 +181,8 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
         )
     if table.num_rows == 0:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
-    kept = [name for name in (*task.columns, label) if names.count(name) == 1]
+    index = ["idx"] if not task.is_own else []
+    kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
     return table.select(kept).to_pydict()
 
 

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
-from finetune.data import Columns, hash_task_files, read_split_columns
+from finetune.data import Columns, find_split_file, hash_task_files, read_split_columns
 from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
     Result,
+    hash_files,
     inputs_differ,
     read_finished,
     run_key,
@@ -66,7 +67,12 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         task = load_task(name)
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
-        inputs = {"weights": None, "data": hash_task_files(task, settings.glue_dir)}
+        test_files = [] if task.test is None else [find_split_file(task, "test", None)]
+        inputs = {
+            "weights": None,
+            "data": hash_task_files(task, settings.glue_dir),
+            "test_data": hash_files(test_files),
+        }
         earlier = read_finished(settings.output).get(run_key(key))
         if earlier is None or inputs_differ(inputs, earlier):
             result = score_task(task, settings, key | inputs)
@@ -76,7 +82,7 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
     """Fit, score, write the predictions and append the result, which is returned."""
     started = time.perf_counter()
-    splits = ("train", *task.validation_splits)
+    splits = ("train", *task.validation_splits, *([] if task.test is None else ["test"]))
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
     try:

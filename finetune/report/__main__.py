@@ -71,13 +71,20 @@ def main(settings: ReportSettings) -> str:
     """Print the report as Markdown and write it in all its forms.
 
     Raises:
-        InputError: There are no results, or the output is not writable.
+        InputError: There are no results, the pair is not among them, or the output is not writable.
     """
     groups = build_groups(read_results(settings.results))
     if not groups:
         raise InputError(
             f"results must hold a complete line, got {settings.results}; make a run first"
         )
+    if settings.pair is not None:
+        runs = pd.concat([group.fine_tuned() for group in groups])
+        if not {*runs["model"], *runs["short_name"]} >= set(settings.pair):
+            raise InputError(
+                f"pair must name models of the results, got {', '.join(settings.pair)}; "
+                f"they have {', '.join(sorted(set(runs['short_name'])))}"
+            )
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)

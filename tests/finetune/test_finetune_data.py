@@ -96,6 +96,7 @@ STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
         ("sst2/train", {**GOOD, "sentence": ["good", None]}, ["sentence", "None in row 1"]),
         ("sst2/train", {**GOOD, "sentence": ["good", " "]}, ["sentence", "' ' in row 1"]),
         ("sst2/train", {"sentence": [], "label": []}, ["at least one row"]),
+        ("sst2/test", {"sentence": ["a", "b"], "idx": [1, 0]}, ["idx of sst2/test", "got 1, 0"]),
         ("qqp/train", PAIR, ["column question1 of qqp/train", "' ' in row 1"]),
         ("stsb/train", STSB, ["label of stsb/train", "0 to 5", "5.5"]),
     ],
@@ -107,7 +108,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, split, columns, words):
 
 
 def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
-    write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""]})
+    write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""], "idx": [0, 1]})
     examples = load_examples(tmp_path, "sst2", "test")
     assert examples.labels.tolist() == [-1, -1]
     assert examples.lengths.tolist() == [3, 2]

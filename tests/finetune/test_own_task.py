@@ -265,12 +265,16 @@ def test_a_run_is_recorded_after_the_file_of_its_answers(monkeypatch):
     assert not Path("results.jsonl").exists()
 
 
-def test_simple_features_read_chinese_characters():
+def test_simple_features_score_test_rows_and_read_chinese_characters():
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
-    train = write("train.csv", {"text": texts, "color": COLORS})
-    describe(train, validation=train)
-    score_tasks(SimpleFeaturesSettings(["own.yaml"]))
-    assert read_results("results.jsonl")[0]["headline"] == 1.0
+    train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
+    describe(train, validation=train, test=test)
+    for rows, lines in ((12, 1), (12, 1), (9, 2)):
+        write(test, {"text": texts[:rows], "color": COLORS[:rows]})
+        score_tasks(SimpleFeaturesSettings(["own.yaml"]))
+        records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
+        assert len(records) == lines
+    assert records[-1]["headline"] == records[-1]["test_metrics"]["accuracy"] == 1.0
 
 
 def test_a_regression_of_any_range_is_scored_and_predicted():

@@ -256,7 +256,7 @@ def test_latex_prints_minus_signs():
     assert r"RTE, accuracy & $-$10.00 & no \\" in text
 
 
-def test_no_results_old_results_or_a_pair_of_one_are_one_line(tmp_path, capsys):
+def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
     file = str(tmp_path / "results.jsonl")
     refused(lambda: main(ReportSettings(file)), "results must")
     Path(file).write_text('{"model": "b", "task": "rte", "seed": 0}\n')  # of an earlier format
@@ -265,4 +265,6 @@ def test_no_results_old_results_or_a_pair_of_one_are_one_line(tmp_path, capsys):
     refused(lambda: ReportSettings(file, pair=[BERT, BERT]), "pair must")
     write(tmp_path, [line(BERT, "rte", 0.6)])
     refused(lambda: main(ReportSettings(file, output=file)), "output must")
+    wrong = ReportSettings(file, pair=["small-bert", "x"])
+    refused(lambda: main(wrong), "pair must", "got small-bert, x;")
     assert not (tmp_path / "report.md").exists()
