@@ -4,22 +4,26 @@ A configuration that transformers' RoFormer can express is saved as `model_type:
 either library loads what the other saved. All others are saved as `roformer_plus`, a type unknown
 to transformers: its Auto classes refuse them instead of ignoring fields and computing something
 else (its RoFormer classes warn only). The type follows from the fields at the time of saving.
+
+The rules that fields must obey are below the class, as functions that yield (is_valid, key, rule).
 """
 
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
-
-from .configuration_rules import (
-    DEFAULT_ROPE,
-    POSITION_BIASES,
-    architecture_rules,
-    check_rules,
-    field_rules,
-    rope_rules,
-)
+from transformers.activations import ACT2CLS
 
 PLUS_MODEL_TYPE = "roformer_plus"
+
+POSITION_BIASES = ("transformer_xl", "t5", "alibi")
+"""Position encodings that are added to the attention scores."""
+
+POSITION_ENCODINGS = ("rope", "learned", "sinusoidal", *POSITION_BIASES, "none")
+FEATURE_MAPS = ("elu", "relu", "favor")
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 # a model with other than the defaults of these fields is a `roformer_plus`
 _PLUS_FIELDS = (
@@ -72,7 +76,8 @@ class RoFormerConfig(PreTrainedConfig):
             dynamic, yarn, llama3 or longrope), `rope_theta`, `partial_rotary_factor` (the share of
             each head that is rotated) and the keys of the type. None means the paper's: default,
             10,000, all of it. When they are replaced, by assignment or by an argument of
-            `from_pretrained`, theta and share keep their values unless given.
+            `from_pretrained`, theta and share keep their values unless given; they are checked
+            when a model is built or called.
         rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + R/2
             of R rotated coordinates, as Llama does. `convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
@@ -126,37 +131,27 @@ class RoFormerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)  # fixed by the class; the saved one follows from the fields
-        if kwargs.get("head_dim", 0) is None:  # transformers' types of rotation want a number
-            kwargs.pop("head_dim")
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
         self.rope_parameters = dict(self.rope_parameters or {})  # completed by transformers: a copy
         super().__post_init__(**kwargs)
         self._rope.pop("type", None)  # older name of rope_type; transformers has copied it
-        check_rules(self, field_rules)
+        check_rules(self, _field_rules)
         # like transformers', a configuration takes any hidden size; building a model checks all
         if self.hidden_size % (2 * self.num_attention_heads) == 0:
             self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_initialized and name in ("rope_theta", "partial_rotary_factor"):
-            name, value = "rope_parameters", self._rope | {name: value}
-        if name != "rope_parameters" or not self._is_initialized:
-            return super().__setattr__(name, value)
-        # replaced after construction, also by an argument of `from_pretrained`: keep the angles
-        # that the weights were trained with, complete the rest and check it
-        previous, new = self._rope, dict(value or {})
-        if "type" in new:
-            new.setdefault("rope_type", new.pop("type"))
-        angles = ("rope_theta", "partial_rotary_factor")
-        kept = {} if value is None else {key: previous[key] for key in angles if key in previous}
-        default = {"rope_type": "default", "rope_theta": 10000.0}
-        super().__setattr__(name, default | kept | new)
-        try:
-            self.check_rope()
-        except ValueError:
-            super().__setattr__(name, previous)
-            raise
+        before = self.__dict__.get("rope_parameters") or {}
+        if "rope_type" in before:  # completed by transformers: an edit after construction
+            if name in ("rope_theta", "partial_rotary_factor"):
+                name, value = "rope_parameters", before | {name: value}
+            if name == "rope_parameters":
+                # replaced, also by an argument of `from_pretrained`: the weights were trained with
+                # the angles from before
+                kept = {x: before[x] for x in DEFAULT_ROPE if x in before and x != "rope_type"}
+                value = {"rope_type": "default"} | kept | (value or {})
+        super().__setattr__(name, value)
 
     @property
     def embedding_dim(self) -> int:
@@ -177,29 +172,11 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def rotary_dim(self) -> int:
         """Number of coordinates of a head, or of random features, that are rotated."""
-        return int(self.rotatable_dim * self.partial_rotary_factor)
-
-    @property
-    def _is_initialized(self) -> bool:
-        return "_name_or_path" in self.__dict__  # the last attribute that transformers sets
+        return int(self.rotatable_dim * self._rope.get("partial_rotary_factor", 1.0))
 
     @property
     def _rope(self) -> dict[str, Any]:
         return self.rope_parameters or {}
-
-    @property
-    def rope_theta(self) -> float:
-        """Base of the angles, stored in `rope_parameters`; can be assigned."""
-        if "rope_theta" not in self._rope:  # transformers probes for it during construction
-            raise AttributeError("rope_theta")
-        return self._rope["rope_theta"]
-
-    @property
-    def partial_rotary_factor(self) -> float:
-        """Share of each head that is rotated, stored in `rope_parameters`; can be assigned."""
-        if not self._is_initialized:  # otherwise transformers would add it to every configuration
-            raise AttributeError("partial_rotary_factor")
-        return self._rope.get("partial_rotary_factor", 1.0)
 
     @property
     def has_position_limit(self) -> bool:
@@ -262,11 +239,11 @@ class RoFormerConfig(PreTrainedConfig):
 
         It raises what the constructor raises.
         """
-        check_rules(self, field_rules, architecture_rules, rope_rules)
+        check_rules(self, _field_rules, _architecture_rules, _rope_rules)
 
     def check_rope(self) -> None:
         """Check `rope_parameters` alone, a dictionary that can be edited without notice."""
-        check_rules(self, rope_rules)
+        check_rules(self, _rope_rules)
 
 
 class RoFormerPlusConfig(RoFormerConfig):
@@ -281,3 +258,144 @@ class RoFormerPlusConfig(RoFormerConfig):
     def __new__(cls, **kwargs: Any) -> RoFormerConfig:
         """Return a `RoFormerConfig` with these fields."""
         return RoFormerConfig(**kwargs)
+
+
+# keys of `rope_parameters` beside those of DEFAULT_ROPE and original_max_position_embeddings, which
+# every type may have: (required, optional)
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+}
+# types that multiply cos and sin by a factor: it scales scores, but would also scale values
+_SCALED_ROPE_TYPES = ("yarn", "longrope")
+
+_INTEGERS = {  # and their minimum
+    "vocab_size": 1, "hidden_size": 1, "embedding_size": 1, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1,
+    "type_vocab_size": 0, "random_features": 4, "redraw_features": 0,
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "norm_type": ("layer_norm", "rms_norm"),
+    "position_encoding": POSITION_ENCODINGS,
+    "linear_attention": (None, *FEATURE_MAPS),
+}
+
+_Rule = tuple[bool, str, str]
+
+
+def check_rules(
+    config: RoFormerConfig, *rule_sets: Callable[[RoFormerConfig], Iterator[_Rule]]
+) -> None:
+    """Check a configuration by the functions below, in the given order.
+
+    Raises:
+        ValueError: A field breaks its rule. The message gives key, rule and value.
+    """
+    for rule_set in rule_sets:
+        for is_valid, key, rule in rule_set(config):
+            if not is_valid:
+                section, _, name = key.rpartition(".")
+                value = config._rope.get(name) if section else getattr(config, name)
+                raise ValueError(f"{key} must {rule}, got {value!r}")
+
+
+def _field_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on single fields; torch checks dropouts, and transformers the ids of tokens."""
+    for name, minimum in _INTEGERS.items():
+        value = getattr(config, name)
+        yield isinstance(value, int) and value >= minimum, name, f"be an integer >= {minimum}"
+    yield config.random_features % 2 == 0, "random_features", "be even"
+    for name, choices in _CHOICES.items():
+        rule = f"be one of {', '.join(map(str, choices))}"
+        yield getattr(config, name) in choices, name, rule
+    rule = "be an activation of transformers.activations"
+    yield config.hidden_act in ACT2CLS, "hidden_act", rule
+
+
+def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on combinations of fields."""
+    multiple = 2 * config.num_attention_heads
+    rule = f"be a multiple of 2 * num_attention_heads = {multiple}, for an even head size"
+    yield config.hidden_size % multiple == 0, "hidden_size", rule
+    is_valid = config.is_decoder or not config.add_cross_attention
+    yield is_valid, "add_cross_attention", "be False in an encoder; set is_decoder=True"
+    is_valid = config.position_encoding == "rope" or not config.rotary_value
+    yield is_valid, "rotary_value", f"be False with position_encoding {config.position_encoding}"
+
+    if config.linear_attention is not None:
+        attention = f"with linear_attention {config.linear_attention}"
+        rule = f"not be a position bias {attention}, which computes no scores"
+        yield not config.has_position_bias, "position_encoding", rule
+        for name in ("rotary_value", "add_cross_attention"):
+            yield not getattr(config, name), name, f"be False {attention}"
+        rope_type = config._rope["rope_type"]
+        rule = f"have no factor on cos and sin {attention}"
+        yield rope_type not in _SCALED_ROPE_TYPES, "rope_parameters.rope_type", rule
+    if config.linear_attention == "favor":
+        # other types are defined for the coordinates of a head, and random features have no order
+        yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
+
+
+def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on `rope_parameters`, alone and together with other fields."""
+    yield from _rope_key_rules(config._rope)
+    yield from _rope_value_rules(config)
+    rope_type = config._rope["rope_type"]
+    is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
+    rule = f"be absent with position_encoding {config.position_encoding}"
+    yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
+    is_scaled = rope_type in _SCALED_ROPE_TYPES
+    rule = f"be False with rope_type {rope_type}, which would scale the values"
+    yield not (config.rotary_value and is_scaled), "rotary_value", rule
+    uses_cache = config.is_decoder and config.use_cache
+    rule = f"be False in a decoder with rope_type {rope_type}, whose frequencies change with length"
+    yield not (uses_cache and config.has_dynamic_rope), "use_cache", rule
+
+
+def _rope_key_rules(rope: dict[str, Any]) -> Iterator[_Rule]:
+    rope_type = rope["rope_type"]
+    yield rope_type in _ROPE_KEYS, "rope_parameters.rope_type", f"be one of {', '.join(_ROPE_KEYS)}"
+    required, optional = _ROPE_KEYS[rope_type]
+    for name in ("rope_theta", *required):
+        rule = f"be given with rope_type {rope_type}"
+        yield rope.get(name) is not None, f"rope_parameters.{name}", rule
+    allowed = {*DEFAULT_ROPE, "original_max_position_embeddings", *required, *optional}
+    for name in sorted(set(rope) - allowed):
+        rule = f"be absent with rope_type {rope_type} (check the spelling)"
+        yield False, f"rope_parameters.{name}", rule
+
+
+def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on the values without which a rotation is undefined; transformers warns of others."""
+    rope, dim = config._rope, config.rotatable_dim
+    is_valid = _is_number(rope["rope_theta"]) and rope["rope_theta"] > 1
+    yield is_valid, "rope_parameters.rope_theta", "be a number > 1"
+    is_valid = rope.get("factor") is None or (_is_number(rope["factor"]) and rope["factor"] >= 1)
+    yield is_valid, "rope_parameters.factor", "be a number >= 1"
+    share = rope.get("partial_rotary_factor", 1.0)
+    minimum = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
+    is_valid = _is_number(share) and 0 < share <= 1
+    is_valid = is_valid and int(dim * share) % 2 == 0 and int(dim * share) >= minimum
+    rule = f"leave an even number >= {minimum} of the {dim} coordinates of a head"
+    yield is_valid, "rope_parameters.partial_rotary_factor", rule
+    pairs = config.rotary_dim // 2
+    for name in ("short_factor", "long_factor"):
+        rule = f"be a list of {pairs} positive numbers, one for each pair"
+        yield name not in rope or len(rope[name]) == pairs, f"rope_parameters.{name}", rule
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -24,20 +24,15 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .configuration_rules import check_rules, summary_rules, warn_if_causal
 from .input_checks import check_one_document_a_row, check_shape
-from .losses import (
-    IGNORE_INDEX,
-    check_labels,
-    check_sequence_labels,
-    compute_loss,
-    is_sparse_loss_faster,
-    may_unpad_for_loss,
-)
+from .losses import IGNORE_INDEX, compute_loss, is_sparse_loss_faster, may_unpad_for_loss
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
+
+logger = logging.get_logger(__name__)
 
 BASE_MODEL_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
 """Arguments that heads pass to `RoFormerModel`: they read outputs by name and need no cache.
@@ -74,6 +69,15 @@ class RoFormerLanguageModel(RoFormerPreTrainedModel):
             head.bias = bias if tied else nn.Parameter(torch.zeros_like(bias))
 
 
+def _warn_if_causal(config: RoFormerConfig) -> None:
+    """Warn of a head that cannot work, or not well, with tokens that see earlier ones only."""
+    if config.is_decoder:
+        logger.warning(
+            "config.is_decoder is True, so every token attends to earlier ones only, and the first "
+            "one to itself alone; load the model with is_decoder=False to attend to both sides"
+        )
+
+
 class RoFormerForMaskedLM(RoFormerLanguageModel):
     """RoFormer with the masked-language-modelling head."""
 
@@ -81,7 +85,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        warn_if_causal(self.config)
+        _warn_if_causal(self.config)
 
     @can_return_tuple
     def forward(
@@ -115,8 +119,6 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         options = BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs
         outputs = self.roformer(*tokens, *cross_inputs, position_ids=position_ids, **options)
         hidden_states = outputs.last_hidden_state
-        vocab_size = self.config.vocab_size
-        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
         is_sparse = self.training and self.config.sparse_prediction
         if labels is None or not (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
             logits = scored = self.cls(hidden_states)
@@ -126,7 +128,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             # the loss has its own graph: unlabelled tokens cost no backward pass
             logits = scored if is_sparse else self.cls(hidden_states)
         return MaskedLMOutput(
-            loss=compute_loss(self, scored, labels, vocab_size=vocab_size, **kwargs),
+            loss=compute_loss(self, scored, labels, vocab_size=self.config.vocab_size, **kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -197,12 +199,9 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
-        hidden_states = outputs.last_hidden_state[:, indices]
-        vocab_size = self.config.vocab_size
-        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=vocab_size)
-        logits = self.cls(hidden_states)
+        logits = self.cls(outputs.last_hidden_state[:, indices])
         return CausalLMOutputWithCrossAttentions(
-            loss=compute_loss(self, logits, labels, vocab_size=vocab_size, **kwargs),
+            loss=compute_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -234,7 +233,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        warn_if_causal(self.config)
+        _warn_if_causal(self.config)
         self.num_labels = self.config.num_labels
         self.roformer = RoFormerModel(self.config)
         self.classifier = RoFormerClassificationHead(self.config)
@@ -264,7 +263,6 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
-        labels = check_sequence_labels(labels, self.config, self.num_labels, logits.shape[0])
         if labels is not None:
             loss = self.loss_function(
                 labels=labels,
@@ -297,7 +295,9 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        check_rules(self.config, summary_rules)
+        if self.config.summary_type not in ("first", "last"):
+            found = self.config.summary_type
+            raise ValueError(f"summary_type must be one of first, last, got {found!r}")
         self.roformer = RoFormerModel(self.config)
         self.classifier = nn.Linear(self.config.hidden_size, 1)
         self.post_init()
@@ -335,7 +335,6 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         pooled = _pool_token(outputs.last_hidden_state, tokens[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
-        labels = check_labels(labels, (logits.shape[0],), num_classes=choices)
         num_items = kwargs.get("num_items_in_batch")
         return MultipleChoiceModelOutput(
             loss=None if labels is None else fixed_cross_entropy(logits, labels, num_items),
@@ -382,9 +381,7 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
         outputs = self.roformer(
             *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs)
         )
-        hidden_states = outputs.last_hidden_state
-        labels = check_labels(labels, tuple(hidden_states.shape[:2]), num_classes=self.num_labels)
-        logits = self.classifier(self.dropout(hidden_states))
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
         return TokenClassifierOutput(
             loss=compute_loss(self, logits, labels, config=self.config, **kwargs),
             logits=logits,
@@ -431,9 +428,6 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
             *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": False} | kwargs)
         )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
-        shapes = (start.shape[0],), (start.shape[0], 1)
-        start_positions = check_labels(start_positions, *shapes, name="start_positions")
-        end_positions = check_labels(end_positions, *shapes, name="end_positions")
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions)

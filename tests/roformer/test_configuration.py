@@ -19,44 +19,25 @@ SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
         ("hidden_size", {"hidden_size": "32"}),
         ("num_hidden_layers", {"num_hidden_layers": 0}),
         ("num_hidden_layers", {"num_hidden_layers": 2.0}),
-        ("vocab_size", {"vocab_size": True}),
         ("type_vocab_size", {"type_vocab_size": -1}),
-        ("hidden_dropout_prob", {"hidden_dropout_prob": 1.0}),
-        ("hidden_dropout_prob", {"hidden_dropout_prob": "0.1"}),
-        ("pad_token_id", {"pad_token_id": 60}),
-        ("layer_norm_eps", {"layer_norm_eps": -1.0}),
-        ("initializer_range", {"initializer_range": -0.1}),
         ("hidden_act", {"hidden_act": "gleu"}),
         ("norm_type", {"norm_type": "rms"}),
         ("add_cross_attention", {"add_cross_attention": True}),
-        ("rotary_value", {"rotary_value": "yes"}),
-        ("rope_interleave", {"rope_interleave": "half"}),
-        ("head_dim", {"head_dim": 8}),
         ("random_features", {"random_features": 7}),
         ("redraw_features", {"redraw_features": -1}),
         ("position_encoding", {"position_encoding": "rotary"}),
         ("rotary_value", {"position_encoding": "t5", "rotary_value": True}),
-        ("rope_interleave", {"position_encoding": "t5", "rope_interleave": False}),
-        ("embedding_size", {"position_encoding": "sinusoidal", "embedding_size": 15}),
         ("linear_attention", {"linear_attention": "softmax"}),
         ("position_encoding", {"linear_attention": "elu", "position_encoding": "t5"}),
         ("position_encoding", {"linear_attention": "elu", "position_encoding": "transformer_xl"}),
         ("rotary_value", {"linear_attention": "elu", "rotary_value": True}),
         ("add_cross_attention",
          {"linear_attention": "elu", "is_decoder": True, "add_cross_attention": True}),
-        ("rope_interleave", {"linear_attention": "favor", "rope_interleave": False}),
     ],
 )  # fmt: skip
 def test_a_field_that_breaks_its_rule_is_named(key, fields):
     with pytest.raises(ValueError, match=f"^{key} must .*got {fields[key]!r}$"):
         RoFormerConfig(**(SIZES | fields))
-
-
-def test_a_head_dim_of_null_is_none_given():
-    config = RoFormerConfig(
-        **SIZES, head_dim=None, rope_parameters={"rope_type": "dynamic", "factor": 2.0}
-    )
-    assert RoFormerModel(config)(torch.arange(5, 9)[None]).last_hidden_state.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [32, 36, 37])
@@ -84,14 +65,7 @@ def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size)
         ("default", "partial_rotary_factor", {"partial_rotary_factor": "0.5"}),
         ("dynamic", "partial_rotary_factor", {"partial_rotary_factor": 0.125}),
         ("longrope", "short_factor", {"short_factor": None}),
-        ("longrope", "short_factor", {"short_factor": ["a"] * 8}),
         ("longrope", "long_factor", {"long_factor": [1.0]}),
-        ("longrope", "original_max_position_embeddings", {"original_max_position_embeddings": 1}),
-        ("yarn", "attention_factor", {"attention_factor": 0}),
-        ("yarn", "beta_fast", {"beta_fast": 1, "beta_slow": 2}),
-        ("yarn", "truncate", {"truncate": "no"}),
-        ("llama3", "low_freq_factor", {"low_freq_factor": 0}),
-        ("llama3", "high_freq_factor", {"high_freq_factor": 0.5}),
     ],
 )
 def test_a_rope_setting_that_breaks_its_rule_is_named(rope, key, settings):
@@ -115,11 +89,10 @@ def test_a_rope_type_that_cannot_be_combined_is_refused(key, rope, fields):
         RoFormerConfig(**SIZES, rope_parameters=ROPES[rope], **fields)
 
 
-@pytest.mark.parametrize(("key", "value"), [("summary_use_proj", True), ("summary_type", "mean")])
-def test_another_summary_is_refused_by_the_head_that_reads_it(key, value):
-    config = RoFormerConfig(**SIZES, **{key: value})
+def test_another_summary_is_refused_by_the_head_that_reads_it():
+    config = RoFormerConfig(**SIZES, summary_type="mean")
     RoFormerForMaskedLM(config)
-    with pytest.raises(ValueError, match=f"{key} must .*got {value!r}"):
+    with pytest.raises(ValueError, match="summary_type must .*got 'mean'"):
         RoFormerForMultipleChoice(config)
 
 
@@ -130,19 +103,16 @@ def test_fields_edited_after_construction_are_checked_when_a_model_is_built(conf
 
 
 @pytest.mark.parametrize(("name", "value"), [("rope_theta", 500.0), ("partial_rotary_factor", 0.5)])
-def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, config, tmp_path):
-    config.save_pretrained(tmp_path)
+def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, config):
     setattr(config, name, value)
     of_a_model = RoFormerForMaskedLM(config).config
     for changed in (config, RoFormerConfig(**SIZES, **{name: value}), of_a_model):
         assert changed.rope_parameters[name] == value
         assert not changed.is_transformers_compatible
         assert name not in changed.to_dict()
-    loaded = RoFormerConfig.from_pretrained(tmp_path, **{name: value})
-    assert getattr(loaded, name) == loaded.rope_parameters[name] == value
+    setattr(config, name, -1.0)
     with pytest.raises(ValueError, match=f"rope_parameters.{name} must"):
-        setattr(config, name, -1.0)
-    assert config.rope_parameters[name] == value
+        RoFormerModel(config)
 
 
 def test_the_type_follows_later_edits(config):
@@ -168,27 +138,20 @@ def test_given_rope_settings_are_not_changed_and_may_have_their_old_spelling():
     assert scaled.rope_parameters == {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
 
 
-def test_rope_settings_given_later_are_completed_and_checked(config, tmp_path):
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
-    assert config.rope_parameters["rope_theta"] == 10000.0
-    with pytest.raises(ValueError, match="rope_parameters.factor must"):
-        config.rope_parameters = {"rope_type": "linear"}
-    assert config.rope_parameters["rope_type"] == "dynamic"
-    config.rope_parameters = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}  # what the weights know stays
-    assert (config.rope_theta, config.partial_rotary_factor) == (500.0, 0.5)
-    RoFormerModel(config).save_pretrained(tmp_path / "trained")
-    model = RoFormerModel.from_pretrained(tmp_path / "trained", rope_parameters={})
-    assert model.config.rope_parameters == {
-        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5
-    }  # fmt: skip
-    config.rope_parameters = None
-    assert config.is_transformers_compatible
+def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_path):
+    longer = {"rope_type": "dynamic", "factor": 2.0}
+    config.rope_parameters = longer
+    assert config.rope_parameters == longer | {"rope_theta": 10000.0}
+    angles = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config.rope_parameters = angles
+    config.rope_parameters = longer
+    assert config.rope_parameters == longer | angles
     RoFormerModel(config).save_pretrained(tmp_path)
-    longer = {"rope_type": "linear", "factor": 2.0}
-    model = RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer)
-    assert model.config.rope_parameters == longer | {"rope_theta": 10000.0}
-    model(torch.zeros(1, 5, dtype=torch.long))
+    model = RoFormerModel.from_pretrained(tmp_path, rope_parameters={})
+    assert model.config.rope_parameters == {"rope_type": "default"} | angles
+    model.config.rope_parameters = {"rope_type": "linear"}
+    with pytest.raises(ValueError, match="rope_parameters.factor must"):
+        model(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):
         RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, EncoderDecoderModel, StaticCache
 
 import roformer
 from roformer import RoFormerForCausalLM
-from roformer.configuration_rules import POSITION_BIASES
+from roformer.configuration_roformer import POSITION_BIASES
 from roformer.linear_attention import CHUNK_LENGTH
 from tiny import (
     ROPES,
@@ -184,7 +184,7 @@ def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
         inputs = {"attention_mask": mask, "labels": ids[:, 4:], "logits_to_keep": 3}
         losses.append(causal(ids, **inputs).loss)
     assert_near(torch.stack(losses), losses[0].expand(3), 1e-5)
-    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\], got \[2, 7\]"):
+    with pytest.raises(ValueError, match="to match target batch_size"):  # torch's
         causal(ids, labels=ids, logits_to_keep=3)
     # the tokens of indices need not be neighbours, as the loss takes them to be
     with pytest.raises(ValueError, match="logits_to_keep must"):

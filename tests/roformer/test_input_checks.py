@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from roformer import RoFormerForQuestionAnswering, RoFormerForSequenceClassification, RoFormerModel
-from tiny import HEADS, POOLED, inputs_with_labels, tiny_config
+from roformer import RoFormerForSequenceClassification, RoFormerModel
+from tiny import HEADS, POOLED, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
 
@@ -94,81 +94,11 @@ def test_a_field_that_the_layers_were_built_from_cannot_be_edited(name, built, e
         model(IDS)
 
 
-LABELS = {
-    head: torch.zeros_like(inputs_with_labels(head, IDS)["labels"])
-    for head in HEADS
-    if head is not RoFormerForQuestionAnswering
-}
-
-
-def loss_of(head, config, labels):
-    torch.manual_seed(0)
-    return head(config).eval()(**inputs_with_labels(head, IDS) | {"labels": labels}).loss
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda labels: labels.repeat(2, *[1] * (labels.ndim - 1)), "labels must have the shape"),
-        (lambda labels: labels + 60, "labels must be at least 0 and below .* got 60"),
-        (lambda labels: labels - 1, "labels must be at least 0 and below .* got -1"),
-        (lambda labels: labels.float(), "labels must be integers"),
-        (lambda labels: labels.tolist(), "labels must be a tensor, got a list"),
-    ],
-    ids=["batch size", "too large", "negative", "float", "list"],
-)
-@pytest.mark.parametrize(("head", "labels"), LABELS.items())
-def test_wrong_labels_are_refused_by_name(head, labels, change, message, config):
-    with pytest.raises(ValueError, match=message):
-        loss_of(head, config, change(labels))
-
-
-@pytest.mark.parametrize(("head", "labels"), LABELS.items())
-def test_labels_of_int32_are_those_of_int64(head, labels, config):
-    assert loss_of(head, config, labels.int()) == loss_of(head, config, labels)
-
-
-@pytest.mark.parametrize(("head", "labels"), LABELS.items())
-def test_a_batch_without_labels_is_warned_of(head, labels, config, warnings_once):
-    assert loss_of(head, config, labels - 100).isnan()
-    assert "all labels of a batch are -100" in warnings_once.text
-
-
-@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
-def test_several_values_of_a_sequence_may_be_of_any_dtype(problem, config):
-    config.num_labels, config.problem_type = 3, problem
-    labels = torch.tensor([[0, 1, 1], [1, 0, 0]])
-    found = loss_of(RoFormerForSequenceClassification, config, labels)
-    assert found == loss_of(RoFormerForSequenceClassification, config, labels.float())
-    with pytest.raises(ValueError, match="labels must have the shape"):
-        loss_of(RoFormerForSequenceClassification, config, labels[:1])
-    with pytest.raises(ValueError, match="labels must be integers to choose one of 3 classes, or"):
-        loss_of(RoFormerForSequenceClassification, config, labels[:, 0].float())
-
-
-def test_a_model_of_one_label_takes_one_value_a_sequence(config):
-    config.num_labels = 1
-    for problem in ("regression", "multi_label_classification"):
-        config.problem_type = problem
-        with pytest.raises(ValueError, match="labels must have the shape"):
-            loss_of(RoFormerForSequenceClassification, config, torch.rand(2, 2))
-    with pytest.raises(ValueError, match="labels must have the shape"):
-        loss_of(RoFormerForSequenceClassification, config, torch.rand(2))
-
-
 @pytest.mark.parametrize("head", POOLED)
 def test_packed_documents_are_refused_where_one_token_of_a_row_is_read(head, config):
     ids = IDS.view(1, -1) if head is RoFormerForSequenceClassification else IDS.view(1, 1, -1)
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
         head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, ids.numel()]))
-
-
-def test_wrong_answers_are_refused_by_name(config):
-    model, starts = RoFormerForQuestionAnswering(config), IDS[:, 0]
-    with pytest.raises(ValueError, match="start_positions must have the shape"):
-        model(IDS, start_positions=IDS, end_positions=starts)
-    with pytest.raises(ValueError, match="end_positions must be"):
-        model(IDS, start_positions=starts, end_positions=starts.float())
 
 
 @pytest.mark.parametrize("head", [*HEADS, RoFormerModel])

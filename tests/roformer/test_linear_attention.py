@@ -8,7 +8,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerConfig, RoFormerModel
-from roformer.configuration_rules import FEATURE_MAPS
+from roformer.configuration_roformer import FEATURE_MAPS
 from roformer.linear_attention import (
     CHUNK_LENGTH,
     FeatureMap,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import roformer
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
-from roformer.configuration_rules import POSITION_ENCODINGS
+from roformer.configuration_roformer import POSITION_ENCODINGS
 from roformer.heads import RoFormerClassificationHead
 from tiny import (
     HEADS,

@@ -10,7 +10,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
-from roformer.configuration_rules import POSITION_ENCODINGS
+from roformer.configuration_roformer import POSITION_ENCODINGS
 from roformer.position_encodings import alibi_slopes, sinusoidal_embeddings, t5_buckets
 from tiny import TINY_MODEL, assert_near, build, enlarge, hidden, tiny_config
 from train.loop.language_model import load_bert_weights

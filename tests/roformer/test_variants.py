@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
-from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
+from roformer.configuration_roformer import FEATURE_MAPS, POSITION_ENCODINGS
 from tiny import VARIANTS, assert_near, build, hidden, tiny_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "flex_attention"]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import BertConfig, BertForMaskedLM
 
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
-from roformer.configuration_rules import FEATURE_MAPS, POSITION_BIASES, POSITION_ENCODINGS
+from roformer.configuration_roformer import FEATURE_MAPS, POSITION_BIASES, POSITION_ENCODINGS
 from tiny import HEADS, TINY_MODEL, build, inputs_with_labels, tiny_config
 from train.data.batching import IGNORE_INDEX
 from train.loop.language_model import LanguageModel

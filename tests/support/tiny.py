@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import roformer
-from roformer.configuration_rules import FEATURE_MAPS, POSITION_ENCODINGS
+from roformer.configuration_roformer import FEATURE_MAPS, POSITION_ENCODINGS
 from train.settings import InputError
 
 ROOT = Path(__file__).parents[2]

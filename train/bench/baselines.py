@@ -18,7 +18,7 @@ from accelerate.utils import compile_regions, send_to_device
 from torch import Tensor, nn
 
 import roformer
-from roformer.configuration_rules import FEATURE_MAPS
+from roformer.configuration_roformer import FEATURE_MAPS
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import packed_layout
 from train.data.vocabulary import byte_tokenizer

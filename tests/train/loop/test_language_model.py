@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 import roformer
-from roformer.configuration_rules import POSITION_BIASES, POSITION_ENCODINGS
+from roformer.configuration_roformer import POSITION_BIASES, POSITION_ENCODINGS
 from tiny import build, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex
