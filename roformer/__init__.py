@@ -31,7 +31,6 @@ from typing import Any
 import transformers
 
 from .configuration_roformer import PLUS_MODEL_TYPE, RoFormerConfig, RoFormerPlusConfig
-from .convert import convert_rope_layout
 from .heads import (
     RoFormerForCausalLM,
     RoFormerForMaskedLM,
@@ -41,6 +40,7 @@ from .heads import (
     RoFormerForTokenClassification,
 )
 from .modeling_roformer import RoFormerModel, RoFormerPreTrainedModel
+from .rotary import convert_rope_layout
 
 __all__ = [
     "RoFormerConfig",

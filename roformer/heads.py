@@ -149,10 +149,12 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
+        # then `generate` refuses an assistant model: no token can be taken out of a sum
+        self._is_stateful = self.config.linear_attention is not None
 
     def _supports_default_dynamic_cache(self) -> bool:
         """Whether `generate` hands in its own kind of cache: linear attention makes another."""
-        return self.config.linear_attention is None
+        return not self._is_stateful
 
     @can_return_tuple
     def forward(

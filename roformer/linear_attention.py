@@ -17,7 +17,6 @@ Legend: B batch, L tokens, E hidden size, H heads, D head size, M features, C to
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,33 +73,10 @@ class LinearAttentionCache(Cache):
         """Empty the cache."""
         self.states, self.num_tokens = {}, 0
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether tokens have been added."""
-        return bool(self.states)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        self._change_rows(lambda x: x[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows of the batch, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        states = self.states.items()
-        self.states = {layer: KVState(*map(change, state)) for layer, state in states}
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Raise a ValueError: tokens cannot be removed from a sum."""
-        raise ValueError(
-            "past_key_values must be a cache of keys and values to be cropped, got a "
-            "LinearAttentionCache; generate without an assistant model"
-        )
+        """Keep these rows of the batch, in this order; for beam search."""
+        for layer, state in self.states.items():
+            self.states[layer] = KVState(*(x[beam_idx] for x in state))
 
 
 class FeatureMap(nn.Module):

@@ -2,16 +2,19 @@
 
 A pair of coordinates of a query or key at position m is rotated by the angle m * theta_i. By
 default the pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper. Llama and
-GPT-NeoX pair coordinate i with i + R/2; `roformer.convert` translates weights between the layouts.
+GPT-NeoX pair coordinate i with i + R/2; `convert_rope_layout` translates weights between the two
+layouts. Both compute the same rotation if the rows of query and key projections are permuted.
 
 Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .configuration_roformer import RoFormerConfig
 from .kernels.dispatch import use_kernel
 
 
@@ -36,14 +39,14 @@ def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | Non
 
 
 def compute_rope_parameters(
-    config: PreTrainedConfig, seq_len: Tensor | None, device: torch.device
+    config: RoFormerConfig, seq_len: Tensor | None, device: torch.device
 ) -> tuple[Tensor, float]:
     """Compute the frequencies of the configuration's `rope_type`.
 
     All types but the default are computed by transformers. Nothing is cached between calls.
 
     Args:
-        config: A `RoFormerConfig`.
+        config: Configuration of the model.
         seq_len: [B, L], the length of the row (or of the packed document) that each token
             belongs to. Required by the types dynamic and longrope, and unused by the others.
         device: Device of the result.
@@ -52,7 +55,7 @@ def compute_rope_parameters(
         inv_freq: [R/2], or [B, L, R/2] if it depends on the length; radians per token.
         attention_scaling: Factor on cos and sin; 1 except for yarn and longrope.
     """
-    rope = config.rope_parameters
+    rope = config.rope_parameters or {}
     if rope["rope_type"] == "default":
         return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
@@ -135,3 +138,47 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _angle_dtype(device: torch.device | None) -> torch.dtype:
     # MPS has no float64
     return torch.float32 if device is not None and device.type == "mps" else torch.float64
+
+
+def convert_rope_layout(
+    state_dict: Mapping[str, Tensor], config: RoFormerConfig
+) -> dict[str, Tensor]:
+    """Return weights for the other value of `config.rope_interleave`, with the same outputs.
+
+    Applied again with the converted `rope_interleave`, it gives the first weights exactly.
+
+    Args:
+        state_dict: Weights of a RoFormer, with or without head; merge adapters first.
+        config: Configuration of these weights, which stays as it is.
+
+    Raises:
+        ValueError: No coordinates are rotated, or only random features, which have no order.
+    """
+    if config.position_encoding != "rope" or config.linear_attention == "favor":
+        found = f"{config.position_encoding}, {config.linear_attention}"
+        raise ValueError(
+            "position_encoding must be rope, and linear_attention not favor, to convert the layout "
+            f"of rotary pairs, got {found}"
+        )
+    # half_split[j] = interleaved[permutation[j]] in each head; the rest keeps its place
+    pairs = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
+    rest = torch.arange(config.rotary_dim, config.attention_head_size)
+    permutation = torch.cat((pairs, rest))
+    if not config.rope_interleave:
+        permutation = permutation.argsort()
+    rotated = [".attention.self.query.", ".attention.self.key."]
+    if config.rotary_value:
+        rotated.append(".attention.self.value.")
+    converted = dict(state_dict)
+    for name, weight in state_dict.items():
+        if any(part in name for part in rotated):
+            converted[name] = _permute_heads(weight, permutation, dim=0)
+        elif config.rotary_value and name.endswith(".attention.output.dense.weight"):
+            converted[name] = _permute_heads(weight, permutation, dim=1)
+    return converted
+
+
+def _permute_heads(weight: Tensor, permutation: Tensor, dim: int) -> Tensor:
+    heads = weight.unflatten(dim, (-1, len(permutation)))
+    permuted = heads.index_select(dim + 1, permutation.to(weight.device))
+    return permuted.flatten(dim, dim + 1)
