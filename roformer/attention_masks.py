@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import has_hooks, is_plain, is_traced, values_are_unreadable
+from .kernels.conditions import has_hooks, is_plain, is_traced, values_are_unreadable
 from .padding import (
     BatchMetadata,
     SplitLayout,

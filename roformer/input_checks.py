@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.dispatch import is_plain, is_traced
+from .kernels.conditions import is_plain, is_traced
 
 Sizes = tuple[int | None, ...]
 INTEGERS = (torch.int64, torch.int32)

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .kernels import AUTO, UNPADDED, kernels_enabled
-from .kernels.dispatch import is_plain, values_are_unreadable
+from .kernels.conditions import is_plain, values_are_unreadable
 
 IGNORE_INDEX = -100
 """Label of tokens without one, as in transformers."""

@@ -12,7 +12,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -28,7 +27,7 @@ from .configuration_roformer import RoFormerConfig
 from .decoder_cache import cache_of_packed_rows, prepare_cache
 from .input_checks import check_fixed_fields, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
-from .kernels.dropout import dropout as fast_dropout
+from .kernels.attention import softmax_attention
 from .linear_attention import (
     RandomFeatureMap,
     RoFormerLinearSelfAttention,
@@ -136,14 +135,8 @@ def eager_attention_forward(
     Returns:
         [B, L, H, D], and the probabilities [B, H, L, S].
     """
-    scores = torch.matmul(query * scaling, key.transpose(-1, -2))
-    if attention_mask is not None:
-        scores = scores + attention_mask
-        if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
-            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-    probabilities = F.softmax(scores, dim=-1)
-    weights = fast_dropout(probabilities, dropout, training=True)  # in evaluation `dropout` is 0
-    return torch.matmul(weights, value).transpose(1, 2), probabilities
+    context, probabilities = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return context.transpose(1, 2), probabilities
 
 
 class RoFormerSelfAttention(nn.Module):

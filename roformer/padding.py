@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from .kernels.dispatch import is_plain, values_are_unreadable
+from .kernels.conditions import is_plain, values_are_unreadable
 
 logger = logging.get_logger(__name__)
 

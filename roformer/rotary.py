@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.dispatch import use_kernel
+from .kernels.conditions import use_kernel
 
 
 def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | None = None) -> Tensor:

@@ -6,14 +6,8 @@ the choice between kernels. What does not: anything that decides what is compute
 `ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """
 
-from .attention import auto_attention_forward
-from .dispatch import (
-    AUTO,
-    UNPADDED,
-    kernels_enabled,
-    select_cpu_attention,
-    set_kernels_enabled,
-)
+from .attention import AUTO, UNPADDED, auto_attention_forward, select_cpu_attention
+from .conditions import kernels_enabled, set_kernels_enabled
 from .dropout import Dropout
 from .linear import Linear, replace_by_torch_modules
 

@@ -15,8 +15,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .dispatch import AUTO, UNPADDED, kernels_enabled, select_cpu_attention, use_kernel
+from .conditions import kernels_enabled, use_kernel
 from .dropout import dropout as fast_dropout
+
+AUTO = "auto"
+"""Default of `attn_implementation`: the fastest exact one for each call; on a CPU padding is left
+out, with one warning from `RoFormerModel` where its outputs are 0 there."""
+
+UNPADDED = "unpadded"
+"""Value of `attn_implementation` for attention without padding on every device."""
+
+MMAP_THRESHOLD_BYTES = 2**25
+"""Size from which glibc takes memory from the system in every call, cleared page by page."""
 
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 """The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
@@ -91,7 +101,8 @@ def _attention(
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
         if selected == "full":
-            return _full_attention(query, key, value, mask, scaling, dropout).transpose(1, 2)
+            output, _ = softmax_attention(query, key, value, mask, scaling, dropout)
+            return output.transpose(1, 2)
         if selected == "chunked":
             return _chunked_attention(query, key, value, mask, scaling, dropout)
     output = F.scaled_dot_product_attention(
@@ -100,22 +111,31 @@ def _attention(
     return output.transpose(1, 2)
 
 
-def _full_attention(
+def softmax_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scaling: float,
     dropout: float,
-) -> Tensor:
-    """Softmax(q k^T scaling) v with the scores of all pairs in memory, [..., L, D]."""
+) -> tuple[Tensor, Tensor]:
+    """Compute softmax(q k^T scaling) v (equation 2) with the scores of all pairs in memory.
+
+    The mask, True at the keys of a query or added to the scores, is broadcastable to [..., L, S].
+
+    Returns:
+        [..., L, D], and the probabilities before dropout, [..., L, S].
+    """
     scores = torch.matmul(query * scaling, key.transpose(-1, -2))
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    weights = fast_dropout(F.softmax(scores, dim=-1), dropout, training=True)
-    return torch.matmul(weights, value)
+        if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    probabilities = F.softmax(scores, dim=-1)
+    weights = fast_dropout(probabilities, dropout, training=True)  # in evaluation `dropout` is 0
+    return torch.matmul(weights, value), probabilities
 
 
 def _chunked_attention(
@@ -138,14 +158,33 @@ def _chunked_attention(
         chunks = []
         for start in range(0, L, length):
             rows = slice(start, start + length)
-            chunk = (q[:, rows], k, v, None if head_mask is None else head_mask[:, rows])
+            mask = None if head_mask is None else head_mask[:, rows]
+            arguments = (q[:, rows], k, v, mask, scaling, dropout)
             if torch.is_grad_enabled():
-                output = checkpoint(_full_attention, *chunk, scaling, dropout, use_reentrant=False)
+                output = checkpoint(softmax_attention, *arguments, use_reentrant=False)[0]
             else:
-                output = _full_attention(*chunk, scaling, dropout)
+                output = softmax_attention(*arguments)[0]
             chunks.append(output)
         heads.append(torch.cat(chunks, dim=1))
     return torch.stack(heads, dim=2)
+
+
+def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) -> str:
+    """Return the kernel for a call on a CPU by the dtype of queries, keys and values.
+
+    torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
+    there it computes and keeps all scores.
+
+    | dtype, dropout | scores of the call below 32 MiB | from 32 MiB |
+    |---|---|---|
+    | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
+    | otherwise | `sdpa` | `sdpa` |
+
+    It is the same whether gradients are computed or not.
+    """
+    if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
+        return "sdpa"
+    return "full" if scores_bytes < MMAP_THRESHOLD_BYTES else "chunked"
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .dispatch import use_kernel
+from .conditions import use_kernel
 
 LEVELS = 65536
 """Number of values of 16 bits."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from .dispatch import use_kernel
+from .conditions import use_kernel
 
 _onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """torch's operator for x W^T + b by oneDNN; None in builds without it."""

@@ -6,16 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-AUTO = "auto"
-"""Default of `attn_implementation`: the fastest exact one for each call; on a CPU padding is left
-out, with one warning from `RoFormerModel` where its outputs are 0 there."""
-
-UNPADDED = "unpadded"
-"""Value of `attn_implementation` for attention without padding on every device."""
-
-MMAP_THRESHOLD_BYTES = 2**25
-"""Size from which glibc takes memory from the system in every call, cleared page by page."""
-
 CAPTURING = "transformers.utils.output_capturing"
 """Module whose hooks record hidden states and attentions."""
 
@@ -36,24 +26,6 @@ def set_kernels_enabled(enabled: bool) -> None:
 def kernels_enabled() -> bool:
     """Return whether kernels may be used."""
     return _enabled
-
-
-def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) -> str:
-    """Return the kernel for a call on a CPU by the dtype of queries, keys and values.
-
-    torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
-    there it computes and keeps all scores.
-
-    | dtype, dropout | scores of the call below 32 MiB | from 32 MiB |
-    |---|---|---|
-    | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
-    | otherwise | `sdpa` | `sdpa` |
-
-    It is the same whether gradients are computed or not.
-    """
-    if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
-        return "sdpa"
-    return "full" if scores_bytes < MMAP_THRESHOLD_BYTES else "chunked"
 
 
 def use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:

@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 import roformer
 from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel, kernels
 from roformer.kernels import attention, linear
-from roformer.kernels.dispatch import has_hooks
+from roformer.kernels.conditions import has_hooks
 from tiny import HEADS, POOLED, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 
         monkeypatch.setattr(holder, name, record)
 
-    spy(attention, "_full_attention")
+    spy(attention, "softmax_attention")
     spy(attention, "_chunked_attention")
     spy(torch.nn.functional, "scaled_dot_product_attention")
     return found
@@ -43,7 +43,7 @@ def model_of(kernel: str | None, head: type = RoFormerModel, **fields: Any) -> A
     return build(head, tiny_config(num_hidden_layers=1, **fields), kernel).bfloat16()
 
 
-FULL, CHUNKED, SDPA = "full_attention", "chunked_attention", "scaled_dot_product_attention"
+FULL, CHUNKED, SDPA = "softmax_attention", "chunked_attention", "scaled_dot_product_attention"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, int]]]] = {
     "no padding": ({}, {}, [(FULL, 36)]),
     "padding": ({}, {"attention_mask": PADDED}, [(FULL, 12), (FULL, 7), (FULL, 3)]),
@@ -221,7 +221,7 @@ def test_kernels_change_no_output_loss_or_gradient(head, layout, kernel):
 @pytest.mark.usefixtures("_kernels_off_afterwards")
 def test_no_kernel_is_called_when_they_are_off(monkeypatch):
     monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
-    monkeypatch.setattr(attention, "_full_attention", lambda *x: pytest.fail("was called"))
+    monkeypatch.setattr(attention, "softmax_attention", lambda *x: pytest.fail("was called"))
     monkeypatch.setattr("roformer.kernels.dropout._keep_mask", lambda *x: pytest.fail("was called"))
     kernels.set_kernels_enabled(False)
     roformer.RoFormerForMaskedLM(tiny_config()).train()(IDS, labels=IDS).loss.backward()
@@ -230,4 +230,4 @@ def test_no_kernel_is_called_when_they_are_off(monkeypatch):
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])
 def test_the_environment_turns_them_off(monkeypatch, value, enabled):
     monkeypatch.setenv("ROFORMER_KERNELS", value)
-    assert runpy.run_path(kernels.dispatch.__file__)["kernels_enabled"]() == enabled
+    assert runpy.run_path(kernels.conditions.__file__)["kernels_enabled"]() == enabled
