@@ -28,7 +28,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .input_checks import check_one_document_a_row, check_shape
+from .input_checks import check_shape
 from .losses import IGNORE_INDEX, compute_loss, is_sparse_loss_faster, may_unpad_for_loss
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
@@ -261,7 +261,6 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             `logits` [B, labels]; `loss` when `labels` are given.
         """
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
-        check_one_document_a_row(kwargs)
         outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
@@ -332,7 +331,6 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
         )
-        check_one_document_a_row(kwargs)
         outputs = self.roformer(*tokens, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
         pooled = _pool_token(outputs.last_hidden_state, tokens[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore

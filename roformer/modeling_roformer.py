@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,13 +22,13 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_masks import AttentionInputs, add_bias_to_mask, prepare_attention
+from .attention_inputs import add_bias_to_mask, prepare_attention
 from .configuration_roformer import RoFormerConfig
-from .decoder_cache import cache_of_packed_rows, prepare_cache
-from .input_checks import check_fixed_fields, check_ids, check_inputs
+from .input_checks import check_cache, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.attention import softmax_attention
 from .linear_attention import (
+    LinearAttentionCache,
     RandomFeatureMap,
     RoFormerLinearSelfAttention,
     count_training_call,
@@ -46,14 +46,6 @@ from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 logger = logging.get_logger(__name__)
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-FIXED_FIELDS = (  # the layers are built from these, so that editing them later has no effect
-    "position_encoding",
-    "linear_attention",
-    "is_decoder",
-    "rope_interleave",
-    "use_bias",
-    "norm_type",
-)
 
 
 def build_norm(config: RoFormerConfig, size: int) -> nn.Module:
@@ -476,12 +468,6 @@ class RoFormerPreTrainedModel(PreTrainedModel):
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
         """Return the name of the attention implementations; `auto` if none was requested."""
-        names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-        if requested_attention not in (None, *names):
-            raise ValueError(  # begins as transformers' own, which omits names of packages
-                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
-                f"it must be one of {', '.join(names)}"
-            )
         return super().get_correct_attn_implementation(requested_attention or AUTO, is_init_check)
 
     def train(self, mode: bool = True) -> Self:
@@ -532,7 +518,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
         # it tells the attention implementation and what to return, this one all else
         self.roformer_config = config
-        self.fixed_fields = {name: getattr(config, name) for name in FIXED_FIELDS}
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -595,21 +580,19 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        has_encoder, cache_given = encoder_hidden_states is not None, past_key_values is not None
-        cache = prepare_cache(past_key_values, use_cache, config, has_encoder)
-        tokens = (input_ids, attention_mask, token_type_ids, inputs_embeds)
         cross_inputs = (encoder_hidden_states, encoder_attention_mask)
-        check_fixed_fields(config, self.fixed_fields)
+        cache_given = past_key_values is not None
+        cache = self._prepare_cache(past_key_values, use_cache, encoder_hidden_states)
+        tokens = (input_ids, attention_mask, token_type_ids, inputs_embeds)
         table = self.embeddings.word_embeddings  # may have been resized
-        check_inputs(config, table, *tokens, cross_inputs, cache, position_ids, cu_seq_lens_q)
+        check_inputs(config, table, *tokens, cross_inputs[0], cache, position_ids, cu_seq_lens_q)
         past_length = 0 if cache is None else cache.get_seq_length()
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         lengths = (cu_seq_lens_q, max_length_q)
         batch = describe_batch(
             inputs, attention_mask, position_ids, *lengths, past_length, cache_given
         )
-        if batch.document_ids is not None and cache is not None:
-            cache = cache_of_packed_rows(cache, cache_given, cu_seq_lens_q)
+        cache = _cache_beside(batch, cache, cache_given)
 
         # 1. embed
         hidden_states = self.embeddings(
@@ -623,30 +606,38 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
-        attn_inputs = self._attention_inputs(
-            hidden_states, batch, relative_positions, cross_inputs, cache, unpad, kwargs
+        shared_bias = None if self.score_bias is None else self.score_bias(relative_positions)
+        attention = prepare_attention(
+            config,
+            self.config,
+            kwargs,
+            hidden_states,
+            batch,
+            self.encoder,
+            cache,
+            cross_inputs,
+            shared_bias,
+            unpad,
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
-        hidden_states, position_embeddings = attn_inputs.to_layout(
-            hidden_states, position_embeddings
-        )
+        hidden_states, position_embeddings = attention.to_layout(hidden_states, position_embeddings)
         # 5. encoder
         if self.training and config.linear_attention is not None:
             count_training_call(self.encoder)  # random features are drawn again now and then
         hidden_states = self.encoder(
             hidden_states,
-            attn_inputs.attention_mask,
+            attention.attention_mask,
             position_embeddings,
             encoder_hidden_states,
-            attn_inputs.encoder_attention_mask,
+            attention.encoder_attention_mask,
             past_key_values=cache,
-            implementation=attn_inputs.implementation,
+            implementation=attention.implementation,
             relative_positions=relative_positions,
-            **(kwargs | attn_inputs.attention_kwargs),
+            **(kwargs | attention.attention_kwargs),
         )
         # 6. back to the rows of the batch
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=attn_inputs.to_batch(hidden_states), past_key_values=cache
+            last_hidden_state=attention.to_batch(hidden_states), past_key_values=cache
         )
 
     def _position_embeddings(
@@ -667,31 +658,39 @@ class RoFormerModel(RoFormerPreTrainedModel):
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
 
-    def _attention_inputs(
+    def _prepare_cache(
         self,
-        hidden_states: Tensor,
-        batch: BatchMetadata,
-        relative_positions: RelativePositions | None,
-        cross_inputs: tuple[Tensor | None, Tensor | None],
-        cache: Cache | None,
-        unpad: bool | None,
-        kwargs: dict[str, Any],
-    ) -> AttentionInputs:
-        """Call `prepare_attention` with the options of the call, or else of `self.config`."""
-        output_attentions, output_hidden_states = (
-            bool(kwargs.get(name, getattr(self.config, name)))
-            for name in ("output_attentions", "output_hidden_states")
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        encoder_hidden_states: Tensor | None,
+    ) -> Cache | None:
+        """Check the given cache of a decoder, or create one if it is to return one."""
+        config = self.roformer_config
+        if past_key_values is not None:
+            check_cache(past_key_values, config)
+            return past_key_values
+        if not (use_cache and config.is_decoder):
+            return None
+        if config.linear_attention is not None:
+            return LinearAttentionCache()
+        cache = DynamicCache(config=config)
+        if encoder_hidden_states is None:
+            return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=config))
+
+
+def _cache_beside(batch: BatchMetadata, cache: Cache | None, cache_given: bool) -> Cache | None:
+    """Drop the cache of packed rows, whose next token would belong to no known document.
+
+    While compiling any row may be packed by its positions, which are not known: then it stays.
+    """
+    if batch.document_ids is None or cache is None:
+        return cache
+    if cache_given:
+        name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
+        raise ValueError(
+            f"{name} must hold one document beside past_key_values, got several; leave the cache "
+            "out"
         )
-        return prepare_attention(
-            self.roformer_config,
-            requested=self.config._attn_implementation or "eager",
-            hidden_states=hidden_states,
-            batch=batch,
-            layers=self.encoder,
-            cache=cache,
-            cross_inputs=cross_inputs,
-            shared_bias=None if self.score_bias is None else self.score_bias(relative_positions),
-            unpad=unpad,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-        )
+    is_known = batch.cu_seqlens is not None or not torch.compiler.is_compiling()
+    return None if is_known or isinstance(cache, LinearAttentionCache) else cache

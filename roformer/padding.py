@@ -7,16 +7,14 @@ Legend: B batch, L tokens of a row, T tokens of all documents without padding.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import logging
 
-from .kernels.conditions import is_plain, values_are_unreadable
-
-logger = logging.get_logger(__name__)
+from .kernels.conditions import values_are_unreadable
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,9 @@ def describe_batch(
     if position_ids is not None:
         position_ids = position_ids.to(device).long().view(-1, L)
         can_look = not (cache_given and torch.compiler.is_compiling())
-        may_be_packed = cu_seqlens is None and L > 1 and can_look
+        may_be_packed = cu_seqlens is None and B == 1 and L > 1 and can_look
         if may_be_packed and padding_mask is not None and int(past_length) == 0:
-            if B == 1:
-                document_ids = document_ids_from_position_ids(position_ids, padding_mask)
-            if document_ids is None:
-                _warn_of_partly_packed_rows(position_ids, padding_mask)
+            document_ids = document_ids_from_position_ids(position_ids, padding_mask)
     elif document_ids is not None:
         position_ids = positions_in_documents(document_ids)
     else:
@@ -138,19 +133,6 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
     return document_ids
 
 
-def _warn_of_partly_packed_rows(position_ids: Tensor, padding_mask: Tensor) -> None:
-    """Warn once of positions that count up and fall back, in another form than the one above."""
-    if not is_plain(position_ids, "cpu"):
-        return
-    steps, both = position_ids.diff(dim=-1), padding_mask[:, 1:] & padding_mask[:, :-1]
-    counts_up, falls = (steps == 1) & both, (steps < 0) & both
-    if counts_up.any() and falls.any() and (counts_up | falls | ~both).all():
-        logger.warning_once(
-            "position_ids fall back as if several documents were packed, but each row is computed "
-            "as one document; give cu_seq_lens_q, the cumulative lengths of the documents"
-        )
-
-
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Return the position of each token in its document, [B, L], counting from 0.
 
@@ -164,34 +146,46 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class UnpaddedLayout:
-    """All tokens of a batch in one row without padding, as variable-length attention expects them.
+class Layout:
+    """Rows in which the layers compute the tokens of a batch.
 
     Attributes:
-        indices: [T] int64, index of each token in the flattened [B * L].
-        cu_seqlens: [documents + 1] int32, cumulative lengths.
-        shape: (B, L).
+        indices: [T] int64, index of each token in the flattened batch, [B * L].
+        places: [T] int64, its index in the flattened rows of the layout.
+        batch_shape: (B, L).
+        shape: Number and length of the rows of the layout.
     """
 
     indices: Tensor
-    cu_seqlens: Tensor
+    places: Tensor
+    batch_shape: tuple[int, int]
     shape: tuple[int, int]
 
     def to_layout(self, x: Tensor) -> Tensor:
-        """Remove padding: [B, L, ...] to [1, T, ...]; `unpad_input` in flash-attn."""
-        return x.flatten(0, 1)[self.indices].unsqueeze(0)
+        """Rearrange [B, L, ...] into the rows of the layout, with zeros where no token is."""
+        return _rearrange(x, self.indices, self.places, self.shape)
 
     def to_batch(self, x: Tensor) -> Tensor:
-        """Put zeros at padding: [1, T, ...] to [B, L, ...]; `pad_input` in flash-attn."""
-        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
-        return rows.index_copy(0, self.indices, x[0]).unflatten(0, self.shape)
+        """Rearrange the rows of the layout into [B, L, ...], with zeros at tokens left out."""
+        return _rearrange(x, self.places, self.indices, self.batch_shape)
 
 
-def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> UnpaddedLayout | None:
-    """Find the tokens that are not padding, and the documents among them; None if there are none.
+def _rearrange(x: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
+    rows = x.new_zeros(prod(shape), *x.shape[2:])
+    return rows.index_copy(0, target, x.flatten(0, 1)[source]).unflatten(0, shape)
+
+
+def remove_padding(
+    padding_mask: Tensor, document_ids: Tensor | None
+) -> tuple[Layout, Tensor] | None:
+    """Put all tokens of a batch in one row without padding, as `unpad_input` of flash-attn does.
 
     Waits for the device, because the number of tokens decides shapes. The arguments are those of
     `BatchMetadata`.
+
+    Returns:
+        The layout, and the cumulative lengths of the documents, [documents + 1] int32; None if
+        there are no tokens.
     """
     B, L = padding_mask.shape  # noqa: N806
     indices = padding_mask.flatten().nonzero().flatten()
@@ -200,49 +194,18 @@ def unpadded_layout(padding_mask: Tensor, document_ids: Tensor | None) -> Unpadd
     if document_ids is None:
         document_ids = torch.arange(B, device=indices.device)[:, None].expand(B, L)
     is_start = F.pad(document_ids.flatten()[indices].diff() != 0, (1, 1), value=True)
-    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
-    return UnpaddedLayout(indices, cu_seqlens, (B, L))
+    places = torch.arange(len(indices), device=indices.device)
+    layout = Layout(indices, places, (B, L), (1, len(indices)))
+    return layout, is_start.nonzero().flatten().to(torch.int32)
 
 
-@dataclass(frozen=True)
-class SplitLayout:
-    """Every document in a row of its own, for attention that cannot mask documents of one row.
+def split_documents(document_ids: Tensor) -> Layout:
+    """Give every document a row of its own, for attention that cannot mask documents of one row.
 
-    Attributes:
-        document_ids: [B, L] int64, the new row of each token.
-        positions: [B, L] int64, its index in that row.
-        shape: Number of documents, length of the longest.
+    Waits for the device.
     """
-
-    document_ids: Tensor
-    positions: Tensor
-    shape: tuple[int, int]
-
-    def to_layout(self, x: Tensor) -> Tensor:
-        """[B, L, ...] to [documents, longest, ...], with zeros after the end of a document."""
-        rows = x.new_zeros(*self.shape, *x.shape[2:])
-        return rows.index_put((self.document_ids, self.positions), x)
-
-    def to_batch(self, x: Tensor) -> Tensor:
-        """[documents, longest, ...] to [B, L, ...]."""
-        return x[self.document_ids, self.positions]
-
-
-def split_documents(document_ids: Tensor) -> SplitLayout:
-    """Give each document of [B, L] ids a row of its own; waits for the device."""
-    positions = positions_in_documents(document_ids)
+    (B, L), positions = document_ids.shape, positions_in_documents(document_ids)  # noqa: N806
     shape = int(document_ids.max()) + 1, int(positions.max()) + 1
-    return SplitLayout(document_ids, positions, shape)
-
-
-def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int | None = None) -> dict[str, Any]:
-    """Return cumulative lengths as the keyword arguments of transformers' flash attention."""
-    if max_seqlen is None:  # this waits for the device
-        max_seqlen = int(cu_seqlens.diff().max())
-    cu_seqlens = cu_seqlens.to(torch.int32)
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
-    }
+    places = (document_ids * shape[1] + positions).flatten()
+    indices = torch.arange(len(places), device=places.device)
+    return Layout(indices, places, (B, L), shape)

@@ -91,7 +91,7 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     folder, monkeypatch, kind, task, protocol
 ):
     warned = lambda line: pytest.fail("of padding, which the head does not read")  # noqa: E731
-    monkeypatch.setattr("roformer.attention_masks.logger.warning_once", warned)
+    monkeypatch.setattr("roformer.attention_inputs.logger.warning_once", warned)
     tiny_model(folder / "model", kind)
     write_stsb(folder / "glue", train=192)
     saved = folder / "saved"

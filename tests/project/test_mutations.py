@@ -14,7 +14,7 @@ MUTATIONS = {
         "query = self._rotate(query, (position_embeddings[0], -position_embeddings[1]))",
     ),
     "no causal mask": (
-        "attention_masks.py",
+        "attention_inputs.py",
         "    if config.is_decoder:\n        mask = create_causal_mask",
         "    if False:\n        mask = create_causal_mask",
     ),
@@ -44,7 +44,7 @@ MUTATIONS = {
         "dropout=0.0",
     ),
     "documents see each other": (
-        "attention_masks.py",
+        "attention_inputs.py",
         "packed_sequence_mask_function(document_ids)",
         "packed_sequence_mask_function(torch.zeros_like(document_ids))",
     ),

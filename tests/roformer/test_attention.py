@@ -105,8 +105,9 @@ def test_rows_that_a_ready_made_mask_closes_leave_the_others_finite(kernel, dtyp
     assert output[0, 2:].isfinite().all()
 
 
-def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(config):
-    model = model_with(config, "cu_seqlens")
+@pytest.mark.parametrize("kernel", ["cu_seqlens", "flex_attention"])
+def test_a_ready_made_mask_is_refused_by_kernels_that_cannot_take_it(kernel, config):
+    model = model_with(config, kernel)
     with pytest.raises(ValueError, match="attention_mask must be .* use sdpa"):
         model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3).bool())
 
@@ -164,30 +165,25 @@ def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options,
 
 
 @pytest.mark.parametrize(
-    ("positions", "is_warned_of"),
+    "positions",
     [
-        ([[0] * 6], False),  # positions switched off
-        ([[3, 5, 4, 0, 1, 2]], False),
-        ([[0, 1, 2, 10, 11, 12]], False),
-        ([[0, 2, 4, 0, 2, 4]], False),
-        ([[-2, -1, 0, 1, 2, 3]], False),
-        ([[1, 2, 3, 1, 2, 3]], True),
-        ([[0, 1, 2, 3, 1, 2]], True),
-        ([[5, 6, 7, 0, 1, 2]], True),
-        ([[0, 1, 2, 0, 1, 2]] * 2, True),
+        [[0] * 6],  # positions switched off
+        [[3, 5, 4, 0, 1, 2]],
+        [[0, 1, 2, 10, 11, 12]],
+        [[0, 2, 4, 0, 2, 4]],
+        [[-2, -1, 0, 1, 2, 3]],
+        [[1, 2, 3, 1, 2, 3]],
+        [[5, 6, 7, 0, 1, 2]],
+        [[0, 1, 2, 0, 1, 2]] * 2,
     ],
 )
-def test_other_positions_are_one_document_and_partly_packed_ones_are_warned_of(
-    positions, is_warned_of, config, warnings_once
-):
+def test_other_positions_are_one_document(positions, config):
     model, position_ids = model_with(config, "sdpa"), torch.tensor(positions)
     ids = torch.randint(0, 60, position_ids.shape)
     changed = ids.clone()
     changed[0, 5] = (ids[0, 5] + 1) % 60
     first, second = (model(x, position_ids=position_ids)[0][0, 0] for x in (ids, changed))
     assert not torch.equal(first, second)
-    warnings = [r for r in warnings_once.records if "cu_seq_lens_q" in r.getMessage()]
-    assert len(warnings) == is_warned_of
 
 
 def test_lengths_make_one_document_of_positions_that_start_again(config):
@@ -264,13 +260,10 @@ def test_flex_attention_of_a_decoder_gives_eager_outputs_also_for_packed_rows(
     config.is_decoder, config.use_cache = True, False
     ids, mask = padded("right")
     positions = torch.cat((torch.arange(4), torch.arange(20)))
-    heads = torch.ones(4, 2, 24, 24).tril().bool()  # by themselves flex kernels read the first
-    heads[:, 1, 1:, 0] = False
     eager, flex = model_with(config, "eager"), model_with(config, "flex_attention")
     for rows, options, kept in (
         (ids, {"attention_mask": mask}, mask.bool()),
         (ids[:1], {"position_ids": positions}, slice(None)),
-        (ids, {"attention_mask": heads}, slice(None)),
     ):
         expected, found = (hidden(model, rows, **options)[kept] for model in (eager, flex))
         assert_near(found, expected)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -20,14 +20,7 @@ from transformers.utils import logging
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
 from .kernels.conditions import has_hooks, is_plain, is_traced, values_are_unreadable
-from .padding import (
-    BatchMetadata,
-    SplitLayout,
-    UnpaddedLayout,
-    split_documents,
-    unpadded_layout,
-    varlen_kwargs,
-)
+from .padding import BatchMetadata, Layout, remove_padding, split_documents
 
 logger = logging.get_logger(__name__)
 
@@ -39,22 +32,20 @@ class AttentionInputs:
     Attributes:
         implementation: Name of the attention implementation.
         attention_mask: Mask in the form of the implementation, or None.
-        layout: Rows that the tokens are rearranged into for all layers, or None.
+        layout: Rows that the tokens are rearranged into for all layers, or None; always None for
+            encodings with a position bias.
         attention_kwargs: Further keyword arguments of the attention function.
         encoder_attention_mask: Mask of the cross-attention, in the same form.
     """
 
     implementation: str
     attention_mask: Any
-    layout: UnpaddedLayout | SplitLayout | None = None
+    layout: Layout | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     encoder_attention_mask: Any = None
 
     def to_layout(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
-        """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout.
-
-        Encodings with a position bias never have a layout.
-        """
+        """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout."""
         if self.layout is None:
             return hidden_states, position_embeddings
         if position_embeddings is not None:
@@ -64,13 +55,14 @@ class AttentionInputs:
         return self.layout.to_layout(hidden_states), position_embeddings
 
     def to_batch(self, hidden_states: Tensor) -> Tensor:
-        """Rearrange the layout's rows into [B, L, E] again, where `UnpaddedLayout` leaves zeros."""
+        """Rearrange the rows of the layout into [B, L, E] again, with zeros at padding left out."""
         return hidden_states if self.layout is None else self.layout.to_batch(hidden_states)
 
 
 def prepare_attention(
     config: RoFormerConfig,
-    requested: str,
+    model_config: PreTrainedConfig,
+    options: dict[str, Any],
     hidden_states: Tensor,
     batch: BatchMetadata,
     layers: nn.Module,
@@ -78,8 +70,6 @@ def prepare_attention(
     cross_inputs: tuple[Tensor | None, Any],
     shared_bias: Tensor | None,
     unpad: bool | None,
-    output_attentions: bool,
-    output_hidden_states: bool,
 ) -> AttentionInputs:
     """Choose what computes a call, and bring padding, causality and documents into its form.
 
@@ -90,7 +80,9 @@ def prepare_attention(
 
     Args:
         config: Configuration that the layers were built from.
-        requested: `attn_implementation`.
+        model_config: The model's present configuration: `attn_implementation`, and what to return.
+        options: Keyword arguments of the call, of which `output_attentions` and
+            `output_hidden_states` take precedence over `model_config`.
         hidden_states: [B, L, E], of which only shape, dtype and device are read.
         batch: Positions, padding and documents.
         layers: Module that holds the layers, asked for hooks.
@@ -98,21 +90,23 @@ def prepare_attention(
         cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of the call.
         shared_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
         unpad: See `RoFormerModel.forward`.
-        output_attentions: Return the probabilities, which only eager attention computes.
-        output_hidden_states: Return the hidden states, in the rows of the batch.
 
     Raises:
         ValueError: The call contradicts the configuration or the implementation.
     """
+    requested = model_config._attn_implementation or "eager"
     if config.linear_attention is not None:
-        return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
-    masks = batch.attention_mask, cross_inputs[1]
-    chosen = _select_implementation(config, requested, output_attentions, masks)
+        return _linear_attention_inputs(batch, requested)
+    names = ("output_attentions", "output_hidden_states")
+    output_attentions, output_hidden_states = (
+        options.get(name, getattr(model_config, name)) for name in names
+    )
+    implementation = _select_implementation(config, requested, output_attentions)
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
     if cache is None and cross_inputs[0] is None and not config.has_position_bias:
         is_allowed = unpad is not False and not output_hidden_states
         can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, layers)
-        inputs = _varlen_inputs(chosen, batch, can_unpad)
+        inputs = _varlen_inputs(implementation, batch, can_unpad)
         if inputs is not None:
             if inputs.layout is not None and unpad is None and requested == AUTO:
                 logger.warning_once(
@@ -121,49 +115,43 @@ def prepare_attention(
                     "silences this"
                 )
             return inputs
-    if batch.document_ids is not None and is_flash_attention(chosen):
+    if batch.document_ids is not None and _takes_lengths(implementation):
         logger.warning_once(
-            f"attn_implementation={chosen!r} keeps documents apart in whole rows only; calls with "
-            "a cache, cross-attention, output_hidden_states or a compiler are computed by sdpa"
+            f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
+            "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
+            "by sdpa"
         )
-        chosen = "sdpa"
-    mask = _self_attention_mask(config, requested, chosen, hidden_states, batch, cache)
+        implementation = "sdpa"
+    mask = _self_attention_mask(config, requested, implementation, hidden_states, batch, cache)
     if shared_bias is not None:
         mask = add_bias_to_mask(mask, shared_bias.to(hidden_states))
-    encoder_mask = _cross_attention_mask(config, chosen, hidden_states, *cross_inputs)
-    return AttentionInputs(chosen, mask, encoder_attention_mask=encoder_mask)
+    encoder_mask = _cross_attention_mask(config, implementation, hidden_states, *cross_inputs)
+    return AttentionInputs(implementation, mask, encoder_attention_mask=encoder_mask)
 
 
 def _select_implementation(
-    config: RoFormerConfig, requested: str, output_attentions: bool, masks: tuple[Any, ...]
+    config: RoFormerConfig, requested: str, output_attentions: bool | None
 ) -> str:
-    """Return the requested implementation, or one that can compute a call with these masks."""
-    chosen = requested
+    """Return the requested implementation, or one that can compute the call."""
+    implementation = requested
     if requested in (AUTO, UNPADDED):
         is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
         # one function serves both; `_may_unpad` decides whether padding is left out
-        chosen = "sdpa" if is_plain_sdpa else UNPADDED
-    if output_attentions and chosen != "eager":
+        implementation = "sdpa" if is_plain_sdpa else UNPADDED
+    if output_attentions and implementation != "eager":
         if requested != AUTO:
             logger.warning_once(
-                f"attn_implementation={chosen!r} returns no attention probabilities; calls with "
-                "output_attentions=True are computed by eager attention"
+                f"attn_implementation={implementation!r} returns no attention probabilities; calls "
+                "with output_attentions=True are computed by eager attention"
             )
         return "eager"
-    if config.has_position_bias and chosen not in ("eager", "sdpa", UNPADDED):
+    if config.has_position_bias and implementation not in ("eager", "sdpa", UNPADDED):
         logger.warning_once(
-            f"attn_implementation={chosen!r} takes no position bias, which position_encoding "
-            f"{config.position_encoding} has; calls are computed by sdpa"
+            f"attn_implementation={implementation!r} takes no position bias, which "
+            f"position_encoding {config.position_encoding} has; calls are computed by sdpa"
         )
         return "sdpa"
-    if chosen == "flex_attention" and any(is_4d_mask(mask) for mask in masks):
-        # transformers applies the first head's mask to all heads, and on a CPU the process dies
-        logger.warning_once(
-            f"attn_implementation={chosen!r} takes a BlockMask or [B, S]; calls with other "
-            "four-dimensional masks are computed by sdpa"
-        )
-        return "sdpa"
-    return chosen
+    return implementation
 
 
 def _may_unpad(
@@ -184,15 +172,8 @@ def _may_unpad(
     return not has_hooks(layers) and bool(batch.padding_mask.any(dim=-1).all())
 
 
-def _linear_attention_inputs(
-    batch: BatchMetadata, implementation: str, output_attentions: bool, output_hidden_states: bool
-) -> AttentionInputs:
+def _linear_attention_inputs(batch: BatchMetadata, implementation: str) -> AttentionInputs:
     """Return the padding mask, and packed documents in rows of their own."""
-    if output_attentions:
-        raise ValueError(
-            "output_attentions must be False with linear_attention, got True: there are no "
-            "probabilities; leave it out"
-        )
     if batch.padding_mask is None:
         raise ValueError(
             "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
@@ -200,21 +181,16 @@ def _linear_attention_inputs(
         )
     if batch.document_ids is None:
         return AttentionInputs(implementation, batch.padding_mask)
-    if output_hidden_states:
-        raise ValueError(
-            "output_hidden_states must be False for packed rows with linear_attention, got "
-            "True: inside, documents stand in rows of their own; give each a row"
-        )
     layout = split_documents(batch.document_ids)
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
-def is_flash_attention(implementation: str) -> bool:
-    """Return whether an implementation takes document lengths and no masks, from the hub too."""
+def _takes_lengths(implementation: str) -> bool:
+    """Return whether an implementation is flash attention, also of the hub: it takes no masks."""
     return "flash" in implementation
 
 
-def is_4d_mask(mask: Any) -> bool:
+def _is_4d(mask: Any) -> bool:
     """Return whether a mask has four dimensions and is used as it is."""
     return isinstance(mask, Tensor) and mask.ndim == 4
 
@@ -223,20 +199,24 @@ def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
-    if not (implementation == UNPADDED or is_flash_attention(implementation)):
+    if not (implementation == UNPADDED or _takes_lengths(implementation)):
         return None
-    cu_seqlens = batch.row_cu_seqlens()
-    if cu_seqlens is not None:
-        kwargs = varlen_kwargs(cu_seqlens, batch.max_seqlen)
-        return AttentionInputs(implementation, None, None, kwargs)
-    if batch.padding_mask is None or not can_unpad:
-        return None
-    if batch.document_ids is None and batch.padding_mask.all():
-        return None
-    layout = unpadded_layout(batch.padding_mask, batch.document_ids)
-    if layout is None:
-        return None
-    return AttentionInputs(implementation, None, layout, varlen_kwargs(layout.cu_seqlens))
+    layout, cu_seqlens, max_seqlen = None, batch.row_cu_seqlens(), batch.max_seqlen
+    if cu_seqlens is None:
+        if batch.padding_mask is None or not can_unpad:
+            return None
+        if batch.document_ids is None and batch.padding_mask.all():
+            return None
+        unpadded = remove_padding(batch.padding_mask, batch.document_ids)
+        if unpadded is None:
+            return None
+        (layout, cu_seqlens), max_seqlen = unpadded, None
+    if max_seqlen is None:  # this waits for the device
+        max_seqlen = int(cu_seqlens.diff().max())
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    kwargs: dict[str, Any] = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    kwargs |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return AttentionInputs(implementation, None, layout, kwargs)
 
 
 def _self_attention_mask(
@@ -249,18 +229,14 @@ def _self_attention_mask(
 ) -> Any:
     """Create the mask of a self-attention, in the form of the implementation that will take it."""
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
-    form = "eager" if config.has_position_bias else implementation  # the eager mask is additive
-    if is_4d_mask(attention_mask):
-        return _convert_4d_mask(form, hidden_states, attention_mask)
-    if isinstance(attention_mask, BlockMask) and form != "flex_attention":
-        raise ValueError(
-            f"attention_mask must be a tensor with attn_implementation={form!r}, got a BlockMask, "
-            "which is flex_attention's"
-        )
+    if config.has_position_bias:
+        implementation = "eager"  # whose mask is additive
+    if _is_4d(attention_mask):
+        return _convert_4d_mask(implementation, hidden_states, attention_mask)
     kwargs: dict[str, Any] = {"attention_mask": attention_mask}
     if document_ids is not None:
         kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
-    config = _with_implementation(config, form)
+    config = _with_implementation(config, implementation)
     if config.is_decoder:
         mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
     else:
@@ -270,8 +246,8 @@ def _self_attention_mask(
         mask = create_bidirectional_mask(config, hidden_states, **kwargs)
     if document_ids is not None and (mask is None or getattr(mask, "ndim", 4) == 2):
         raise ValueError(
-            f"attn_implementation must take a mask for packed rows, got {form!r}, which has none "
-            "that keeps documents apart; use sdpa"
+            f"attn_implementation must take a mask for packed rows, got {implementation!r}, which "
+            "has none that keeps documents apart; use sdpa"
         )
     return mask
 
@@ -286,7 +262,7 @@ def _cross_attention_mask(
     """Create the mask of a cross-attention from the encoder's mask, [B, S] or four-dimensional."""
     if encoder_hidden_states is None or encoder_attention_mask is None:
         return None
-    if is_4d_mask(encoder_attention_mask):
+    if _is_4d(encoder_attention_mask):
         return _convert_4d_mask(implementation, hidden_states, encoder_attention_mask)
     return create_bidirectional_mask(
         _with_implementation(config, implementation),
@@ -322,7 +298,7 @@ def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -
 
     Boolean masks stay boolean for sdpa and become additive for all others.
     """
-    if is_flash_attention(implementation):
+    if _takes_lengths(implementation) or implementation == "flex_attention":
         raise ValueError(
             f"attention_mask must be [B, S] with attn_implementation={implementation!r}, got shape "
             f"{tuple(mask.shape)}; use sdpa for masks of four dimensions"
