@@ -201,8 +201,11 @@ def _varlen_inputs(
     """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
     if not (implementation == UNPADDED or _takes_lengths(implementation)):
         return None
-    layout, cu_seqlens, max_seqlen = None, batch.row_cu_seqlens(), batch.max_seqlen
-    if cu_seqlens is None:
+    layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
+    # without a kernel for the device, lengths are read on the host, which no compiler follows
+    can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
+    is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
+    if cu_seqlens is None or batch.attention_mask is not None or not (can_read and is_one_row):
         if batch.padding_mask is None or not can_unpad:
             return None
         if batch.document_ids is None and batch.padding_mask.all():

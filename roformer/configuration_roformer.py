@@ -76,8 +76,8 @@ class RoFormerConfig(PreTrainedConfig):
             dynamic, yarn, llama3 or longrope), `rope_theta`, `partial_rotary_factor` (the share of
             each head that is rotated) and the keys of the type. None means the paper's: default,
             10,000, all of it. When they are replaced, by assignment or by an argument of
-            `from_pretrained`, theta and share keep their values unless given; they are checked
-            when a model is built or called.
+            `from_pretrained`, theta and share keep their values unless given. They are
+            checked when a model is built.
         rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + R/2
             of R rotated coordinates, as Llama does. `convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
@@ -222,11 +222,6 @@ class RoFormerConfig(PreTrainedConfig):
         return super().from_dict({"summary_type": "last"} | config_dict, **kwargs)
 
     @classmethod
-    def from_json_file(cls, json_file: Any) -> Any:
-        """Create a configuration from a file; see `PreTrainedConfig.from_json_file`."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))
-
-    @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a saved `config.json`; see `PreTrainedConfig.get_config_dict`."""
         fields, unused_kwargs = super().get_config_dict(*args, **kwargs)
@@ -240,10 +235,6 @@ class RoFormerConfig(PreTrainedConfig):
         It raises what the constructor raises.
         """
         check_rules(self, _field_rules, _architecture_rules, _rope_rules)
-
-    def check_rope(self) -> None:
-        """Check `rope_parameters` alone, a dictionary that can be edited without notice."""
-        check_rules(self, _rope_rules)
 
 
 class RoFormerPlusConfig(RoFormerConfig):

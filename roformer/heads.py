@@ -185,11 +185,6 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
             `past_key_values`.
         """
-        if labels is not None and not isinstance(logits_to_keep, int):
-            raise ValueError(
-                "logits_to_keep must be an integer with labels, because the loss is of "
-                "neighbouring tokens, got a tensor; leave it out"
-            )
         if labels is not None and use_cache is None:
             use_cache = past_key_values is not None
         unpad = may_unpad_for_loss(self, labels, attention_mask, shift=1)

@@ -51,11 +51,6 @@ class KVState(NamedTuple):
     k_sum: Tensor
     log_scale: Tensor
 
-    def rescale(self, log_scale: Tensor) -> "KVState":
-        """Return the same sums stored with another log scale, [B, H]."""
-        factor = (self.log_scale - log_scale).exp()[..., None]
-        return KVState(self.kv * factor[..., None], self.k_sum * factor, log_scale)
-
 
 class LinearAttentionCache(Cache):
     """Cache of a decoder with linear attention: one `KVState` a layer, of constant size."""
@@ -225,7 +220,9 @@ def linear_attention(
         if state is not None:
             common = torch.maximum(log_scale, state.log_scale)
             k = k * (log_scale - common).exp()[:, None, :, None]
-            log_scale, state = common, state.rescale(common)
+            factor = (state.log_scale - common).exp()[..., None]
+            state = KVState(state.kv * factor[..., None], state.k_sum * factor, common)
+            log_scale = common
         rotated_q, rotated_k = q, k
         if position_embeddings is not None:
             rotated_q = apply_rotary(q, *position_embeddings, interleave)

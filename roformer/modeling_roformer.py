@@ -45,8 +45,6 @@ from .rotary import apply_rotary, compute_rope_parameters, rotary_embeddings
 
 logger = logging.get_logger(__name__)
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-
 
 def build_norm(config: RoFormerConfig, size: int) -> nn.Module:
     """Create the normalisation that `config.norm_type` names."""
@@ -113,16 +111,9 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(D)) v (equation 2).
 
-    Args:
-        module: Attention layer, unused.
-        query: [B, H, L, D].
-        key: [B, H, S, D].
-        value: [B, H, S, D].
-        attention_mask: Mask, plus the position bias of encodings that have one (T5, ALiBi,
-            Transformer-XL): added to the scores, broadcastable to [B, H, L, S]; or None.
-        scaling: Factor on the scores, 1 / sqrt(D).
-        dropout: Probability of dropping an attention weight.
-        **kwargs: Options of other implementations, unused.
+    The arguments are those of all attention functions of transformers, with queries [B, H, L, D],
+    keys and values [B, H, S, D]. The mask, and the position bias of T5, ALiBi and Transformer-XL
+    in it, is added to the scores, [B, H, L, S].
 
     Returns:
         [B, L, H, D], and the probabilities [B, H, L, S].
@@ -472,7 +463,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode; see `nn.Module.train`. Warns once of half-precision weights."""
-        if mode and any(p.requires_grad and p.dtype in HALF_DTYPES for p in self.parameters()):
+        dtypes = {p.dtype for p in self.parameters() if p.requires_grad}
+        if mode and dtypes & {torch.bfloat16, torch.float16}:
             logger.warning_once(
                 "weights in half precision are trained: updates smaller than their spacing are "
                 "lost, unless the optimizer keeps a float32 copy; load the model with "
@@ -652,8 +644,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config, position_ids = self.roformer_config, batch.position_ids
         if config.position_encoding != "rope":
             return None
-        if not torch.compiler.is_compiling():
-            config.check_rope()  # rope_parameters is a dict that may have been edited
         seq_len = batch.seq_len_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)

@@ -38,14 +38,6 @@ class BatchMetadata:
     cu_seqlens: Tensor | None
     max_seqlen: int | None
 
-    def row_cu_seqlens(self) -> Tensor | None:
-        """Return `cu_seqlens` if the batch is one packed row without a mask, else None."""
-        if self.attention_mask is not None or self.document_ids is None:
-            return None
-        # without a kernel for the device, lengths are read on the host, which no compiler follows
-        can_read = self.position_ids.is_cuda or not torch.compiler.is_compiling()
-        return self.cu_seqlens if can_read and len(self.document_ids) == 1 else None
-
     def seq_len_of_each_token(self) -> Tensor:
         """Return for each token the length of its row or document, [B, L] int64.
 

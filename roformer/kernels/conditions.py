@@ -61,16 +61,13 @@ def values_are_unreadable(x: Tensor) -> bool:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Return whether a module of the model has a forward hook; True where torch cannot tell.
+    """Return whether a module of the model has a forward hook.
 
     Not counted are forward pre-hooks, and the hooks that transformers leaves in the layers after
     the first call with `output_hidden_states` or `output_attentions`, which do nothing in others.
     """
-    for module in model.modules():
-        hooks = getattr(module, "_forward_hooks", None)
-        if hooks is None or any(x.__module__ != CAPTURING for x in hooks.values()):
-            return True
-    return False
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    return any(hook.__module__ != CAPTURING for hook in hooks)
 
 
 def _is_functorch_active() -> bool:

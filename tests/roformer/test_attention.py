@@ -318,14 +318,6 @@ def test_torchs_kernel_for_documents_is_called_with_their_lengths(decoder, confi
     torch.testing.assert_close(model(ids, cu_seq_lens_q=lengths)[0], expected)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "unpadded"])
-def test_rows_of_many_short_documents_have_lengths_of_their_own(kernel):
-    model = build(RoFormerModel, rope_config("dynamic"), kernel)
-    ids = torch.randint(5, 60, (3, 4))
-    found = model(ids, cu_seq_lens_q=torch.arange(13, dtype=torch.int32))[0]
-    assert_near(found.view(12, 1, -1), model(ids.view(12, 1))[0])
-
-
 @pytest.mark.parametrize("length", [7, 600])
 def test_inference_in_bfloat16_is_as_exact_for_long_rows_as_the_eager_kernel(length, config):
     """Scores are computed some queries at a time, with the same arithmetic."""

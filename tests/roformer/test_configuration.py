@@ -4,7 +4,6 @@ import copy
 import json
 
 import pytest
-import torch
 import transformers
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerForMultipleChoice, RoFormerModel
@@ -149,9 +148,6 @@ def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_pa
     RoFormerModel(config).save_pretrained(tmp_path)
     model = RoFormerModel.from_pretrained(tmp_path, rope_parameters={})
     assert model.config.rope_parameters == {"rope_type": "default"} | angles
-    model.config.rope_parameters = {"rope_type": "linear"}
-    with pytest.raises(ValueError, match="rope_parameters.factor must"):
-        model(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):
         RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
 
@@ -164,4 +160,3 @@ def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):
     assert fields.pop("summary_type") == "first"
     path.write_text(json.dumps(fields))
     assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "last"
-    assert RoFormerConfig.from_json_file(path).summary_type == "last"

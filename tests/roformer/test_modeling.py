@@ -268,13 +268,6 @@ def test_wholly_masked_batches_are_computed(kernel, config):
     assert model(ids, attention_mask=torch.zeros_like(ids))[0].isfinite().all()
 
 
-def test_settings_of_the_rotation_are_checked_when_they_are_used(config):
-    model = RoFormerModel(config)
-    model.config.rope_parameters["rope_type"] = "yran"
-    with pytest.raises(ValueError, match="rope_type must be one of default, .* got 'yran'"):
-        model(torch.zeros(1, 5, dtype=torch.long))
-
-
 def test_heads_of_a_decoder_that_predict_no_next_token_keep_no_cache(config):
     config.is_decoder = True
     model = RoFormerForMaskedLM(config)

@@ -54,7 +54,7 @@ def test_padding_packing_and_kernels_change_nothing(variant, kernel, fields):
     assert_near(hidden(model, IDS, attention_mask=mask)[mask.bool()], separate)
     if variant not in ABSOLUTE:
         left = hidden(model, IDS[1:].roll(7, 1), attention_mask=mask[1:].roll(7, 1))
-        assert_near(left[0, 7:], separate[20:])
+        assert_near(left[0, 7:], separate[20:], 1e-4)
     row = IDS[mask.bool()][None]
     positions = torch.cat((torch.arange(20), torch.arange(13)))[None]
     cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32)

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call, vmap
 
 import roformer
 from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel, kernels
 from roformer.kernels import attention, linear
-from roformer.kernels.conditions import has_hooks
 from tiny import HEADS, POOLED, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -146,13 +144,6 @@ def test_hooks_on_layers_see_the_rows_of_the_batch(calls):
         steered = model(IDS, attention_mask=PADDED)[0]
     mask = PADDED.bool()
     torch.testing.assert_close(steered[mask], (plain + vectors)[mask], atol=1e-4, rtol=1e-4)
-
-
-def test_without_a_way_to_ask_for_hooks_padding_is_computed(monkeypatch):
-    model = nn.Sequential(nn.Linear(2, 2))
-    assert not has_hooks(model)
-    monkeypatch.delattr(model[0], "_forward_hooks")
-    assert has_hooks(model)
 
 
 def test_padding_is_left_out_again_after_a_call_that_returned_hidden_states(calls):
