@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import math
 import re
 import shlex
