@@ -163,19 +163,16 @@ def check_disjoint_files(corpus: CorpusSettings) -> None:
             f"{corpus.train!r} and validation {corpus.validation!r}; name held-out text of yours"
         )
     if corpus.train != EMBEDDED and not corpus.held_out_share:
-        train, held_out = (_resolved_files(corpus, part) for part in ("train", "validation"))
-        shared = sorted(map(str, train & held_out))
+        files: dict[str, set[Path]] = {}
+        for part in ("train", "validation"):
+            found = itertools.chain.from_iterable(find_files(corpus, part))
+            files[part] = {file.resolve() for file in found if isinstance(file, Path)}
+        shared = sorted(map(str, files["train"] & files["validation"]))
         if shared:
             raise InputError(
                 "corpus.validation must hold no file of corpus.train, "
                 f"got {', '.join(shared[:3])}; move it out of the training text"
             )
-
-
-def _resolved_files(corpus: CorpusSettings, part: str) -> set[Path]:
-    """Files of a part, with links resolved."""
-    found = itertools.chain.from_iterable(find_files(corpus, part))
-    return {file.resolve() for file in found if isinstance(file, Path)}
 
 
 @contextmanager
@@ -185,7 +182,9 @@ def wrap_read_errors(file: Path, key: str) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         found = f"{file}: {first_line(error)}"
-        raise InputError(f"{key} must be a readable file, got {found}; mend the file") from error
+        raise InputError(
+            f"{key} must be a readable file, got {found}; mend the file, or convert it to UTF-8"
+        ) from error
 
 
 def _read_parquet(file: Path, key: str, column: str) -> Iterator[str]:
@@ -196,7 +195,7 @@ def _read_parquet(file: Path, key: str, column: str) -> Iterator[str]:
 
 
 def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
-    for number, line in _read_lines(file, key):
+    for number, line in enumerate(_read_lines(file, key), start=1):
         if not line.strip():
             continue
         place = f"line {number} of {file}"
@@ -204,7 +203,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__} instead of an object")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {place}: {error}; mend it"
             ) from error
@@ -214,7 +213,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
 
 def _read_txt(file: Path, key: str, column: str) -> Iterator[str]:
     text = ""
-    for _, line in _read_lines(file, key):
+    for line in _read_lines(file, key):
         is_blank = not line.strip()
         text += "" if is_blank else line
         if text and (is_blank or len(text) > MAX_PARAGRAPH):
@@ -232,19 +231,11 @@ READERS: dict[str, Callable[[Path, str, str], Iterator[str]]] = {
 """Reader of each file suffix: called with file, key of error messages and text column."""
 
 
-def _read_lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a text file; pyarrow decompresses it by its suffix."""
-    with (
-        wrap_read_errors(file, key),
-        io.BufferedReader(pyarrow.input_stream(str(file)), 2**20) as stream,
-    ):
-        for number, line in enumerate(stream, start=1):
-            try:
-                # Windows programs begin a file with a byte order mark
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                found = f"line {number} of {file} that is not"
-                raise InputError(f"{key} must be UTF-8, got {found}; convert the file") from error
+def _read_lines(file: Path, key: str) -> Iterator[str]:
+    """Lines of a text file; pyarrow decompresses it by its suffix."""
+    with wrap_read_errors(file, key), pyarrow.input_stream(str(file)) as stream:
+        # Windows programs begin a file with a byte order mark; \r stays in the text
+        yield from io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
 
 
 def _check_column(column: str, columns: Iterable[str], place: object) -> None:
@@ -287,13 +278,7 @@ def _read_hub(name: str, part: str, column: str) -> Iterator[str]:
             yield _check_text(row[column], column, name)
     except InputError:
         raise
-    except (
-        OSError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
+    except Exception as error:  # of many kinds, of the network and of the readers of formats
         raise InputError(
             f"corpus.{part} must be a folder, file, glob or hub data set with a {part} split, "
             f"got {name!r} ({first_line(error)}); check the spelling and the network"
