@@ -163,13 +163,11 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
 
     Its truncation and padding are switched off.
     """
-    vocab_file = _find_vocab_file(Path(name))
     try:
         if name == BYTES:
             tokenizer = byte_tokenizer()
-        elif vocab_file is not None:
-            lower = not _has_capitals(vocab_file)
-            tokenizer = BertTokenizer(vocab=str(vocab_file), do_lower_case=lower)
+        elif Path(name).is_file():
+            tokenizer = BertTokenizer(vocab=name, do_lower_case=not _has_capitals(Path(name)))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
@@ -185,16 +183,6 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
-
-
-def _find_vocab_file(path: Path) -> Path | None:
-    """A file itself, or the vocab.txt of a folder with no other file of a tokenizer."""
-    if path.is_file():
-        return path
-    others = ("tokenizer.json", "tokenizer_config.json", "config.json")
-    if any((path / name).exists() for name in others):
-        return None
-    return path / "vocab.txt" if (path / "vocab.txt").is_file() else None
 
 
 def _has_capitals(file: Path) -> bool:
@@ -225,13 +213,8 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
         backend.no_truncation()
         backend.no_padding()
         return backend.to_str()
-    except AttributeError:  # a slow tokenizer
-        pass
-    except Exception as error:  # the Rust library raises this bare
-        if "Custom" not in str(error):
-            raise
-    # words are split by Python code, as in transformers' Chinese RoFormerTokenizer
-    vocab, options = sorted(tokenizer.get_vocab().items()), dict(tokenizer.init_kwargs)
-    for path in ("name_or_path", "vocab", "vocab_file", "tokenizer_file"):
-        options.pop(path, None)
-    return json.dumps([type(tokenizer).__name__, vocab, options], sort_keys=True, default=str)
+    except Exception:  # slow, or splits words in Python, as transformers' RoFormerTokenizer does
+        vocab, options = sorted(tokenizer.get_vocab().items()), dict(tokenizer.init_kwargs)
+        for path in ("name_or_path", "vocab", "vocab_file", "tokenizer_file"):
+            options.pop(path, None)
+        return json.dumps([type(tokenizer).__name__, vocab, options], sort_keys=True, default=str)
