@@ -6,8 +6,9 @@ with their own loss or under `Trainer`, explicit options as in this project's pr
 """
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,9 @@ from train.loop.language_model import LanguageModel
 from train.loop.optim import adamw
 
 Step = Callable[[], object]
+
+Seconds = dict[str, list[float]]
+"""Model -> seconds of its step in each turn."""
 
 VOCAB_SIZE = 30522
 MASK_RATE = 0.15
@@ -51,12 +55,11 @@ OURS_WITHOUT_POSITIONS = "this RoFormer, position_encoding none"
 DEFAULT = "this RoFormer, default options"
 SPARSE = "this RoFormer, sparse_prediction=True"
 LINEAR = {f"this RoFormer, linear attention {kind}": kind for kind in FEATURE_MAPS}
-OUR_BERT = "BERT in this loop"
 STOCK = "transformers RoFormer"
 BERT = "transformers BERT (sdpa)"
 MODERN = "transformers ModernBERT (sdpa, sparse head)"
 
-IN_OUR_LOOP = (OURS, OURS_WITHOUT_POSITIONS, OUR_BERT)
+IN_OUR_LOOP = (OURS, OURS_WITHOUT_POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,10 @@ class Workload:
     """Model size (a key of `SIZES`), batch and precision of a measured step.
 
     With `bf16`, training is under autocast, and inference has its weights in bfloat16. `dropout` is
-    that of embeddings, projections and attention probabilities. The lengths
-    of a padded batch differ, so that `PADDING_SHARE` of the rows is padding. Compiled models of
-    this project's loop are compiled layer by layer, as the loop does it, others as a whole, and
-    transformers' RoFormer, which breaks graphs, not at all.
+    that of embeddings, projections and attention probabilities. The lengths of a padded batch
+    differ, so that `PADDING_SHARE` of the rows is padding. Models in this project's loop are
+    `compiled` layer by layer, as the loop does it, others as a whole, and transformers' RoFormer,
+    which breaks graphs, not at all.
     """
 
     size: str = "small"
@@ -107,22 +110,20 @@ def random_batch(workload: Workload) -> dict[str, Tensor]:
     unlabelled = (torch.rand(shape, generator=generator) > MASK_RATE) | ~mask
     labels = input_ids.masked_fill(unlabelled, -100)
     batch = {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels}
-    return {name: x.to(workload.device) for name, x in batch.items()}
+    return send_to_device(batch, workload.device)
 
 
-def loop_inputs(name: str, workload: Workload) -> dict[str, Any]:
-    """Return the same tokens as arguments of `LanguageModel`: for a RoFormer one packed row."""
-    inputs: dict[str, Any] = random_batch(replace(workload, device="cpu"))
-    labels = inputs.pop("labels")
-    if name != OUR_BERT:
-        is_token = inputs["attention_mask"].bool()
-        inputs = packed_layout(workload.lengths()) | {
-            "input_ids": inputs["input_ids"][is_token][None]
-        }
-        labels = labels[is_token]
-    labels = labels.flatten()
+def packed_batch(workload: Workload) -> dict[str, Any]:
+    """Return the tokens of `random_batch` as one packed row, the arguments of `LanguageModel`."""
+    batch = random_batch(workload)
+    is_token = batch["attention_mask"].bool()
+    labels = batch["labels"][is_token]
     label_positions = (labels >= 0).nonzero()[:, 0]
-    inputs |= {"label_positions": label_positions, "labels": labels[label_positions]}
+    inputs = packed_layout(workload.lengths()) | {
+        "input_ids": batch["input_ids"][is_token][None],
+        "label_positions": label_positions,
+        "labels": labels[label_positions],
+    }
     return send_to_device(inputs, workload.device)
 
 
@@ -143,7 +144,7 @@ def make_model(name: str, workload: Workload) -> transformers.PreTrainedModel:
     }
     if name == STOCK:
         return transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**fields))
-    if name in (BERT, OUR_BERT):
+    if name == BERT:
         return transformers.BertForMaskedLM._from_config(
             transformers.BertConfig(**fields), attn_implementation="sdpa"
         )
@@ -174,7 +175,7 @@ def make_training_step(name: str, workload: Workload) -> Step:
     """Return a function that runs forward, backward and AdamW of a model once."""
     model: nn.Module = make_model(name, workload).to(workload.device).train()
     in_our_loop = name in IN_OUR_LOOP
-    inputs = loop_inputs(name, workload) if in_our_loop else random_batch(workload)
+    inputs = packed_batch(workload) if in_our_loop else random_batch(workload)
     module: Any = LanguageModel(model) if in_our_loop else model
     if workload.compiled and name != STOCK:
         compiler: Any = compile_regions if in_our_loop else torch.compile
@@ -205,7 +206,7 @@ def make_forward_step(name: str, workload: Workload, logits: bool = False) -> St
 def make_pretraining_step(name: str, workload: Workload) -> Step:
     """Return a function that trains a model for `TRAINER_STEPS` steps on masked tokens."""
     rows = [{"input_ids": x} for x in random_batch(workload)["input_ids"].tolist()] * TRAINER_STEPS
-    return make_trainer(make_model(name, workload), rows, workload, masked=True).train
+    return make_trainer_step(make_model(name, workload), rows, workload, masked=True)
 
 
 def make_classification_step(name: str, workload: Workload) -> Step:
@@ -221,19 +222,18 @@ def make_classification_step(name: str, workload: Workload) -> Step:
         for length in lengths
     ]
     model = classes.RoFormerForSequenceClassification(config)
-    return make_trainer(model, rows, workload, masked=False).train
+    return make_trainer_step(model, rows, workload, masked=False)
 
 
-def make_trainer(
+def make_trainer_step(
     model: transformers.PreTrainedModel,
     rows: list[dict[str, Any]],
     workload: Workload,
     masked: bool,
-) -> transformers.Trainer:
-    """Build a Trainer that saves and logs nothing, with a collator that masks or its own."""
+) -> Step:
+    """Return `train` of a Trainer without saving and logging, with masks or its own collator."""
     tokenizer = byte_tokenizer()  # pads and masks; the ids are drawn
     masking = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
-    collator = masking if masked else None
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.gettempdir(),
         max_steps=TRAINER_STEPS,
@@ -246,10 +246,14 @@ def make_trainer(
         disable_tqdm=True,
     )
     trainer = transformers.Trainer(
-        model, arguments, data_collator=collator, train_dataset=rows, processing_class=tokenizer
+        model,
+        arguments,
+        data_collator=masking if masked else None,
+        train_dataset=rows,
+        processing_class=tokenizer,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
+    return trainer.train
 
 
 STEPS: dict[str, Callable[[str, Workload], Step]] = {
@@ -260,3 +264,24 @@ STEPS: dict[str, Callable[[str, Workload], Step]] = {
     "classification": make_classification_step,
 }
 """Task -> the function that returns a step of a model, in the last two `TRAINER_STEPS` of them."""
+
+
+def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:
+    """Time a step of each model on the same batch alternately, after a turn for warming up.
+
+    The steps are those of a task, a key of `STEPS`; on cuda a turn repeats each ten times.
+    """
+    steps = {name: STEPS[task](name, workload) for name in names}
+    seconds: Seconds = {name: [] for name in names}
+    repeats = 10 if workload.device == "cuda" else 1
+    synchronize = torch.get_device_module(workload.device).synchronize
+    for turn in range(turns + 1):
+        # the order is reversed every other turn, so that no step always follows the same one
+        for name in list(steps)[:: -1 if turn % 2 else 1]:
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                steps[name]()
+            synchronize()
+            seconds[name].append((time.perf_counter() - started) / repeats)
+    return {name: values[1:] for name, values in seconds.items()}
