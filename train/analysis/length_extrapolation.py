@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from train.analysis.runs import find_folders, model_and_seed
+from train.analysis.runs import find_folders, has_plain_rope, model_and_seed
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
@@ -62,22 +62,16 @@ class LengthSettings:
                 raise InputError(f"lengths must be at least 8, got {length}; use 128")
         if self.trained < 8:
             raise InputError(f"trained must be at least 8, got {self.trained}; use 128")
-        if self.documents < 1:
-            raise InputError(f"documents must be at least 1, got {self.documents}; use 100")
         if not self.models:
             raise InputError("models must name a folder, got none; add one")
         check_figure_path(self.output)
 
 
-def main(settings: LengthSettings) -> list[Row]:
+def main(settings: LengthSettings) -> None:
     """Measure every model at every length, write figure and numbers, print a table."""
     accelerator = start_accelerator()
-    rows = []
-    for folder in find_folders(settings.models, "models").values():
-        model, seed = model_and_seed(folder)
-        rows += [
-            {"model": model, "seed": seed} | row for row in measure(folder, settings, accelerator)
-        ]
+    folders = find_folders(settings.models, "models").values()
+    rows = [row for folder in folders for row in measure(folder, settings, accelerator)]
     if accelerator.is_main_process:
         output, table = Path(settings.output), format_table(rows)
         plot(rows, settings.trained, output)
@@ -85,23 +79,23 @@ def main(settings: LengthSettings) -> list[Row]:
         output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         print(table)
         print(f"figure: {output}")
-    return rows
 
 
 def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> Iterator[Row]:
     """Evaluate a model at every length, unchanged and rescaled.
 
     Yields:
-        `way` (the rescaling) and `length`, with the results of `evaluate` and the number of
-        `sequences`, or with the reason why the model is `refused`.
+        `model`, `seed`, `way` (the rescaling) and `length`, with the results of `evaluate` and the
+        number of `sequences`, or with the reason why the model is `refused`.
     """
+    model, seed = model_and_seed(folder)
     tokenizer = vocabulary.load_tokenizer(folder, key="models")
     config = load_config(folder, key="models")
     with accelerator.local_main_process_first():
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
     for length in settings.lengths:
         for way, changes in rescalings(config, length / settings.trained).items():
-            row = {"way": way, "length": length}
+            row = {"model": model, "seed": seed, "way": way, "length": length}
             try:
                 check_length(config, length, key="length")
             except InputError as error:
@@ -122,21 +116,16 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
 def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, Any]]:
     """Return the configuration fields that each rescaling by s = `scale` changes, by its name.
 
-    The first changes nothing. Only rotary embeddings are rescaled, and only for s above 1.
+    The first changes nothing. Only rotary embeddings of softmax attention are rescaled, and only
+    for s above 1.
     """
     found: dict[str, dict[str, Any]] = {"as it is": {}}
-    rope = getattr(config, "rope_parameters", None)
-    if rope is None or rope["rope_type"] != "default" or scale <= 1:
-        return found
-    if getattr(config, "position_encoding", "rope") != "rope":
-        return found
-    if getattr(config, "linear_attention", None) != "favor":  # which allows the default type only
+    if has_plain_rope(config) and scale > 1:
+        rope, d = config.rope_parameters, config.rotary_dim
         linear = rope | {"rope_type": "linear", "factor": scale}
+        theta = rope | {"rope_theta": rope["rope_theta"] * scale ** (d / (d - 2))}
         found["positions / s"] = {"rope_parameters": linear}
-    d = config.rotary_dim
-    if d > 2:  # a single pair has frequency 1 for every theta
-        theta = rope["rope_theta"] * scale ** (d / (d - 2))
-        found["theta rescaled"] = {"rope_parameters": rope | {"rope_theta": theta}}
+        found["theta rescaled"] = {"rope_parameters": theta}
     return found
 
 

@@ -20,9 +20,9 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roformer import RoFormerConfig, use_for_auto_classes
+from roformer import use_for_auto_classes
 from roformer.rotary import compute_inv_freq
-from train.analysis.runs import find_folders
+from train.analysis.runs import find_folders, has_plain_rope
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
@@ -40,9 +40,6 @@ NUM_PAIRS = 4096
 
 NUM_SEQUENCES = 32
 """Held-out sequences from which the tokens of models are drawn."""
-
-HEAD_DIM, THETA = 64, 10000.0
-"""Head width of a base model, and the paper's base."""
 
 BOUNDS = ((64, 1e2), (64, 1e3), (64, 1e4), (64, 5e5), (32, 1e4), (128, 1e4), (256, 1e4))
 """Head widths and bases for which the bound is computed."""
@@ -92,11 +89,14 @@ def decay_of_scores(query: Tensor, key: Tensor, distances: Floats, inv_freq: Ten
     return {"mean": scores.mean(0).tolist(), "size": scores.abs().mean(0).tolist()}
 
 
-def decay_of_random_vectors(width: int, theta: float, distances: Floats) -> dict[str, Scores]:
-    """Decay for normally distributed queries and keys, independent ("apart") and equal."""
+def decay_of_random_vectors(distances: Floats) -> dict[str, Scores]:
+    """Decay for normally distributed queries and keys, independent ("apart") and equal.
+
+    They have the head width of a base model and the paper's theta.
+    """
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(NUM_PAIRS, width, generator=generator) for _ in range(2))
-    inv_freq = compute_inv_freq(width, theta)
+    query, key = (torch.randn(NUM_PAIRS, 64, generator=generator) for _ in range(2))
+    inv_freq = compute_inv_freq(64, 10000.0)
     return {
         "random, apart": decay_of_scores(query, key, distances, inv_freq),
         "random, equal": decay_of_scores(query, query, distances, inv_freq),
@@ -109,13 +109,7 @@ def decay_of_model(
     """Decay for queries and keys of a model on held-out text, trained and with random weights."""
     tokenizer = vocabulary.load_tokenizer(folder, key="models")
     config = load_config(folder, key="models")
-    supported = (
-        isinstance(config, RoFormerConfig)
-        and (config.position_encoding, config.linear_attention) == ("rope", None)
-        and config.rope_interleave
-        and (config.rope_parameters or {}).get("rope_type") == "default"
-    )
-    if not supported:
+    if not (has_plain_rope(config) and config.rope_interleave):
         raise InputError(
             "models must be RoFormers with softmax attention, adjacent pairs and the default "
             f"rope_type, got {folder}; leave it out"
@@ -159,12 +153,12 @@ def queries_and_keys(
     return query, key
 
 
-def main(settings: DecaySettings) -> dict[str, Any]:
+def main(settings: DecaySettings) -> None:
     """Compute bounds and scores, write figure and numbers, print a summary."""
     use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
     distances = np.arange(settings.distances + 1, dtype=np.float64)
-    scores = decay_of_random_vectors(HEAD_DIM, THETA, distances)
+    scores = decay_of_random_vectors(distances)
     for name, folder in find_folders(settings.models, "models").items():
         scores |= decay_of_model(name, folder, settings, distances)
     bounds = {
@@ -181,7 +175,6 @@ def main(settings: DecaySettings) -> dict[str, Any]:
         mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
         print(f"score, {name}: {mean}; absolute {size}")
     print(f"figure: {output}")
-    return numbers
 
 
 def plot(numbers: dict[str, Any], output: Path) -> None:

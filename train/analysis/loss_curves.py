@@ -9,6 +9,7 @@ seeds, not between texts.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from train.analysis.runs import Models, Run, read_runs
+from train.analysis.runs import find_folders, model_and_seed
 from train.command_line import run_command
+from train.data.vocabulary import BYTES
 from train.intervals import t_interval
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import InputError
@@ -51,6 +54,21 @@ class CurvesSettings:
         check_figure_path(self.output)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Log of a run: rows of log.jsonl with `loss` and, held out, with `validation_loss`."""
+
+    name: str
+    training: pd.DataFrame
+    held_out: pd.DataFrame
+    parameters: int | None
+    bytewise: bool
+
+
+Models = Mapping[str, Mapping[int, Run]]
+"""Model -> seed -> run."""
+
+
 def main(settings: CurvesSettings) -> None:
     """Read the runs, plot, write numbers and table, print the table."""
     models, unit = read_runs(settings.runs)
@@ -67,11 +85,51 @@ def main(settings: CurvesSettings) -> None:
     print(f"figure: {output}")
 
 
-def losses_at(key: str, runs: Sequence[Run], x: Floats) -> Floats:
-    """Held-out losses [runs, n] at x [n] tokens or seconds, linear between two evaluations.
+def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
+    """Read the logs of runs, and the unit of their losses: bits a byte if all runs read bytes.
 
-    NaN before the first.
+    Raises:
+        InputError: A folder holds no run, or two runs have the same model and seed.
     """
+    models: dict[str, dict[int, Run]] = {}
+    for folder in find_folders(patterns, "runs").values():
+        model, seed = model_and_seed(folder)
+        seeds = models.setdefault(model, {})
+        if seed in seeds:
+            raise InputError(
+                f"runs must differ in model or seed, got two of {model} with seed {seed}; drop one"
+            )
+        seeds[seed] = read_run(folder)
+    runs = [run for seeds in models.values() for run in seeds.values()]
+    if not all(run.bytewise for run in runs):
+        return models, "nats a predicted token"
+    for run in runs:
+        run.training["loss"] /= math.log(2)
+        run.held_out["validation_loss"] /= math.log(2)
+    return models, "bits a byte"
+
+
+def read_run(folder: str) -> Run:
+    """Read log.jsonl, environment.json and settings.yaml of a run folder."""
+    run = Path(folder)
+    if not (run / "log.jsonl").is_file():
+        raise InputError(f"runs must hold a log.jsonl, got {folder}; name folders under run.folder")
+    lines = (run / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    training = pd.DataFrame([row for row in rows if "loss" in row])
+    held_out = pd.DataFrame([row for row in rows if "validation_loss" in row])
+    if training.empty or held_out.empty:
+        raise InputError(
+            f"runs must have logged and evaluated, got {folder}; wait, or run it longer"
+        )
+    parameters = json.loads((run / "environment.json").read_text()).get("parameters")
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    bytewise = settings["corpus"]["tokenizer"] == BYTES
+    return Run(run.name, training, held_out, parameters, bytewise)
+
+
+def losses_at(key: str, runs: Sequence[Run], x: Floats) -> Floats:
+    """Interpolate held-out losses at x [n] tokens or seconds, [runs, n]; NaN before the first."""
     logs = [run.held_out for run in runs]
     return np.stack([np.interp(x, y[key], y["validation_loss"], left=np.nan) for y in logs])
 
@@ -101,15 +159,14 @@ def summarize(models: Models, ends: Mapping[str, float]) -> list[Row]:
 
     Losses are compared at the `ends`, tokens and seconds that all runs have reached.
     """
-    first = next(iter(models.values()))
     rows: list[Row] = []
-    losses: list[dict[int, float]] = []
+    first: dict[int, float] = {}  # seed -> loss of the first model
     for model, seeds in models.items():
         runs = list(seeds.values())
-        paired = [seed for seed in seeds if seed in first and seeds is not first]
         at = {key: losses_at(key, runs, np.array([x]))[:, 0] for key, x in ends.items()}
-        losses.append(dict(zip(seeds, at["tokens"])))
-        differences = np.array([losses[0][seed] - losses[-1][seed] for seed in paired])
+        losses = dict(zip(seeds, at["tokens"]))
+        differences = np.array([first[seed] - losses[seed] for seed in seeds if seed in first])
+        first = first or losses
         speeds = [run.training["tokens_per_second"].median() for run in runs]
         rows.append(
             {
@@ -129,8 +186,10 @@ def summary(values: Sequence[float] | Floats) -> Row | None:
     """Mean, half of its 95 % t interval (None for one value), values; None for NaN or nothing."""
     if len(values) == 0 or np.isnan(values).any():
         return None
-    low, high = t_interval(values) if len(values) > 1 else (np.nan, np.nan)
-    half = (high - low) / 2 if len(values) > 1 else None
+    half = None
+    if len(values) > 1:
+        low, high = t_interval(values)
+        half = (high - low) / 2
     return {"mean": float(np.mean(values)), "half": half, "values": [float(x) for x in values]}
 
 
@@ -157,9 +216,8 @@ def format_interval(interval: Row | None, digits: str = ".3f") -> str:
     """Format an interval as mean ± half width."""
     if interval is None:
         return ""
-    half = interval["half"]
-    half = "" if half is None else f" ± {half:{digits.replace('+', '')}}"
-    return f"{interval['mean']:{digits}}{half}"
+    mean, half = f"{interval['mean']:{digits}}", interval["half"]
+    return mean if half is None else f"{mean} ± {half:{digits.replace('+', '')}}"
 
 
 def plot(models: Models, settings: CurvesSettings, unit: str) -> None:

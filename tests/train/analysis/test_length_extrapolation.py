@@ -53,10 +53,7 @@ def test_only_a_rotation_has_ways_and_only_beyond_training():
     assert list(rescalings(BertConfig(), 4)) == ["as it is"]
     assert list(rescalings(RoFormerConfig(position_encoding="alibi"), 4)) == ["as it is"]
     assert list(rescalings(RoFormerConfig(), 1)) == ["as it is"]
-    one_pair = RoFormerConfig(rope_parameters={"partial_rotary_factor": 2 / 64})
-    assert list(rescalings(one_pair, 4)) == ["as it is", "positions / s"]  # theta moves none of it
-    features = RoFormerConfig(linear_attention="favor")  # supports the default rope_type only
-    assert list(rescalings(features, 4)) == ["as it is", "theta rescaled"]
+    assert list(rescalings(RoFormerConfig(linear_attention="favor"), 4)) == ["as it is"]
 
 
 def test_roformer_goes_on_where_bert_is_refused(long_text, tmp_path, capsys):
