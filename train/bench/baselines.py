@@ -51,15 +51,12 @@ MRPC_LENGTHS = (53, 15, 20, 100)
 """Mean, standard deviation, minimum and maximum of the lengths of pairs in MRPC, in tokens."""
 
 OURS = "this RoFormer"
-OURS_WITHOUT_POSITIONS = "this RoFormer, position_encoding none"
 DEFAULT = "this RoFormer, default options"
 SPARSE = "this RoFormer, sparse_prediction=True"
 LINEAR = {f"this RoFormer, linear attention {kind}": kind for kind in FEATURE_MAPS}
 STOCK = "transformers RoFormer"
 BERT = "transformers BERT (sdpa)"
 MODERN = "transformers ModernBERT (sdpa, sparse head)"
-
-IN_OUR_LOOP = (OURS, OURS_WITHOUT_POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,9 @@ class Workload:
 
     With `bf16`, training is under autocast, and inference has its weights in bfloat16. `dropout` is
     that of embeddings, projections and attention probabilities. The lengths of a padded batch
-    differ, so that `PADDING_SHARE` of the rows is padding. Models in this project's loop are
-    `compiled` layer by layer, as the loop does it, others as a whole, and transformers' RoFormer,
-    which breaks graphs, not at all.
+    differ, so that `PADDING_SHARE` of the rows is padding. `OURS` is `compiled` layer by layer, as
+    the loop does it, others as a whole, and transformers' RoFormer, which breaks graphs, not at
+    all.
     """
 
     size: str = "small"
@@ -160,13 +157,10 @@ def make_model(name: str, workload: Workload) -> transformers.PreTrainedModel:
         )
         return transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa")
     config = roformer.RoFormerConfig(
-        **fields,
-        position_encoding="none" if name == OURS_WITHOUT_POSITIONS else "rope",
-        sparse_prediction=name == SPARSE,
-        linear_attention=LINEAR.get(name),
+        **fields, sparse_prediction=name == SPARSE, linear_attention=LINEAR.get(name)
     )
     model = roformer.RoFormerForMaskedLM(config)
-    if name in IN_OUR_LOOP:
+    if name == OURS:
         model.set_attn_implementation(UNPADDED)
     return model
 
@@ -174,7 +168,7 @@ def make_model(name: str, workload: Workload) -> transformers.PreTrainedModel:
 def make_training_step(name: str, workload: Workload) -> Step:
     """Return a function that runs forward, backward and AdamW of a model once."""
     model: nn.Module = make_model(name, workload).to(workload.device).train()
-    in_our_loop = name in IN_OUR_LOOP
+    in_our_loop = name == OURS
     inputs = packed_batch(workload) if in_our_loop else random_batch(workload)
     module: Any = LanguageModel(model) if in_our_loop else model
     if workload.compiled and name != STOCK:

@@ -30,7 +30,6 @@ from train.bench.baselines import (
     MASK_RATE,
     MODERN,
     OURS,
-    OURS_WITHOUT_POSITIONS,
     SIZES,
     SPARSE,
     STOCK,
@@ -234,17 +233,6 @@ def explicit_on_gpu(benchmark: Benchmark) -> None:
         benchmark.add_share_of_peak(workload, OURS, seconds)
 
 
-def rope(benchmark: Benchmark) -> None:
-    """Share of a training step that the rotation takes: rope against position_encoding none."""
-    gpu = benchmark.settings.device == "cuda"
-    for size, batch in (("base", 64),) if gpu else (("small", 8), ("base", 2)):
-        workload = benchmark.workload(size=size, batch=batch, bf16=True, dropout=0.0, compiled=gpu)
-        names = (OURS_WITHOUT_POSITIONS, OURS)
-        without, rotated = benchmark.time("training", names, workload).values()
-        shares = [100 * (1 - a / b) for a, b in zip(without, rotated)]
-        benchmark.add(f"training, {workload}", OURS, shares, "% of a step")
-
-
 def attention_scaling(benchmark: Benchmark) -> None:
     """Hidden states of one text: tokens/s are constant where the cost is linear in the length."""
     for length in (2**n for n in range(9, 16, 2)):
@@ -253,9 +241,9 @@ def attention_scaling(benchmark: Benchmark) -> None:
         benchmark.add_speeds("inference", workload, seconds)
 
 
-CPU_PARTS = (defaults, trainer, long_text, peak, explicit, rope, attention_scaling)
+CPU_PARTS = (defaults, trainer, long_text, peak, explicit, attention_scaling)
 PARTS: Mapping[str, Mapping[str, Callable[[Benchmark], None]]] = {
     "cpu": {part.__name__: part for part in CPU_PARTS},
-    "cuda": {"training": explicit_on_gpu, "rope": rope},
+    "cuda": {"training": explicit_on_gpu},
 }
 """Device -> name -> part, in the order in which they run."""
