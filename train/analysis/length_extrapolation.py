@@ -57,13 +57,9 @@ class LengthSettings:
     """Figure to write; table and numbers are written beside it as .md and .json."""
 
     def __post_init__(self) -> None:
-        for length in self.lengths:
+        for key, length in (("lengths", min(self.lengths)), ("trained", self.trained)):
             if length < 8:
-                raise InputError(f"lengths must be at least 8, got {length}; use 128")
-        if self.trained < 8:
-            raise InputError(f"trained must be at least 8, got {self.trained}; use 128")
-        if not self.models:
-            raise InputError("models must name a folder, got none; add one")
+                raise InputError(f"{key} must be at least 8, got {length}; use 128")
         check_figure_path(self.output)
 
 

@@ -62,8 +62,6 @@ class DecaySettings:
     def __post_init__(self) -> None:
         if self.length < 8:
             raise InputError(f"length must be at least 8, got {self.length}; use 128")
-        if self.distances < 2:
-            raise InputError(f"distances must be at least 2, got {self.distances}; use 256")
         check_figure_path(self.output)
 
 

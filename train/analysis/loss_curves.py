@@ -49,8 +49,6 @@ class CurvesSettings:
     """Title of the figure."""
 
     def __post_init__(self) -> None:
-        if not self.runs:
-            raise InputError("runs must name a folder, got none; add one")
         check_figure_path(self.output)
 
 

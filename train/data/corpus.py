@@ -137,13 +137,9 @@ def _make_shards(
     bar: tqdm,
 ) -> list[Path]:
     """Return the folders of all shards of a file; missing ones are made."""
-    facts = {
-        "format": FORMAT,
-        "text": hash_file(file, part, corpus),
-        "tokenizer": tokenizer_hash,
-    }
-    name = short_hash(*facts.values())
-    prefix, shards, done = Path(corpus.cache) / name, list[Path](), 0
+    text = hash_file(file, part, corpus)
+    facts = {"format": FORMAT, "text": text, "tokenizer": tokenizer_hash}
+    prefix, shards, done = Path(corpus.cache) / short_hash(*facts.values()), list[Path](), 0
     while _is_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
         shards.append(folder)
         manifest = _read_manifest(folder)
@@ -238,7 +234,6 @@ def _open_store(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a shard."""
     return json.loads((folder / "manifest.json").read_text())
 
 

@@ -51,7 +51,7 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
             sources.append([demo_corpus.corpus_file(part, corpus.cache)])
             continue
         files = _match_files(name, key)
-        if not files and _looks_like_path(name):
+        if not files and looks_like_path(name):
             raise InputError(f"{key} must exist, got {name!r}; check the path; a list is [A, B]")
         if not files and corpus.held_out_share:
             raise InputError(
@@ -87,8 +87,8 @@ def _match_files(name: str, key: str) -> list[Path]:
     return files
 
 
-def _looks_like_path(name: str) -> bool:
-    """Whether a name cannot be a hub data set's, which is NAME or OWNER/NAME."""
+def looks_like_path(name: str) -> bool:
+    """Return whether a name cannot be one of the hub, which is NAME or OWNER/NAME."""
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return is_path or glob.has_magic(name) or bool(known_suffix(Path(name)))
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from train.atomic_dir import check_writable, write_dir_atomically
-from train.data.documents import find_files, hash_file, read_documents, short_hash
+from train.data.documents import find_files, hash_file, looks_like_path, read_documents, short_hash
 from train.settings import CorpusSettings, InputError
 
 MAX_ALPHABET = 1000
@@ -132,11 +132,9 @@ def _may_be_hub_id(folder: str, cache: str) -> bool:
 
     A vocabulary saved there would from then on be loaded in place of the hub's.
     """
-    path = Path(folder)
-    if folder.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
-        return False
-    owner = path.parent  # a parent of the token cache, such as `runs`, will be a folder
-    return len(path.parts) == 1 or not (owner.is_dir() or owner in Path(cache).parents)
+    owner = Path(folder).parent  # a parent of the token cache, such as `runs`, will be a folder
+    is_owner_local = "/" in folder and (owner.is_dir() or owner in Path(cache).parents)
+    return not (is_owner_local or looks_like_path(folder))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:

@@ -152,7 +152,6 @@ def test_what_cannot_be_compared_is_refused(runs, tmp_path):
         ([runs[0], write_run(tmp_path / "rope", [5.0], seed=0)], "two of rope with seed 0"),
         ([str(tmp_path / "nothing")], "runs", "got", "nothing"),
         ([write_run(tmp_path / "young-0", [])], "runs must have logged and evaluated"),
-        ([], "runs must name"),
     ):
         refused(lambda wrong=wrong: compare(tmp_path, wrong), *words)
     assert not (tmp_path / "c.png").exists()
