@@ -69,8 +69,6 @@ class BenchSettings:
     """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 2:
-            raise InputError(f"rounds must be at least 2, got {self.rounds}; use 5")
         if Path(self.output).suffix != ".json":
             raise InputError(f"output must end in .json, got {self.output}; rename it")
         check_writable(Path(self.output).parent, "output")

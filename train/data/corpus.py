@@ -245,16 +245,14 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a shard is as it was sealed; one that is not is removed."""
-    if not folder.exists():
-        return False
+    """Return whether a shard is there as it was sealed; one that is not is removed."""
     try:
         files = _read_manifest(folder)["files"].items()
         if all(_fingerprint(folder / name) == found for name, found in files):
             return True
     except (OSError, ValueError, LookupError):  # no manifest, or one of an earlier version
         pass
-    with suppress(FileNotFoundError):  # another process removed it first
+    with suppress(FileNotFoundError):  # not made yet, or another process removed it first
         shutil.rmtree(folder)
     return False
 

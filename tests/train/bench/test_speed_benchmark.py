@@ -104,20 +104,15 @@ def test_a_part_measured_alone_replaces_its_rows_and_keeps_the_others(tmp_path):
 
 def test_every_cell_of_default_options_is_measured_and_each_task_has_a_mean(tmp_path, monkeypatch):
     """With invented times: a half of transformers' by default, a fifth with sparse_prediction."""
-    measured = set()
-
-    def time(self, task, names, workload):
-        measured.add((task, workload))
-        return {STOCK: [1.0, 1.0], DEFAULT: [0.5, 0.5], SPARSE: [0.2, 0.2]}
-
-    monkeypatch.setattr(Benchmark, "time", time)
+    times = {STOCK: [1.0, 1.0], DEFAULT: [0.5, 0.5], SPARSE: [0.2, 0.2]}
+    monkeypatch.setattr(Benchmark, "time", lambda *arguments: times)
     benchmark = Benchmark(replace(tiny(tmp_path), scale="full"))
     parts.defaults(benchmark)
-    assert len(measured) == 36  # 3 tasks, 3 shapes, 2 precisions, with padding and without
-    assert {(task, workload.dropout) for task, workload in measured} == {
-        ("inference", 0.0), ("inference with logits", 0.0), ("training", 0.1)
-    }  # fmt: skip
-    assert len(benchmark.rows) == 36 + 12 + 4  # training also with sparse_prediction; means
+    # 3 shapes in 2 precisions, with padding and without, and the mean of the 12
+    assert len({row["case"] for row in benchmark.rows}) == 3 * 13
+    found = Counter((row["case"].split(",")[0], row["model"]) for row in benchmark.rows)
+    tasks = ("inference", "inference with logits", "training")
+    assert found == {(task, DEFAULT): 13 for task in tasks} | {("training", SPARSE): 13}
     for row in benchmark.rows:
         assert row["value"] == pytest.approx(5 if row["model"] == SPARSE else 2)
 
