@@ -51,8 +51,6 @@ class LengthSettings:
     """Longest sequence of pretraining."""
     documents: int = 100
     """Held-out documents to read, of those that fill the longest sequence."""
-    attention: str = "eager"
-    """Attention kernel by transformers' name."""
     output: str = "results/lengths.png"
     """Figure to write; table and numbers are written beside it as .md and .json."""
 
@@ -97,9 +95,7 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
             except InputError as error:
                 yield row | {"refused": str(error)}
                 continue
-            language_model = load_language_model(
-                folder, tokenizer, length, settings.attention, changes
-            )
+            language_model = load_language_model(folder, tokenizer, length, "eager", changes)
             language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
             sequences, batch = SequenceIndex(store, length), max(1, TOKENS_PER_BATCH // length)
             indices = select_sequences(sequences, max(settings.lengths), settings.documents)

@@ -56,8 +56,7 @@ def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
         if not files and corpus.held_out_share:
             raise InputError(
                 f"{key} must be files if corpus.validation is a share, got {name!r}, which does "
-                "not exist here; check the path; for a hub data set name one for "
-                "corpus.validation, too"
+                "not exist here; check the path, or name a hub data set for both parts"
             )
         sources.append([*files] or [name])
     return sources
