@@ -8,13 +8,7 @@ import pytest
 import yaml
 
 from tiny import refused
-from train.analysis.loss_curves import (
-    CurvesSettings,
-    main,
-    paired_difference,
-    read_runs,
-    summary,
-)
+from train.analysis.loss_curves import CurvesSettings, main, paired_difference, read_runs, summary
 from train.analysis.runs import model_and_seed
 
 LOSSES = {"rope-0": [5.0, 4.0], "rope-1": [5.0, 4.2], "rope-2": [5.0, 4.1],

@@ -13,14 +13,7 @@ from transformers import Trainer
 from tiny import command, refused
 from train.bench import baselines, parts
 from train.bench.__main__ import main
-from train.bench.baselines import (
-    DEFAULT,
-    SPARSE,
-    STEPS,
-    STOCK,
-    Workload,
-    time_models,
-)
+from train.bench.baselines import DEFAULT, SPARSE, STEPS, STOCK, Workload, time_models
 from train.bench.parts import Benchmark, BenchSettings
 
 
