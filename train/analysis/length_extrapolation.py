@@ -3,9 +3,10 @@
     python -m train.analysis.length_extrapolation --models '[runs/a/model]' --corpus.validation TEXT
 
 A model with a table of positions is refused beyond its end. A model with rotary embeddings and
-softmax attention is measured unchanged, and with two rescalings for s = L / L_trained: positions divided by s (linear
-interpolation, Chen et al. 2023, arXiv:2306.15595), and theta multiplied by s^(d / (d - 2)), which
-divides the lowest frequency by s and keeps the highest ("NTK-aware"). Nothing is trained.
+softmax attention is measured unchanged, and with two rescalings for s = L / L_trained: positions
+divided by s (linear interpolation, Chen et al. 2023, arXiv:2306.15595), and theta multiplied by
+s^(d / (d - 2)), which divides the lowest frequency by s and keeps the highest ("NTK-aware").
+Nothing is trained.
 """
 
 import json
