@@ -200,7 +200,7 @@ def test_a_flag_for_one_learning_rate_is_refused_beside_several(folder, monkeypa
     ):
         (folder / name).write_text(yaml.safe_dump({**run_paths(folder), **values}))
 
-    def rates(file: str, *flags: str, refusal: str = "model must") -> list[float]:
+    def rates(file: str, *flags: str, refusal: str = "model gone must") -> list[float]:
         flags = ("--config", str(folder / file), "--models=[gone]", "--tasks=[sst2]", *flags)
         monkeypatch.setattr(sys, "argv", ["finetune.grid", *flags])
         settings = parse_settings(GridSettings, flags)
