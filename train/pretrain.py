@@ -37,6 +37,7 @@ from train.loop.language_model import (
     extend_max_positions,
 )
 from train.loop.launch import compute_dtype, is_compiled, start_accelerator
+from train.loop.loader import make_loader
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.optim import (
     AsyncScalars,
@@ -47,7 +48,7 @@ from train.loop.optim import (
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop, make_loader
+from train.loop.preemption import PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
 from train.settings import CorpusSettings, PretrainSettings, split_stages

@@ -24,7 +24,7 @@ from train.data import stateless_rng, vocabulary
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.language_model import build_config, build_model
-from train.loop.preemption import make_loader
+from train.loop.loader import make_loader
 from train.pretrain import all_reduce_step_info, send_to_device
 from train.settings import OPTIMIZERS, HeldOutSettings, InputError, ModelSettings, OptimSettings
 

@@ -1,32 +1,24 @@
 """What ends a run early: signals, a dead launcher or reader, a time limit, a stall.
 
-Data workers ignore signals, and end with the process that uses them.
-
 A request to stop may reach only one of the processes. The all-reduce of each step therefore carries
 the requests of all of them, so that all processes save and exit after the same step.
 """
 
-import atexit
 import errno
 import faulthandler
-import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, TextIO, cast
 
-import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
-from train.data.batching import StagedDataset
 from train.loop.launch import launcher_pid
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -176,41 +168,3 @@ def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerato
     reason = next(name for name, count in zip(STOP_REASONS, stop_requests) if count)
     accelerator.print(f"{reason}: saved after step {step}; the same command goes on")
     return STOP_REASONS[reason]
-
-
-def make_loader(
-    dataset: StagedDataset, start_step: int, workers: int, device: torch.device
-) -> DataLoader:
-    """Build a loader that yields the micro-batches of one step at a time, from `start_step` on."""
-    end = sys.maxsize if dataset.total is None else dataset.total  # None: ends by the clock
-    if workers:
-        # registered after multiprocessing's own exit function, so called before it
-        atexit.register(kill_workers)
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with suppress(ValueError, OSError):  # macOS has no limit, but refuses to set that
-            # each tensor from a worker is an open file
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=range(start_step, end),
-        num_workers=workers,
-        worker_init_fn=ignore_signals,
-        pin_memory=device.type == "cuda",  # required for non-blocking copies
-    )
-
-
-def ignore_signals(worker_id: int) -> None:
-    """Ignore in a data worker the signals that a process group receives; the loop handles them."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def kill_workers() -> None:
-    """Kill remaining data workers at exit.
-
-    multiprocessing would send SIGTERM, which they ignore, and wait for ever.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report an error
-    for worker in multiprocessing.active_children():
-        worker.kill()
