@@ -284,7 +284,7 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     """Load train, the validation splits and, with `settings.test`, the test splits."""
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
-        splits |= test_splits(task, settings.glue_dir)
+        splits |= find_test_splits(task, settings.glue_dir)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}
     for name, (source, split) in splits.items():
@@ -293,7 +293,7 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     return data
 
 
-def test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]:
+def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]:
     """Map names of predictions to (task, split) of the test splits that `glue_dir` holds.
 
     AX belongs to MNLI. Reduced data may have no test splits.

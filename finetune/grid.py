@@ -71,7 +71,8 @@ def main(settings: GridSettings) -> None:
         print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
-        score_tasks(SimpleFeaturesSettings(settings.tasks, settings.glue_dir, settings.output))
+        names = ("tasks", "glue_dir", "output", "test")
+        score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     # runs that start from MNLI need its models
     phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
@@ -144,7 +145,7 @@ def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
         return False
     if result["status"] == "diverged":
         return True
-    splits = glue.test_splits(load_task(run.task), run.glue_dir) if run.test else ()
+    splits = glue.find_test_splits(load_task(run.task), run.glue_dir) if run.test else ()
     files = [prediction_file(run.output, result, split) for split in splits]
     return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
 

@@ -29,6 +29,7 @@ from finetune.results import (
     Result,
     hash_files,
     inputs_differ,
+    prediction_file,
     read_finished,
     run_key,
     write_result,
@@ -54,6 +55,8 @@ class SimpleFeaturesSettings:
     """Folder of the data, as for finetune/glue.py; null reads the hub."""
     output: str = "results.jsonl"
     """Results file of the runs that are compared."""
+    test: bool = False
+    """Also predict the test rows of your own tasks."""
 
     def __post_init__(self) -> None:
         normalize_paths(self, "glue_dir", "tasks")
@@ -67,14 +70,18 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         task = load_task(name)
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
-        test_files = [] if task.test is None else [find_split_file(task, "test", None)]
+        with_test = settings.test and task.test is not None
+        test_files = [find_split_file(task, "test", None)] if with_test else []
         inputs = {
             "weights": None,
             "data": hash_task_files(task, settings.glue_dir),
             "test_data": hash_files(test_files),
         }
         earlier = read_finished(settings.output).get(run_key(key))
-        if earlier is None or inputs_differ(inputs, earlier):
+        is_current = earlier is not None and not inputs_differ(inputs, earlier)
+        if with_test:
+            is_current &= prediction_file(settings.output, key, "test").exists()
+        if not is_current:
             result = score_task(task, settings, key | inputs)
             print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
 
@@ -82,7 +89,8 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
 def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
     """Fit, score, write the predictions and append the result, which is returned."""
     started = time.perf_counter()
-    splits = ("train", *task.validation_splits, *([] if task.test is None else ["test"]))
+    splits = ["train", *task.validation_splits]
+    splits += ["test"] if settings.test and task.test is not None else []
     columns = {split: read_split_columns(task, split, settings.glue_dir) for split in splits}
     labels = {split: columns[split]["label"] for split in splits}
     try:
@@ -92,6 +100,7 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{key['task']}]", *folder]
+    command += ["--test", "true"] if "test" in splits else []
     result = {
         **key,
         "model_type": SIMPLE_FEATURES,

@@ -141,7 +141,7 @@ def _select_implementation(
     if output_attentions and implementation != "eager":
         if requested != AUTO:
             logger.warning_once(
-                f"attn_implementation={implementation!r} returns no attention probabilities; calls "
+                f"attn_implementation={requested!r} returns no attention probabilities; calls "
                 "with output_attentions=True are computed by eager attention"
             )
         return "eager"
@@ -176,8 +176,8 @@ def _linear_attention_inputs(batch: BatchMetadata, implementation: str) -> Atten
     """Return the padding mask, and packed documents in rows of their own."""
     if batch.padding_mask is None:
         raise ValueError(
-            "attention_mask must be [B, S] with linear_attention, got four dimensions, as "
-            "static caches make them; leave cache_implementation out"
+            "attention_mask must be [B, S] with linear_attention, got four dimensions; pass the "
+            "padding mask, in generate without cache_implementation"
         )
     if batch.document_ids is None:
         return AttentionInputs(implementation, batch.padding_mask)

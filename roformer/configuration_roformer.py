@@ -325,6 +325,8 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     yield is_valid, "add_cross_attention", "be False in an encoder; set is_decoder=True"
     is_valid = config.position_encoding == "rope" or not config.rotary_value
     yield is_valid, "rotary_value", f"be False with position_encoding {config.position_encoding}"
+    is_valid = config.position_encoding != "sinusoidal" or config.embedding_dim % 2 == 0
+    yield is_valid, "embedding_size", "be even with position_encoding sinusoidal"
 
     if config.linear_attention is not None:
         attention = f"with linear_attention {config.linear_attention}"
@@ -380,12 +382,14 @@ def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     minimum = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
     is_valid = _is_number(share) and 0 < share <= 1
     is_valid = is_valid and int(dim * share) % 2 == 0 and int(dim * share) >= minimum
-    rule = f"leave an even number >= {minimum} of the {dim} coordinates of a head"
+    rule = f"leave an even number >= {minimum} of the {dim} coordinates that can be rotated"
     yield is_valid, "rope_parameters.partial_rotary_factor", rule
     pairs = config.rotary_dim // 2
     for name in ("short_factor", "long_factor"):
         rule = f"be a list of {pairs} positive numbers, one for each pair"
-        yield name not in rope or len(rope[name]) == pairs, f"rope_parameters.{name}", rule
+        factors = rope.get(name, [1.0] * pairs)
+        is_valid = isinstance(factors, list | tuple) and len(factors) == pairs
+        yield is_valid and min(factors) > 0, f"rope_parameters.{name}", rule
 
 
 def _is_number(value: object) -> bool:

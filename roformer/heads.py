@@ -177,9 +177,10 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         `labels` are [B, L], the ids of `input_ids` (the shift is made here) or -100 for none. In
         packed rows give -100 to the first token of each document, and behind padding on the left to
         the first of each row: no token before it predicts it.
-        `logits_to_keep` is the number of last tokens to score, which `labels` then name alone; 0
-        means all. Without `labels` it can also be the indices of tokens. With `labels` the default
-        of `use_cache` is False. All other arguments are those of `RoFormerModel.forward`.
+        `logits_to_keep` is the number of last tokens to score; `labels` are then theirs alone,
+        [B, logits_to_keep]. 0 means all. Without `labels` it can also be indices of tokens, [n].
+        With `labels` the default of `use_cache` is False. All other arguments are those of
+        `RoFormerModel.forward`.
 
         Returns:
             `logits` [B, L, V]; `loss`, the mean over labelled tokens, when `labels` are given;
@@ -196,6 +197,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
+        elif labels is not None:  # the loss would pair each token with the next one that is kept
+            raise ValueError("logits_to_keep must be a number with labels, got indices")
         logits = self.cls(outputs.last_hidden_state[:, indices])
         return CausalLMOutputWithCrossAttentions(
             loss=compute_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),

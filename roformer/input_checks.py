@@ -127,7 +127,7 @@ def check_shape(name: str, tensor: Tensor, *allowed: tuple[int | None, ...]) -> 
     raise ValueError(f"{name} must have the shape {options}, got {list(shape)}")
 
 
-def check_ids(name: str, ids: Tensor, size: int, remedy: str = "") -> None:
+def check_ids(name: str, ids: Tensor, size: int) -> None:
     """Check ids against the number of rows of their table.
 
     Raises:
@@ -138,4 +138,4 @@ def check_ids(name: str, ids: Tensor, size: int, remedy: str = "") -> None:
     least, most = ids.aminmax()
     if least < 0 or most >= size:
         found = int(least if least < 0 else most)
-        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}{remedy}")
+        raise ValueError(f"{name} must be at least 0 and below {size}, got {found}")

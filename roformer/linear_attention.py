@@ -292,10 +292,10 @@ class RoFormerLinearSelfAttention(nn.Module):
 
     def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
         super().__init__()
+        self.config = config
         self.layer_idx = layer_idx
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
-        self.interleave = config.rope_interleave
         self.is_causal = config.is_decoder
         is_random = config.linear_attention == "favor"
         self.features = RandomFeatureMap(config) if is_random else FeatureMap(config)
@@ -323,7 +323,7 @@ class RoFormerLinearSelfAttention(nn.Module):
             value,
             self.features,
             position_embeddings,
-            interleave=self.interleave,
+            interleave=self.config.rope_interleave,
             padding_mask=attention_mask,
             is_causal=self.is_causal,
             state=None if cache is None else cache.states.get(self.layer_idx),

@@ -1,9 +1,9 @@
 """RoFormer: a BERT encoder whose self-attention rotates queries and keys by their position.
 
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), sections 3.2 and 3.3. Module and parameter
-names are those of transformers' own RoFormer, so that checkpoints load in both directions. Unlike
-there, positions come from `position_ids`, cos and sin are computed once in a forward pass for
-all layers, and packed documents are kept apart, whichever attention implementation computes them.
+names are those of transformers' own RoFormer, so that checkpoints load in both directions. There
+cos and sin come from a table of `max_position_embeddings` rows; here they are computed from
+`position_ids`, and packed documents are kept apart, whichever implementation computes attention.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
 """
@@ -85,8 +85,7 @@ class RoFormerEmbeddings(nn.Module):
         """Embed [B, L] ids, or take [B, L, embedding_size] vectors; returns the latter shape."""
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.position_embeddings is not None:
-            remedy = "; shorten the text, or use a position_encoding without a table"
-            check_ids("position_ids", position_ids, self.position_embeddings.num_embeddings, remedy)
+            check_ids("position_ids", position_ids, self.position_embeddings.num_embeddings)
             embeddings = embeddings + self.position_embeddings(position_ids)
         elif self.is_sinusoidal:  # scaled to the size of sinusoids: Vaswani et al., section 3.4
             size = embeddings.shape[-1]
@@ -139,7 +138,6 @@ class RoFormerSelfAttention(nn.Module):
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
         self.has_rotary = config.position_encoding == "rope" and not is_cross_attention
-        self.interleave = config.rope_interleave
         self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not is_cross_attention
         self.relative = None
@@ -204,7 +202,7 @@ class RoFormerSelfAttention(nn.Module):
 
     def _rotate(self, x: Tensor, position_embeddings: Any) -> Tensor:
         cos, sin = position_embeddings
-        return apply_rotary(x, cos, sin, self.interleave)
+        return apply_rotary(x, cos, sin, self.config.rope_interleave)
 
     def _key_value(
         self,
@@ -458,7 +456,7 @@ class RoFormerPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """Return the name of the attention implementations; `auto` if none was requested."""
+        """Return the name of the attention implementation; `auto` if none was requested."""
         return super().get_correct_attn_implementation(requested_attention or AUTO, is_init_check)
 
     def train(self, mode: bool = True) -> Self:

@@ -93,6 +93,7 @@ def main(settings: PretrainSettings) -> Path:
     compiles = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiles)
     stages = split_stages(settings)
+    check_model(settings.model, corpus.length)  # the length of held-out text
     for stage in stages:  # before any work on the text
         check_model(stage.model, stage.corpus.length)
         optim = stage.optim

@@ -270,11 +270,12 @@ def test_simple_features_score_test_rows_and_read_chinese_characters():
     texts = ["红色的花", "蓝色的海", "白色的云"] * 4  # no spaces: a word is a character
     train, test = (write(f"{x}.csv", {"text": texts, "color": COLORS}) for x in ("train", "test"))
     describe(train, validation=train, test=test)
-    for rows, lines in ((12, 1), (12, 1), (9, 2)):
+    for with_test, rows, lines in ((False, 12, 1), (True, 12, 2), (True, 12, 2), (True, 9, 3)):
         write(test, {"text": texts[:rows], "color": COLORS[:rows]})
-        score_tasks(SimpleFeaturesSettings(["own.yaml"]))
+        score_tasks(SimpleFeaturesSettings(["own.yaml"], test=with_test))
         records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
         assert len(records) == lines
+        assert ("test_metrics" in records[-1]) == with_test
     assert records[-1]["headline"] == records[-1]["test_metrics"]["accuracy"] == 1.0
 
 

@@ -9,7 +9,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.masking_utils import flash_attention_mask
 
-from roformer import RoFormerForMultipleChoice, RoFormerForSequenceClassification, RoFormerModel
+from roformer import (
+    RoFormerForMaskedLM,
+    RoFormerForMultipleChoice,
+    RoFormerForSequenceClassification,
+    RoFormerModel,
+)
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
 from tiny import assert_near, build, hidden, rope_config
@@ -54,6 +59,14 @@ def padded(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         mask = torch.rand(4, 24) < 0.5
         mask[:, 3] = True
     return ids, mask.long()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "unpadded", "auto"])
+def test_labels_at_padding_are_scored_as_by_eager_attention(kernel, config):
+    ids, mask = padded("right")
+    models = (model_with(config, name, RoFormerForMaskedLM) for name in ("eager", kernel))
+    expected, found = (model(ids, attention_mask=mask, labels=ids).loss for model in models)
+    assert_near(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])

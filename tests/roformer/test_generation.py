@@ -186,6 +186,8 @@ def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
     assert_near(torch.stack(losses), losses[0].expand(3), 1e-5)
     with pytest.raises(ValueError, match="to match target batch_size"):  # torch's
         causal(ids, labels=ids, logits_to_keep=3)
+    with pytest.raises(ValueError, match="logits_to_keep must be a number with labels"):
+        causal(ids, labels=ids[:, :3], logits_to_keep=torch.tensor([0, 3, 6]))
 
 
 def encoder_decoder(package, **fields: object) -> EncoderDecoderModel:

@@ -130,7 +130,10 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share,
     converted = RoFormerForMaskedLM(other).eval()
     converted.load_state_dict(halves)
     converted.save_pretrained(tmp_path)
-    for one in (converted, RoFormerForMaskedLM.from_pretrained(tmp_path).eval()):
+    edited = RoFormerForMaskedLM(copy.copy(config)).eval()
+    edited.load_state_dict(halves)
+    edited.config.rope_interleave = False
+    for one in (converted, edited, RoFormerForMaskedLM.from_pretrained(tmp_path).eval()):
         assert_near(one(ids).logits, model(ids).logits, 1e-4)
     back = roformer.convert_rope_layout(halves, other)
     assert all(torch.equal(state[name], value) for name, value in back.items())

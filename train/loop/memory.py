@@ -124,8 +124,8 @@ def fit_micro_batch(
             return size
         if size == 1:
             raise InputError(
-                f"corpus.length must fit into memory, got {length} tokens that do not; shorten it, "
-                "or set model.gradient_checkpointing true"
+                f"corpus.length must fit into memory, got {length} tokens that do not; set "
+                "model.gradient_checkpointing true, or shorten it under another run.name"
             )
         size = next(part for part in range(size // 2, 0, -1) if micro_batch % part == 0)
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")

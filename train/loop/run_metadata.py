@@ -25,6 +25,7 @@ from train.settings import InputError, PretrainSettings
 
 CHANGEABLE = {
     "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
+    "model": {"gradient_checkpointing"},
     "optim": {"micro_batch"},
     "run": {
         "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
