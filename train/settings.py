@@ -75,8 +75,8 @@ class HeldOutSettings:
 
     validation: str | list[str] = "embedded"
     """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
-    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages. A
-    share such as 2% holds out that part of the documents of local training files."""
+    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages. In
+    pretraining also a share such as 2% of the documents of local training files."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     cache: str = "runs/tokens"
