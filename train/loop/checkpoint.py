@@ -209,8 +209,8 @@ def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: b
     """Refuse, on all processes, an error of one; a collective call, which waits for the disk."""
     if any_process(bool(error), accelerator) and is_needed:
         raise InputError(
-            f"run.folder must take {what}, got {error or 'an error of another process'}; "
-            "mend that, for example make room; the same command goes on"
+            f"run.folder must have room for {what}, got {error or 'an error of another process'}; "
+            "make some, the same command goes on"
         )
 
 
