@@ -304,6 +304,10 @@ def test_a_checkpoint_without_a_layer_is_refused(kind, stock, tmp_path):
 
 MISFITS = {
     "--model.type=bert --corpus.length=128": ("corpus.length", "64 positions of the bert"),
+    '--model.type=bert --corpus.length=128 --optim.steps=null --stages=[{"length":32,"steps":9}]': (
+        "corpus.length",
+        "64 positions of the bert",
+    ),  # the length of held-out text
     "--model.type=brt": ("model.type must be a transformers model type", "got brt"),
     '--model.config={"hidden_sze":8}': ("model.config must be a field", "got 'hidden_sze'"),
     '--model.config={"hidden_size":33}': ("model must be usable", "hidden_size", "multiple"),

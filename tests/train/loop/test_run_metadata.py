@@ -15,7 +15,13 @@ from accelerate import Accelerator
 from tiny import refused
 from train.loop import run_metadata
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import OptimSettings, PretrainSettings, RunSettings, StageSettings
+from train.settings import (
+    ModelSettings,
+    OptimSettings,
+    PretrainSettings,
+    RunSettings,
+    StageSettings,
+)
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
@@ -87,8 +93,10 @@ def test_an_environment_that_was_deleted_is_written_again(begun):
     assert (begun / "settings.yaml").read_text() == before
 
 
-def test_a_run_goes_on_under_another_name_of_its_folder(begun):
+def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(begun):
     check_changed_settings(begun, settings_of(RunSettings(name="x")), "no")
+    less = dataclasses.replace(SETTINGS, model=ModelSettings(gradient_checkpointing=True))
+    check_changed_settings(begun, less, "no")
 
 
 def test_a_setting_added_after_a_run_began_had_its_default(begun):
