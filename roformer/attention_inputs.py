@@ -95,12 +95,12 @@ def prepare_attention(
         ValueError: The call contradicts the configuration or the implementation.
     """
     requested = model_config._attn_implementation or "eager"
-    if config.linear_attention is not None:
-        return _linear_attention_inputs(batch, requested)
     names = ("output_attentions", "output_hidden_states")
     output_attentions, output_hidden_states = (
         options.get(name, getattr(model_config, name)) for name in names
     )
+    if config.linear_attention is not None:
+        return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
     implementation = _select_implementation(config, requested, output_attentions)
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
     if cache is None and cross_inputs[0] is None and not config.has_position_bias:
@@ -172,8 +172,23 @@ def _may_unpad(
     return not has_hooks(layers) and bool(batch.padding_mask.any(dim=-1).all())
 
 
-def _linear_attention_inputs(batch: BatchMetadata, implementation: str) -> AttentionInputs:
+def _linear_attention_inputs(
+    batch: BatchMetadata,
+    implementation: str,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
+) -> AttentionInputs:
     """Return the padding mask, and packed documents in rows of their own."""
+    if output_attentions:
+        raise ValueError(
+            "output_attentions must be False with linear_attention, which computes no "
+            "probabilities, got True"
+        )
+    if output_hidden_states and batch.document_ids is not None:
+        raise ValueError(
+            "output_hidden_states must be False for packed rows with linear_attention, which "
+            "computes documents in rows of their own, got True"
+        )
     if batch.padding_mask is None:
         raise ValueError(
             "attention_mask must be [B, S] with linear_attention, got four dimensions; pass the "

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
 from .kernels.conditions import is_plain, is_traced
+from .linear_attention import LinearAttentionCache
 
 
 def check_inputs(
@@ -95,8 +96,15 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
     """Check the cache that a decoder was given.
 
     Raises:
-        ValueError: The position encoding cannot use such a cache.
+        ValueError: The attention or the position encoding cannot use such a cache.
     """
+    is_linear = config.linear_attention is not None
+    if isinstance(cache, LinearAttentionCache) != is_linear:
+        needed = "a LinearAttentionCache" if is_linear else "a cache of keys and values"
+        raise ValueError(
+            f"past_key_values must be {needed}, got a {type(cache).__name__}; leave it out in the "
+            "first call"
+        )
     if config.has_position_bias and cache.is_compileable:
         raise ValueError(
             "past_key_values must be a cache that grows, because position_encoding "

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerConfig, RoFormerForCausalLM, RoFormerModel
@@ -20,6 +21,8 @@ from roformer.rotary import compute_inv_freq, rotary_embeddings
 from tiny import VARIANTS, assert_near, build, hidden, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 
 def config_of(kind: str, **fields: object) -> RoFormerConfig:
@@ -227,9 +230,20 @@ def test_two_losses_may_share_a_backward_pass_that_draws_between_them():
     (model(ids).last_hidden_state.sum() + model(ids).last_hidden_state.pow(2).sum()).backward()
 
 
-def test_a_mask_of_four_dimensions_is_refused():
-    with pytest.raises(ValueError, match="^attention_mask must"):
-        model_of("elu")(torch.ones(1, 5).long(), attention_mask=torch.ones(1, 1, 5, 5))
+@pytest.mark.parametrize(
+    ("key", "inputs"),
+    [
+        ("output_attentions", {"output_attentions": True}),
+        # documents are in rows of their own inside the model
+        ("output_hidden_states", {"position_ids": PACKED, "output_hidden_states": True}),
+        ("attention_mask", {"attention_mask": torch.ones(1, 1, 5, 5)}),
+        ("past_key_values", {"past_key_values": transformers.DynamicCache()}),  # even if empty
+    ],
+)
+def test_calls_that_need_scores_or_keys_are_refused(key, inputs):
+    model = model_of("elu", is_decoder=True)
+    with pytest.raises(ValueError, match=f"^{key} must"):
+        model(torch.ones(1, 5).long(), **inputs)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -201,7 +201,10 @@ class Checkpoints:
             except (OSError, SafetensorError) as failure:
                 error = " ".join(str(failure).split())
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
-            prune(self.folder, self.settings.run.keep)
+            try:
+                prune(self.folder, self.settings.run.keep)
+            except OSError as failure:
+                run_log.warn(f"older checkpoints could not be deleted: {failure}")
         _check_written(error, "a checkpoint", self.accelerator, is_needed=final)
 
 
@@ -391,7 +394,7 @@ def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints but the newest `keep`, and what killed saves left."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*[0-9]"))
     for path in [*checkpoints[:-keep], *(folder / "checkpoints").glob(f".*{UNFINISHED}*")]:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path)
 
 
 def _sha256(path: Path) -> str:
