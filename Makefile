@@ -1,9 +1,7 @@
 # `make demo` and `make test` set up what they use. OMP_NUM_THREADS=1 makes runs side by side faster.
-# bfloat16 is slower than float32 on a processor without instructions for it.
 PYTHON ?= python3
 BIN := .venv/bin
-PRECISION := $(if $(shell grep -m1 avx512_bf16 /proc/cpuinfo 2>/dev/null),bf16,no)
-CPU := $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml --mixed_precision $(PRECISION)
+CPU := $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml
 GRID := $(CPU) -m finetune.grid
 export PIP_CONSTRAINT := $(CURDIR)/configs/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

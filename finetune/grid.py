@@ -40,7 +40,7 @@ from finetune.settings import CommonSettings, GlueSettings, GridSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import load_task, task_description
 from train.command_line import run_command
-from train.loop.launch import launcher_pid, start_accelerator
+from train.loop.launch import launcher_pid, replace_emulated_bfloat16, start_accelerator
 from train.settings import InputError, first_line
 
 MNLI_TASKS = ("rte", "mrpc", "stsb")
@@ -60,6 +60,7 @@ def main(settings: GridSettings) -> None:
             f"launch must start one process for a grid, got {count}; launch one and give --workers"
         )
     check_learning_rate(settings)
+    replace_emulated_bfloat16()
     runs = list_runs(settings)
     finished = read_finished(settings.output)
     pending = [run for run in runs if not is_finished(run, finished)]

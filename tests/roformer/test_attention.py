@@ -264,12 +264,8 @@ def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_flex_attention_of_a_decoder_gives_eager_outputs_also_for_packed_rows(
-    backend, config, request
-):
-    if backend == "aot_eager":
-        request.getfixturevalue("flex_without_inductor")
+@pytest.mark.usefixtures("flex_without_inductor")
+def test_flex_attention_of_a_decoder_gives_eager_outputs_also_for_packed_rows(config):
     config.is_decoder, config.use_cache = True, False
     ids, mask = padded("right")
     positions = torch.cat((torch.arange(4), torch.arange(20)))

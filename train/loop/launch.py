@@ -15,6 +15,7 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
     InitProcessGroupKwargs,
+    parse_flag_from_env,
 )
 
 import roformer
@@ -34,6 +35,23 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     """Return the dtype of matrix products under the mixed precision of the launch."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(accelerator.mixed_precision, torch.float32)
+
+
+def replace_emulated_bfloat16() -> None:
+    """Compute in float32 where the launch asks for bfloat16 on a CPU without instructions for it.
+
+    Emulated matrix products take about eight times as long as those of float32. Accelerate reads
+    the precision from the environment, which worker processes inherit.
+    """
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    is_emulated = capabilities.get("architecture") == "x86_64" and not (
+        capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    )
+    is_on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if is_emulated and is_on_cpu and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        if os.environ.get("RANK", "0") == "0":
+            print("precision: float32, since this CPU has no bfloat16 instructions")
 
 
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:
@@ -63,6 +81,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
             "run.tracker must be null or an installed tracker of Accelerate, "
             f"{', '.join(trackers)}, got {tracker}; install it, or set null"
         )
+    replace_emulated_bfloat16()
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),

@@ -1,0 +1,28 @@
+"""The precision of a launch on a CPU without bfloat16 instructions."""
+
+import os
+
+import pytest
+import torch
+
+from train.loop.launch import replace_emulated_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, "no"),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "bf16"),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, "bf16"),
+        ({"architecture": "aarch64"}, "bf16"),
+    ],
+)
+def test_only_an_x86_cpu_without_instructions_for_bfloat16_computes_in_float32(
+    monkeypatch, capsys, capabilities, precision
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    replace_emulated_bfloat16()
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == precision
+    assert ("float32" in capsys.readouterr().out) == (precision == "no")
