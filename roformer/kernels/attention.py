@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import conditions
 from .conditions import kernels_enabled, use_kernel
 from .dropout import dropout as fast_dropout
 
@@ -97,6 +98,14 @@ def _attention(
     is_causal: bool = False,
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
+    is_bfloat16 = query.dtype == torch.bfloat16 and use_kernel(query, key, value, mask)
+    if is_bfloat16 and conditions.bfloat16_is_emulated():
+        query, key, value = query.float(), key.float(), value.float()
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
+        with torch.autocast("cpu", enabled=False):
+            output = _attention(query, key, value, mask, scaling, dropout, is_causal)
+        return output.bfloat16()
     if not is_causal and use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
@@ -180,7 +189,8 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
     | otherwise | `sdpa` | `sdpa` |
 
-    It is the same whether gradients are computed or not.
+    It is the same whether gradients are computed or not. On an x86 CPU without instructions for
+    bfloat16, such calls are converted to float32 first.
     """
     if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
         return "sdpa"

@@ -1,6 +1,8 @@
 """When the kernels of this folder may replace torch's operations, and the switch against it."""
 
 import os
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,17 @@ def values_are_unreadable(x: Tensor) -> bool:
     """Return whether the values of x cannot be read: compiled, transformed, fake or on meta."""
     is_fake = x.is_meta or hasattr(x, "fake_mode")
     return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
+
+
+@cache
+def bfloat16_is_emulated() -> bool:
+    """Return whether torch emulates bfloat16 here: on x86 CPUs without instructions for it.
+
+    Its products take several times as long as those of float32.
+    """
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    has_instructions = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return capabilities.get("architecture") == "x86_64" and not has_instructions
 
 
 def has_hooks(model: nn.Module) -> bool:

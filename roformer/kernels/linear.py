@@ -1,7 +1,8 @@
-"""Linear layers computed by oneDNN on CPUs where it is faster than torch's choice.
+"""Linear layers on a CPU, by the library and dtype that are faster than torch's choice.
 
 torch hands float32 products to MKL, which on AMD processors with AVX-512 takes up to twice as long
-as oneDNN. bfloat16 products go to oneDNN anyway, and are left to torch.
+as oneDNN. bfloat16 products go to oneDNN anyway, and are left to torch where the CPU has
+instructions for them. Where it has none they are computed in float32.
 """
 
 from functools import cache
@@ -10,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from . import conditions
 from .conditions import use_kernel
 
 _onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """torch's operator for x W^T + b by oneDNN; None in builds without it."""
+
+
+MIN_FLOAT32_ROWS = 32
+"""Rows from which the conversion of the weight to float32 takes less time than it saves."""
 
 
 class Linear(nn.Linear):
@@ -28,6 +35,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         weight, bias = self.weight, self.bias
+        if _is_faster_in_float32(x, weight, bias):
+            with torch.autocast("cpu", enabled=False):
+                bias32 = None if bias is None else bias.float()
+                return F.linear(x.float(), weight.float(), bias32).bfloat16()
         if not _is_faster(x, weight, bias):
             return super().forward(x)
         if torch.is_grad_enabled() and any(
@@ -44,6 +55,16 @@ def replace_by_torch_modules(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear:
             setattr(module, "__class__", nn.Linear)  # noqa: B010 mypy rejects the assignment
+
+
+def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if x.ndim < 2 or x.numel() < MIN_FLOAT32_ROWS * x.shape[-1]:
+        return False
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if torch.is_autocast_enabled("cpu") and dtypes <= {torch.float32, torch.bfloat16}:
+        dtypes = {torch.get_autocast_dtype("cpu")}
+    is_bfloat16 = dtypes == {torch.bfloat16}
+    return is_bfloat16 and use_kernel(x, weight, bias) and conditions.bfloat16_is_emulated()
 
 
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

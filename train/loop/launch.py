@@ -19,6 +19,7 @@ from accelerate.utils import (
 )
 
 import roformer
+from roformer.kernels.conditions import bfloat16_is_emulated
 from train.settings import InputError
 
 
@@ -40,15 +41,11 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
 def replace_emulated_bfloat16() -> None:
     """Compute in float32 where the launch asks for bfloat16 on a CPU without instructions for it.
 
-    Emulated matrix products take about eight times as long as those of float32. Accelerate reads
-    the precision from the environment, which worker processes inherit.
+    Accelerate reads the precision from the environment, which worker processes inherit.
     """
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    is_emulated = capabilities.get("architecture") == "x86_64" and not (
-        capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    )
     is_on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    if is_emulated and is_on_cpu and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+    is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    if is_bf16 and is_on_cpu and bfloat16_is_emulated():
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if os.environ.get("RANK", "0") == "0":
             print("precision: float32, since this CPU has no bfloat16 instructions")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roformer.kernels import attention
+from roformer.kernels import attention, conditions
 
 SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
 KERNELS = {
@@ -53,6 +53,21 @@ def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeyp
     assert actual.dtype == dtype
     for a, b in zip([actual, *gradients], wanted, strict=True):
         torch.testing.assert_close(a.double(), b.double(), atol=limit, rtol=0)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bool", "additive"])
+def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeypatch):
+    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    tensors, mask_tensor = inputs(torch.bfloat16, mask)
+    expected = definition(tensors, mask_tensor)
+    wanted = torch.autograd.grad(expected.sum(), tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention._attention(*tensors, mask_tensor, 0.3, 0.0)
+    gradients = torch.autograd.grad(found.sum(), tensors)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=2**-7, atol=1e-6)
 
 
 def test_the_backward_pass_of_chunks_draws_the_dropout_of_the_forward_pass(monkeypatch):

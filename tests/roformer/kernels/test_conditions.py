@@ -9,7 +9,7 @@ from torch.func import functional_call, vmap
 
 import roformer
 from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel, kernels
-from roformer.kernels import attention, linear
+from roformer.kernels import attention, conditions, linear
 from tiny import HEADS, POOLED, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -19,7 +19,8 @@ PACKED = torch.cat((torch.arange(5), torch.arange(7)))[None]
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
-    """Kernel and number of queries of each attention, both changed for bfloat16 to be chosen."""
+    """Kernel and number of queries of each attention, on a CPU with bfloat16 instructions."""
+    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: False)
     found: list[tuple[str, int]] = []
 
     def spy(holder: Any, name: str) -> None:
@@ -84,6 +85,13 @@ def test_each_call_is_computed_by_the_kernel_of_the_table(fields, changes, expec
         eager = model_of("eager", **fields)(**inputs)[0]
     mask = PADDED.bool() if "attention_mask" in changes else slice(None)
     torch.testing.assert_close(output[mask], eager[mask], atol=0.1, rtol=0.1)
+
+
+def test_emulated_bfloat16_takes_the_kernel_of_float32(calls, monkeypatch):
+    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    with torch.no_grad():
+        model_of(None)(IDS)
+    assert calls == [(SDPA, 36)]
 
 
 def test_autocast_decides_by_the_dtype_of_the_queries(calls):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerForMaskedLM
-from roformer.kernels import Linear, linear, replace_by_torch_modules
+from roformer.kernels import Linear, conditions, linear, replace_by_torch_modules
 from roformer.modeling_roformer import RoFormerIntermediate
 from tiny import tiny_config
 
@@ -154,6 +154,27 @@ def test_autocast_switches_of_torch_and_transforms_are_obeyed(calls, monkeypatch
         layer(x)
     assert calls
     assert counter.get_total_flops() == 2 * 3 * 48 * 16
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_emulated_bfloat16_is_computed_in_float32_for_many_rows(rows, autocast, monkeypatch):
+    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    dtypes, product = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: dtypes.append(x.dtype) or product(x, *rest))
+    layer, x = layer_of(200).bfloat16(), torch.randn(rows, 48).bfloat16().requires_grad_()
+    exact = copy.deepcopy(layer).double()
+    inputs = x, x.detach().double().requires_grad_()
+    if autocast:
+        layer.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = layer(x), exact(inputs[1])
+    assert outputs[0].dtype == torch.bfloat16
+    assert (dtypes[0] == torch.float32) == (rows == 64)
+    ours = torch.autograd.grad(outputs[0].sum(), [x, *layer.parameters()])
+    theirs = torch.autograd.grad(outputs[1].sum(), [inputs[1], *exact.parameters()])
+    for found, expected in zip([outputs[0], *ours], [outputs[1], *theirs], strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2**-7, atol=2**-7)
 
 
 def test_errors_are_those_of_torch():

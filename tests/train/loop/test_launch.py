@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from roformer.kernels.conditions import bfloat16_is_emulated
 from train.loop.launch import replace_emulated_bfloat16
 
 
@@ -23,6 +24,8 @@ def test_only_an_x86_cpu_without_instructions_for_bfloat16_computes_in_float32(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    bfloat16_is_emulated.cache_clear()
     replace_emulated_bfloat16()
+    bfloat16_is_emulated.cache_clear()
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == precision
     assert ("float32" in capsys.readouterr().out) == (precision == "no")
