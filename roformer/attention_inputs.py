@@ -60,6 +60,7 @@ class AttentionInputs:
 
 
 def prepare_attention(
+    *,
     config: RoFormerConfig,
     model_config: PreTrainedConfig,
     options: dict[str, Any],

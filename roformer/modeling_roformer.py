@@ -598,16 +598,16 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # 3. mask or lengths of documents, in the form of the attention implementation
         shared_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
-            config,
-            self.config,
-            kwargs,
-            hidden_states,
-            batch,
-            self.encoder,
-            cache,
-            cross_inputs,
-            shared_bias,
-            unpad,
+            config=config,
+            model_config=self.config,
+            options=kwargs,
+            hidden_states=hidden_states,
+            batch=batch,
+            layers=self.encoder,
+            cache=cache,
+            cross_inputs=cross_inputs,
+            shared_bias=shared_bias,
+            unpad=unpad,
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attention.to_layout(hidden_states, position_embeddings)
