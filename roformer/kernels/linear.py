@@ -58,13 +58,12 @@ def replace_by_torch_modules(model: nn.Module) -> None:
 
 
 def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if x.ndim < 2 or x.numel() < MIN_FLOAT32_ROWS * x.shape[-1]:
-        return False
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if torch.is_autocast_enabled("cpu") and dtypes <= {torch.float32, torch.bfloat16}:
         dtypes = {torch.get_autocast_dtype("cpu")}
-    is_bfloat16 = dtypes == {torch.bfloat16}
-    return is_bfloat16 and use_kernel(x, weight, bias) and conditions.bfloat16_is_emulated()
+    if dtypes != {torch.bfloat16} or not use_kernel(x, weight, bias):
+        return False
+    return conditions.bfloat16_is_emulated() and x.numel() >= MIN_FLOAT32_ROWS * x.shape[-1]
 
 
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
