@@ -73,7 +73,7 @@ def run(
     started, task = time.perf_counter(), load_task(settings.task)
     accelerator, is_in_grid = accelerator or start_accelerator(), slot is not None
     if settings.save is not None:
-        if not is_in_grid and Path(settings.save).exists():  # a grid replaces its own
+        if Path(settings.save).exists():
             raise InputError(f"save must be new, got {settings.save}; delete it or choose another")
         if accelerator.distributed_type.value == "FSDP":
             raise InputError(

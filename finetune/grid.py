@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, fields, replace
-from itertools import chain, product
-from pathlib import Path
+from dataclasses import asdict, fields
+from itertools import product
 
 import torch
 from filelock import Timeout
@@ -30,10 +29,8 @@ from finetune.results import (
     inputs_differ,
     prediction_file,
     read_finished,
-    results_folder,
     run_key,
     run_lock,
-    run_name,
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command
 from finetune.settings import CommonSettings, GlueSettings, GridSettings
@@ -43,8 +40,6 @@ from train.command_line import run_command
 from train.loop.launch import launcher_pid, replace_emulated_bfloat16, start_accelerator
 from train.settings import InputError, first_line
 
-MNLI_TASKS = ("rte", "mrpc", "stsb")
-"""Tasks that `from_mnli` also starts from the model fine-tuned on MNLI."""
 POLL_SECONDS = 0.5
 
 
@@ -64,8 +59,6 @@ def main(settings: GridSettings) -> None:
     runs = list_runs(settings)
     finished = read_finished(settings.output)
     pending = [run for run in runs if not is_finished(run, finished)]
-    remade = {run.save for run in pending if run.save}  # runs that start from them follow
-    pending += [run for run in runs if run.mnli in remade and run not in pending]
     check_precision(runs, finished)
     changed = {f"{run.task} of {run.model}" for run in pending if has_changed(run, finished)}
     if changed:
@@ -75,11 +68,8 @@ def main(settings: GridSettings) -> None:
         names = ("tasks", "glue_dir", "output", "test")
         score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
-    # runs that start from MNLI need its models
-    phases = [run for run in pending if not run.mnli], [run for run in pending if run.mnli]
     failures, started = 0, time.perf_counter()
-    outcomes = chain.from_iterable(make_runs(phase, settings.workers) for phase in phases)
-    for done, (run, result) in enumerate(outcomes, start=1):
+    for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):
         seconds = (time.perf_counter() - started) / done * (len(pending) - done)
         print_outcome(run, result, f"{done}/{len(pending)}", seconds)
         failures += result is not None and result["status"] == "failed"
@@ -119,36 +109,19 @@ def list_runs(settings: GridSettings) -> list[GlueSettings]:
         settings.seeds, settings.tasks, rates, settings.models, controls
     ):
         values = {**common, "learning_rate": rate, "model": model, "seed": seed}
-        run = GlueSettings(**values, task=task, random_weights=control)
-        if settings.from_mnli and not control:
-            if task == "mnli":
-                run = replace(run, save=mnli_folder(run))
-            elif task in MNLI_TASKS:
-                runs.append(replace(run, mnli=mnli_folder(run)))
-        runs.append(run)
+        runs.append(GlueSettings(**values, task=task, random_weights=control))
     return list({run_key(asdict(run)): run for run in runs}.values())
 
 
-def mnli_run(run: GlueSettings) -> GlueSettings:
-    """The MNLI run of the same model, recipe and seed."""
-    return replace(run, task="mnli", mnli=None)
-
-
-def mnli_folder(run: GlueSettings) -> str:
-    """Where `mnli_run` saves its model."""
-    return str(results_folder(run.output, "mnli") / run_name(asdict(mnli_run(run))))
-
-
 def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
-    """Whether a run has its result, for its current inputs, and all files that are asked for."""
+    """Whether a run has its result, for its current inputs, and test predictions if asked for."""
     result = finished.get(run_key(asdict(run)))
     if result is None or has_changed(run, finished):
         return False
     if result["status"] == "diverged":
         return True
     splits = glue.find_test_splits(load_task(run.task), run.glue_dir) if run.test else ()
-    files = [prediction_file(run.output, result, split) for split in splits]
-    return all(file.exists() for file in files) and (run.save is None or Path(run.save).exists())
+    return all(prediction_file(run.output, result, split).exists() for split in splits)
 
 
 def has_changed(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
@@ -176,7 +149,7 @@ def launch_precision() -> str:
 def check_runs(runs: list[GlueSettings]) -> None:
     """Load every model and every task's data, and send a batch through each model."""
     # the first run of a model and task stands for the others
-    unique = {(run.model, run.task): replace(run, mnli=None) for run in reversed(runs)}
+    unique = {(run.model, run.task): run for run in reversed(runs)}
     for run in unique.values():
         task = load_task(run.task)
         config, tokenizer = glue.load_config_and_tokenizer(run, task)
@@ -250,9 +223,6 @@ def end_with_parent(parent: int | None) -> None:
 
 def make_run(run: GlueSettings, slot: int) -> Result | None:
     """Make one run in a worker process; None if another grid is making it or has made it."""
-    if run.mnli is not None and not Path(run.mnli).exists():
-        with run_lock(run.output, asdict(mnli_run(run))):
-            pass  # waits while another grid is making the MNLI run
     try:
         lock = run_lock(run.output, asdict(run)).acquire(blocking=False)
     except Timeout:

@@ -49,7 +49,7 @@ RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
 """What results mean that were made before these fields; a run's name has other values only."""
 
 RUN_KEY = (
-    "model", "tokenizer", "random_weights", "mnli", "task", "glue_dir", "seed", *RECIPE_FIELDS,
+    "model", "tokenizer", "random_weights", "task", "glue_dir", "seed", *RECIPE_FIELDS,
 )  # fmt: skip
 """Fields that identify a run: runs that agree on all of them are the same run."""
 
@@ -69,7 +69,9 @@ def run_key(values: Mapping[str, Any]) -> tuple:
 
 def run_name(values: Mapping[str, Any]) -> str:
     """Name the folder of a run's predictions: readable, and unique to its key."""
-    digest = hashlib.sha256(json.dumps(run_key(values)).encode()).hexdigest()[:10]
+    key = [*run_key(values)]
+    key.insert(3, None)  # of a field that is gone: folders of earlier runs are named with it
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
     return f"{Path(values['task']).stem}-{model_name(values['model'])}-{digest}"
 
 
@@ -105,15 +107,11 @@ def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
-def results_folder(results: str, name: str) -> Path:
-    """Locate a folder that belongs to a results file and lies beside it."""
-    file = Path(results)
-    return file.parent / (name if file.stem == "results" else f"{file.stem}-{name}")
-
-
 def prediction_file(results: str, result: Result, split: str) -> Path:
     """Locate the predictions of a run on a split."""
-    return results_folder(results, "predictions") / run_name(result) / f"{split}.parquet"
+    file = Path(results)
+    folder = "predictions" if file.stem == "results" else f"{file.stem}-predictions"
+    return file.parent / folder / run_name(result) / f"{split}.parquet"
 
 
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
@@ -231,6 +229,8 @@ def read_results(path: str) -> list[Result]:
             earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
+            continue
+        if result.get("mnli") is not None:  # of an earlier version: no run from `model` itself
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
             results[key] = result

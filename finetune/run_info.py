@@ -71,7 +71,7 @@ def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
     has_test = settings.test and task.test is not None
     test_files = [find_split_file(task, "test", None)] if has_test else []
     return {
-        "weights": hash_weights(settings.mnli or settings.model, settings.random_weights),
+        "weights": hash_weights(settings.model, settings.random_weights),
         "data": hash_task_files(task, settings.glue_dir),
         "test_data": hash_files(test_files),
     }
@@ -111,7 +111,6 @@ def describe_truncation(result: Result) -> list[str]:
 def format_result(result: Result) -> str:
     """Format a result for the terminal."""
     control = ", random weights," if result["random_weights"] else ""
-    control += " from MNLI" if result["mnli"] else ""
     name = (
         f"{result['task']} {result['model']}{control} rate {result['learning_rate']:g} "
         f"seed {result['seed']}"

@@ -119,23 +119,16 @@ class GlueSettings(CommonSettings):
     """Seed of the new head, the order of examples and dropout."""
     random_weights: bool = False
     """Control: the same architecture and tokenizer, trained from random initialisation."""
-    mnli: str | None = None
-    """Folder of this model fine-tuned on MNLI, from which the run starts instead; RoBERTa and
-    ModernBERT do so for RTE, MRPC and STS-B. Tables label it."""
     save: str | None = None
     """New folder for the fine-tuned model, its tokenizer and a model card."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        normalize_paths(self, "model", "tokenizer", "mnli", "task")
+        normalize_paths(self, "model", "tokenizer", "task")
         load_task(self.task)
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
-        if self.mnli is not None and self.random_weights:
-            raise InputError(
-                "mnli needs pretrained weights, got random_weights true; leave one of them out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +146,6 @@ class GridSettings(CommonSettings):
     random_control: bool = False
     """Also make the controls without pretraining: each model from random initialisation, and
     simple features of the words (`finetune.simple_features`)."""
-    from_mnli: bool = False
-    """Run RTE, MRPC and STS-B a second time from the model fine-tuned on MNLI with the same
-    learning rate and seed; `tasks` must contain mnli."""
     workers: int = 1
     """Processes that make runs in parallel, one GPU each where there are GPUs."""
 
@@ -164,5 +154,3 @@ class GridSettings(CommonSettings):
         normalize_paths(self, "models", "tasks")
         if self.workers < 1:
             raise InputError(f"workers must be at least 1, got {self.workers}; leave it out")
-        if self.from_mnli and "mnli" not in self.tasks:
-            raise InputError(f"tasks must contain mnli for from_mnli, got {self.tasks}; add mnli")

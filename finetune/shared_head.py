@@ -116,19 +116,12 @@ class SharedHeadClassifier(nn.Module):
         head.load_state_dict(load_file(path / HEAD_FILES[1]))
         return cls(AutoModel.from_pretrained(path / ENCODER, **options), head).eval()
 
-    def load_fitting_head(self, folder: str | Path) -> None:
-        """Take over the layers of a saved head that have the same shape."""
-        state = self.head.state_dict()
-        saved = load_file(Path(folder) / HEAD_FILES[1])
-        fitting = {name: x for name, x in saved.items() if state[name].shape == x.shape}
-        self.head.load_state_dict(state | fitting)
-
 
 def load_model(settings: GlueSettings, config: Any) -> nn.Module:
     """Load the model in float32 with a new head drawn from the seed.
 
-    `random_weights` draws all weights. From an MNLI model the layers of the head that have the
-    same shape are kept, such as BERT's pooler.
+    `random_weights` draws all weights. From a model fine-tuned on another task the layers of its
+    own head that have the same shape are kept, such as BERT's pooler.
 
     Raises:
         InputError: The folder lacks weights of the encoder or has those of another architecture,
@@ -142,24 +135,17 @@ def load_model(settings: GlueSettings, config: Any) -> nn.Module:
     task = load_task(settings.task)
     texts = len(task.columns) if settings.pair_encoding == "separate" else 1
     head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
-    model = SharedHeadClassifier(encoder, head)
-    if settings.mnli is not None:
-        model.load_fitting_head(settings.mnli)
-    return model
+    return SharedHeadClassifier(encoder, head)
 
 
 def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTrainedModel:
     """Load the weights of a run into a model of an Auto class, or draw them."""
     options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    folder = settings.mnli or settings.model
-    key = "model" if settings.mnli is None else "mnli"
-    if settings.mnli is not None and settings.pooling != "own":
-        folder = str(Path(folder) / ENCODER)
-    with input_errors(f"{key} {folder}"):
+    with input_errors(f"model {settings.model}"):
         if settings.random_weights:
             return auto_class.from_config(config, **options)
         model, loading = auto_class.from_pretrained(
-            folder,
+            settings.model,
             config=config,
             ignore_mismatched_sizes=True,  # replaces the head of another task
             output_loading_info=True,
@@ -171,7 +157,8 @@ def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTra
     lost = sorted(x for x in new if x.startswith(prefix) and "pooler." not in x)
     if lost:
         raise InputError(
-            f"{key} must hold every encoder weight of its config.json in its shape, got {folder} "
-            f"without {lost[:1]}; save all weights, or train from --random_weights true"
+            "model must hold every encoder weight of its config.json in its shape, got "
+            f"{settings.model} without {lost[:1]}; save all weights, or train from "
+            "--random_weights true"
         )
     return model

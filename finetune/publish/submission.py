@@ -135,8 +135,7 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
 
     It is the best one on validation. All files of a task are predicted by one run, never by one of
     random weights. Only runs of the weights that the model's folder holds now are used; if the
-    folder is gone, of those of its last run. Runs that start from MNLI have the weights of a model
-    of MNLI, another one for each seed.
+    folder is gone, of those of its last run.
 
     Raises:
         InputError: The results have no run of this model.
@@ -153,15 +152,15 @@ def choose_runs(settings: SubmissionSettings) -> dict[ServerFile, Result | None]
             f"model must be one of those in {settings.results}, got {settings.model}; "
             f"there: {models}"
         )
-    direct = [x["weights"] for x in results if x["mnli"] is None and x.get("weights")]
-    weights = hash_weights(settings.model) or (direct[-1] if direct else None)
+    recorded = [x["weights"] for x in results if x.get("weights")]
+    weights = hash_weights(settings.model) or (recorded[-1] if recorded else None)
     usable = [
         x
         for x in results
         if x["status"] == "done"
         and x["official"]
         and x["settings"]["test"]
-        and (x["mnli"] is not None or not inputs_differ({"weights": weights}, x))
+        and not inputs_differ({"weights": weights}, x)
     ]
 
     def is_predicted(run: Result, split: str) -> bool:

@@ -108,7 +108,7 @@ def pair_differences(
         if seeds and len(parts) == len(seeds):
             differences.append(_over_pretraining_seeds(parts))
     reason = (
-        f"No {title}: no two rows have recipe, start, data and precision in common and one set of "
+        f"No {title}: no two rows have recipe, data and precision in common and one set of "
         "weights each; their names say what differs."
     )
     return differences, "" if differences else reason

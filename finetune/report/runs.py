@@ -159,7 +159,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs["base_name"] = [split_seed(model_name(model))[0] for model in runs["model"]]
     runs["pretraining_seed"] = [split_seed(name)[1] for name in runs["short_name"]]
     runs["group"] = [_group(result) for result in results]
-    runs = runs.fillna({"tokenizer": "", "mnli": "", "glue_dir": "the hub", "collapsed": False})
+    runs = runs.fillna({"tokenizer": "", "glue_dir": "the hub", "collapsed": False})
     types = runs.groupby("model")["model_type"].transform("last")
     runs["model_type"] = types.fillna("unknown type")
     known = runs.groupby(["task", "glue_dir"])[["group", "label"]].transform("last")
@@ -197,18 +197,10 @@ def _origins(networks: pd.DataFrame) -> pd.DataFrame:
     """Make `origin`, and `data_origin` for the controls, which have no initial weights.
 
     A folder may hold other weights or data than when an earlier run read it. Runs of both are not
-    seeds of one configuration, so each gets the hash of what it read in its name. Runs that start
-    from MNLI are compared with those of the same seed only, because each seed has a start of its
-    own.
+    seeds of one configuration, so each gets the hash of what it read in its name.
     """
-    labels = networks.loc[networks["task"] == "mnli", "label"].unique()
-    mnli = labels[0].replace("mnli", "MNLI") if len(labels) == 1 else "MNLI"
-    is_start = networks["mnli"] != ""
     is_hashed = networks.groupby("label")["data"].transform("count") > 0
-    networks = networks.assign(
-        start=networks["seed"].where(is_start, -1),  # -1: not from MNLI
-        data=networks["data"].where(is_hashed, networks["glue_dir"]),
-    )
+    networks = networks.assign(data=networks["data"].where(is_hashed, networks["glue_dir"]))
 
     def differing(name: str, *keys: str) -> pd.Series:
         """The text "NAME VALUE" where the column varies among the rows with the same keys."""
@@ -216,10 +208,9 @@ def _origins(networks: pd.DataFrame) -> pd.DataFrame:
         texts = networks[name].map(f"{name} {{}}".format, na_action="ignore")
         return texts.where(varies, "").fillna("")
 
-    start = is_start.map({True: f"started from {mnli}", False: ""})
-    weights = differing("weights", "model", "random_weights", "start")
+    weights = differing("weights", "model", "random_weights")
     conditions = differing("data", "label"), differing("precision", "group")
-    origin = list(map(_join, start, weights, *conditions))
+    origin = list(map(_join, weights, *conditions))
     columns = {"origin": origin, "data_origin": list(map(_join, *conditions))}
     return pd.DataFrame(columns, index=networks.index)
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, wait_for
 from tiny import refused
-from tiny_glue import PAIR, RECIPE, run_paths, tiny_model, write_split, write_sst2
+from tiny_glue import RECIPE, run_paths, tiny_model, write_sst2
 from train.command_line import parse_settings
 
 
@@ -159,25 +158,6 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("in_process")
-def test_rte_waits_for_mnli_and_begins_from_it(folder):
-    # with one epoch MNLI has one step, at learning rate 0
-    settings = ask(folder, tasks=["stsb", "mnli"], seeds=[0, 1], from_mnli=True, epochs=2)
-    grid.main(settings)
-    lines = read_results(settings.output)
-    kinds = (("mnli", False), ("stsb", False), ("stsb", True))
-    expected = [(task, begun, seed) for task, begun in kinds for seed in (0, 1)]
-    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in lines) == expected
-    losses = {(bool(x["mnli"]), x["seed"]): x["losses"] for x in lines if x["task"] == "stsb"}
-    assert losses[False, 0] != losses[True, 0]
-    # MNLI is made again, and with it what begins from it
-    write_split(folder / "glue", "mnli", "train", {**PAIR, "label": [1, 0, 1] * 3})
-    grid.main(settings)
-    made = lines_of(settings)[len(lines) :]
-    again = [(task, begun, seed) for task, begun, seed in expected if task == "mnli" or begun]
-    assert sorted((x["task"], bool(x["mnli"]), x["seed"]) for x in made) == again
-
-
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
@@ -219,21 +199,17 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
     refused(lambda: grid.main(ask(folder)), "launch must", "got 2")
 
 
-def test_a_run_of_another_grid_is_left_to_it_and_what_begins_from_it_waits(folder, monkeypatch):
-    begun, plain, mnli = grid.list_runs(ask(folder, tasks=["rte", "mnli"], from_mnli=True))
-    made, ended = [], threading.Event()
+def test_a_run_of_another_grid_is_left_to_it(folder, monkeypatch):
+    first, second = grid.list_runs(ask(folder, seeds=[0, 1]))
+    made = []
     monkeypatch.setattr(grid.glue, "run", lambda run, *rest: made.append(run))
     with (
-        run_lock(mnli.output, asdict(mnli)),
-        run_lock(str(folder / "other.jsonl"), asdict(plain)),  # of another results file
+        run_lock(first.output, asdict(first)),
+        run_lock(str(folder / "other.jsonl"), asdict(second)),  # of another results file
     ):
-        threading.Thread(target=lambda: grid.make_run(begun, 0) or ended.set()).start()
-        assert grid.make_run(mnli, 0) is None
-        grid.make_run(plain, 0)
-        assert not ended.wait(0.5)
-        assert made == [plain]
-    assert ended.wait(20)
-    assert made == [plain, begun]
+        assert grid.make_run(first, 0) is None
+        grid.make_run(second, 0)
+    assert made == [second]
 
 
 @pytest.mark.usefixtures("in_process")

@@ -157,7 +157,6 @@ def test_reduced_data_are_never_called_glue(run):
 WARNINGS = {
     "LEARNED NOTHING": {"collapsed": True},
     "Not pretrained": {"random_weights": True},
-    "Started from MNLI": {"mnli": "tuned/mnli"},
     "Not the official data": {"official": False, "label": "rte (9k)"},
 }
 

@@ -93,18 +93,6 @@ def test_models_of_one_name_keep_their_paths():
     assert list(rows)[:2] == ["old/small-bert", "runs/small-bert"]
 
 
-def test_starts_from_mnli_are_rows_of_their_own_whatever_folder_each_seed_has():
-    lines = seeds(BERT, "rte", (0.6, 0.6))
-    lines += [line(BERT, "rte", 0.7 + s / 10, seed=s, mnli=f"mnli/{s}") for s in (0, 1)]
-    rows = scores(lines)
-    assert rows["small-bert"]["RTE, accuracy"] == "60.0 ± 0.0 (2)"
-    assert rows["small-bert, started from MNLI"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
-    for number, row in enumerate(lines):
-        row["weights"] = str(number) if row["mnli"] else "w"  # each seed's own
-    few = scores([*lines, line(BERT, "mnli", 0.5, label="mnli (9k)", official=False)])
-    assert few["small-bert, started from MNLI (9k)"]["RTE, accuracy"] == "75.0 ± 7.1 (2)"
-
-
 def test_runs_on_different_data_share_no_cell():
     """A label says how many rows there are, not which."""
     made = [line(ROFORMER, "rte", score, seed=seed, glue_dir=data)
