@@ -54,7 +54,6 @@ def main(settings: GridSettings) -> None:
         raise InputError(
             f"launch must start one process for a grid, got {count}; launch one and give --workers"
         )
-    check_learning_rate(settings)
     replace_emulated_bfloat16()
     runs = list_runs(settings)
     finished = read_finished(settings.output)
@@ -80,16 +79,6 @@ def main(settings: GridSettings) -> None:
         )
 
 
-def check_learning_rate(settings: GridSettings) -> None:
-    """Refuse the flag --learning_rate beside several rates, which replace that of a file."""
-    is_given = any(flag.partition("=")[0] == "--learning_rate" for flag in sys.argv)
-    if settings.learning_rates is not None and is_given:
-        raise InputError(
-            f"learning_rate must be left out with learning_rates, got {settings.learning_rate}; "
-            "write --learning_rates '[RATE]'"
-        )
-
-
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
     text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
@@ -102,11 +91,10 @@ def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds:
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
     """List all combinations; all models meet a task before the next task."""
     common = {field.name: getattr(settings, field.name) for field in fields(CommonSettings)}
-    rates = settings.learning_rates or [settings.learning_rate]
     controls = (False, True) if settings.random_control else (False,)
     runs = []
     for seed, task, rate, model, control in product(
-        settings.seeds, settings.tasks, rates, settings.models, controls
+        settings.seeds, settings.tasks, settings.learning_rates, settings.models, controls
     ):
         values = {**common, "learning_rate": rate, "model": model, "seed": seed}
         runs.append(GlueSettings(**values, task=task, random_weights=control))

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.tasks import load_task
 from train.atomic_dir import check_writable
-from train.settings import SCHEDULES, InputError, check_seed
+from train.settings import SCHEDULES, InputError, check_fields, check_seed
 
 
 def normalize_paths(settings: Any, *names: str) -> None:
@@ -44,8 +44,6 @@ class CommonSettings:
     micro_batch_tokens: int = 16384
     """Most tokens of a forward pass of a process, padding included; the gradients of several are
     accumulated, so that long texts need no more memory."""
-    learning_rate: float = 2e-5
-    """Peak learning rate."""
     epochs: int = 3
     """Passes over the training split; the weights after the last one are scored."""
     schedule: str = "linear"
@@ -66,7 +64,7 @@ class CommonSettings:
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_tokens", "learning_rate", "epochs", "clip_norm"):
+        for name in ("batch_size", "micro_batch_tokens", "epochs", "clip_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise InputError(
@@ -115,6 +113,8 @@ class GlueSettings(CommonSettings):
     of your own (`finetune.describe_task` writes one)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; null means the model's own."""
+    learning_rate: float = 2e-5
+    """Peak learning rate."""
     seed: int = 0
     """Seed of the new head, the order of examples and dropout."""
     random_weights: bool = False
@@ -126,6 +126,8 @@ class GlueSettings(CommonSettings):
         super().__post_init__()
         normalize_paths(self, "model", "tokenizer", "task")
         load_task(self.task)
+        rule = "must be positive and finite"
+        check_fields(self, "", lambda x: 0 < x < math.inf, rule, "learning_rate")
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
@@ -141,8 +143,8 @@ class GridSettings(CommonSettings):
     """Tasks by name, or YAML files of your own tasks."""
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of fine-tuning, one run each."""
-    learning_rates: list[float] | None = None
-    """Peak learning rates, which replace `learning_rate` of a file; null means that one alone."""
+    learning_rates: list[float] = field(default_factory=lambda: [2e-5])
+    """Peak learning rates, each with every seed."""
     random_control: bool = False
     """Also make the controls without pretraining: each model from random initialisation, and
     simple features of the words (`finetune.simple_features`)."""
@@ -152,5 +154,11 @@ class GridSettings(CommonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         normalize_paths(self, "models", "tasks")
+        rates = self.learning_rates
+        if not rates or not all(0 < rate < math.inf for rate in rates):
+            raise InputError(
+                f"learning_rates must be positive and finite, got {rates}; "
+                "leave it out for the default"
+            )
         if self.workers < 1:
             raise InputError(f"workers must be at least 1, got {self.workers}; leave it out")

@@ -1,10 +1,10 @@
 """Grids: no result is lost or made twice, whatever is killed; changed inputs are made again."""
 
 import json
+import math
 import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,13 +20,12 @@ from finetune.results import prediction_file, read_results, run_key, run_lock
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, wait_for
 from tiny import refused
-from tiny_glue import RECIPE, run_paths, tiny_model, write_sst2
-from train.command_line import parse_settings
+from tiny_glue import RATE, RECIPE, run_paths, run_settings, tiny_model, write_sst2
 
 
 def ask(folder: Path, **changes) -> GridSettings:
-    values = {"models": [str(folder / "model")], "tasks": ["sst2"], **run_paths(folder), **RECIPE}
-    return GridSettings(**values | changes)
+    values = {"models": [str(folder / "model")], "tasks": ["sst2"], "learning_rates": [RATE]}
+    return GridSettings(**values | run_paths(folder) | RECIPE | changes)
 
 
 @pytest.fixture
@@ -172,26 +171,12 @@ def test_what_cannot_be_run_is_said_before_any_run(folder, changes, rule):
     assert not Path(settings.output).exists()
 
 
-def test_a_flag_for_one_learning_rate_is_refused_beside_several(folder, monkeypatch):
-    """Several replace the rate of a file, as that of standard.yaml."""
-    for name, values in (
-        ("one", {"learning_rate": 3e-5}),
-        ("two", {"learning_rates": [2e-5, 3e-5]}),
-    ):
-        (folder / name).write_text(yaml.safe_dump({**run_paths(folder), **values}))
-
-    def rates(file: str, *flags: str, refusal: str = "model gone must") -> list[float]:
-        flags = ("--config", str(folder / file), "--models=[gone]", "--tasks=[sst2]", *flags)
-        monkeypatch.setattr(sys, "argv", ["finetune.grid", *flags])
-        settings = parse_settings(GridSettings, flags)
-        refused(lambda: grid.main(settings), refusal)
-        return [run.learning_rate for run in grid.list_runs(settings)]
-
-    assert rates("two") == [2e-5, 3e-5]
-    assert rates("one", "--learning_rates", "[3e-5, 2e-4]") == [3e-5, 2e-4]
-    assert rates("one", "--learning_rate", "2e-4") == [2e-4]
-    for flags in (["--learning_rate", "2e-4"], ["--learning_rate=2e-4"]):
-        rates("two", *flags, refusal="learning_rate must")
+@pytest.mark.parametrize("rate", [0.0, -1e-5, math.nan, math.inf])
+def test_a_learning_rate_that_cannot_train_is_refused(folder, rate):
+    rule = "must be positive and finite"
+    refused(lambda: ask(folder, learning_rates=[2e-5, rate]), f"learning_rates {rule}", f"{rate}]")
+    refused(lambda: run_settings(folder, learning_rate=rate), f"learning_rate {rule}", f"{rate};")
+    refused(lambda: ask(folder, learning_rates=[]), f"learning_rates {rule}", "got []")
 
 
 def test_several_processes_are_sent_to_workers(monkeypatch, folder):

@@ -40,7 +40,8 @@ SCORERS = {
     "spearman": lambda *values: stats.spearmanr(*values).statistic,
 }
 """The functions of scikit-learn and scipy for labels and predictions."""
-RECIPE = {"length": 32, "batch_size": 16, "epochs": 1, "learning_rate": 5e-3}
+RECIPE = {"length": 32, "batch_size": 16, "epochs": 1}
+RATE = 5e-3
 
 
 def tiny_tokenizer() -> BertTokenizerFast:
@@ -97,7 +98,8 @@ def run_paths(folder: Path) -> dict[str, str]:
 
 def run_settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
     """A run of the model of `folder`, which writes into it."""
-    values = {**run_paths(folder), **RECIPE, "model": str(folder / "model"), "task": task}
+    values = {**run_paths(folder), **RECIPE, "learning_rate": RATE}
+    values |= {"model": str(folder / "model"), "task": task}
     return GlueSettings(**values | changes)
 
 

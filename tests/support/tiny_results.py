@@ -9,11 +9,12 @@ import numpy as np
 from finetune.report.differences import Difference, pair_differences
 from finetune.report.runs import TaskGroup, build_groups
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
-from finetune.settings import CommonSettings
+from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
-RECIPE = {name: getattr(CommonSettings(learning_rate=2e-4), name) for name in RECIPE_FIELDS}
+SETTINGS = GlueSettings(model="m", task="rte", learning_rate=2e-4)
+RECIPE = {name: getattr(SETTINGS, name) for name in RECIPE_FIELDS}
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 
 
