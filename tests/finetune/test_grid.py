@@ -218,8 +218,8 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     assert changed in capsys.readouterr().out.splitlines()
     (new,) = lines_of(settings)[len(first) :]
     assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    refused(lambda: grid.main(settings), "launch must", "got bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    refused(lambda: grid.main(settings), "launch must", "got fp16")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     write_sst2(folder / "glue", train=48)
     grid.main(settings)
