@@ -61,7 +61,7 @@ def main(settings: GridSettings) -> None:
     check_precision(runs, finished)
     changed = {f"{run.task} of {run.model}" for run in pending if has_changed(run, finished)}
     if changed:
-        print(f"weights or data changed since: {', '.join(sorted(changed))}; made again")
+        print(f"inputs changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
     if settings.random_control:
         names = ("tasks", "glue_dir", "output", "test")
@@ -113,7 +113,7 @@ def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
 
 
 def has_changed(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
-    """Whether the weights or the data of a finished run have changed since."""
+    """Whether weights, tokenizer or data of a finished run have changed since."""
     return inputs_differ(hash_inputs(run), finished.get(run_key(asdict(run)), {}))
 
 

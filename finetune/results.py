@@ -53,6 +53,11 @@ RUN_KEY = (
 )  # fmt: skip
 """Fields that identify a run: runs that agree on all of them are the same run."""
 
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
+"""Patterns of the files from which transformers' tokenizers are loaded."""
+
 SIMPLE_FEATURES = "simple-features"
 """`model` of the results of `finetune.simple_features`."""
 
@@ -85,6 +90,12 @@ def hash_weights(model: str, random: bool = False) -> str | None:
     return hash_files(next(filter(None, found), []))
 
 
+def hash_tokenizer(tokenizer: str) -> str | None:
+    """Hash the files of a tokenizer in a local folder; None for a hub id."""
+    folder = Path(tokenizer)
+    return hash_files(sorted({x for pattern in TOKENIZER_FILES for x in folder.glob(pattern)}))
+
+
 def hash_files(files: Iterable[Path | None]) -> str | None:
     """Hash the contents of the files that exist to 16 hexadecimal digits; None if none does."""
     found = [file for file in files if file is not None and file.is_file()]
@@ -102,8 +113,9 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
-    """Whether a result has other hashes of weights or data; an unknown hash differs from none."""
-    pairs = [(hashes.get(name), result.get(name)) for name in ("weights", "data", "test_data")]
+    """Whether a result has other hashes of its inputs; an unknown hash differs from none."""
+    names = ("weights", "tokenizer_files", "data", "test_data")
+    pairs = [(hashes.get(name), result.get(name)) for name in names]
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from finetune.data import find_split_file, hash_task_files
 from finetune.metrics import headline_score, score_majority
-from finetune.results import RUN_KEY, Result, hash_files, hash_weights
+from finetune.results import RUN_KEY, Result, hash_files, hash_tokenizer, hash_weights
 from finetune.settings import GlueSettings
 from finetune.tasks import Task, load_task, task_description
 from train.loop.run_metadata import git_commit
@@ -66,12 +66,13 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 
 
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
-    """Hash the weights and the data of a run; None for what is on the hub or not read."""
+    """Hash weights, tokenizer and data of a run; None for what is on the hub or not read."""
     task = load_task(settings.task)
     has_test = settings.test and task.test is not None
     test_files = [find_split_file(task, "test", None)] if has_test else []
     return {
         "weights": hash_weights(settings.model, settings.random_weights),
+        "tokenizer_files": hash_tokenizer(settings.tokenizer or settings.model),
         "data": hash_task_files(task, settings.glue_dir),
         "test_data": hash_files(test_files),
     }

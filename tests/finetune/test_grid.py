@@ -17,10 +17,11 @@ import yaml
 
 from finetune import grid
 from finetune.results import prediction_file, read_results, run_key, run_lock
+from finetune.run_info import hash_inputs
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, wait_for
 from tiny import refused
-from tiny_glue import RATE, RECIPE, run_paths, run_settings, tiny_model, write_sst2
+from tiny_glue import RATE, RECIPE, run_paths, run_settings, tiny_model, tiny_tokenizer, write_sst2
 
 
 def ask(folder: Path, **changes) -> GridSettings:
@@ -214,7 +215,7 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     tiny_model(folder / "model", "roformer")
     capsys.readouterr()
     grid.main(settings)
-    changed = f"weights or data changed since: sst2 of {models[0]}; made again"
+    changed = f"inputs changed since: sst2 of {models[0]}; made again"
     assert changed in capsys.readouterr().out.splitlines()
     (new,) = lines_of(settings)[len(first) :]
     assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]
@@ -235,3 +236,21 @@ def test_a_line_that_does_not_say_its_weights_counts(folder):
     for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
         line = {**asdict(run), "status": "diverged"} | weights
         assert grid.is_finished(run, {key: line}) == done
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("place", ["model", "words"])
+def test_another_tokenizer_of_the_same_size_is_noticed(folder, control, place):
+    tiny_tokenizer().save_pretrained(folder / "words")
+    tokenizer = None if place == "model" else str(folder / "words")
+    run = run_settings(folder, random_weights=control, tokenizer=tokenizer)
+    line = {**asdict(run), "status": "diverged", **hash_inputs(run)}
+    old = {name: value for name, value in line.items() if name != "tokenizer_files"}
+    key = run_key(line)
+    assert grid.is_finished(run, {key: line})
+    file = folder / place / "tokenizer.json"
+    file.write_text(
+        re.sub("good|bad", lambda x: {"good": "bad"}.get(x[0], "good"), file.read_text())
+    )
+    assert not grid.is_finished(run, {key: line})
+    assert grid.is_finished(run, {key: old})  # of a version that did not hash it
