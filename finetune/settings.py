@@ -64,30 +64,18 @@ class CommonSettings:
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_tokens", "epochs", "clip_norm"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InputError(
-                    f"{name} must be positive and finite, got {value}; leave it out for the default"
-                )
-        length, decay, share = self.length, self.weight_decay, self.warmup_share
-        if length < 8:
-            raise InputError(f"length must be at least 8, got {length}; 128 and 512 are usual")
-        if not decay >= 0:  # refuses nan too
-            raise InputError(f"weight_decay must not be negative, got {decay}; 0 turns it off")
-        if not 0 <= share < 1:
-            raise InputError(
-                f"warmup_share must be at least 0 and below 1, got {share}; 0.1 is usual"
-            )
-        choices: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES}
-        choices |= {"pooling": ("own", "first", "mean"), "pair_encoding": ("joint", "separate")}
-        for name, values in choices.items():
-            value = getattr(self, name)
-            if value not in values:
-                raise InputError(
-                    f"{name} must be one of {', '.join(values)}, got {value!r}; "
-                    "leave it out for the default"
-                )
+        numbers = ("batch_size", "micro_batch_tokens", "epochs", "clip_norm")
+        check_fields(self, "", lambda x: 0 < x < math.inf, "must be positive and finite", *numbers)
+        check_fields(self, "", lambda x: x >= 8, "must be at least 8", "length")
+        check_fields(self, "", lambda x: x >= 0, "must not be negative", "weight_decay")
+        rule = "must be at least 0 and below 1"
+        check_fields(self, "", lambda x: 0 <= x < 1, rule, "warmup_share")
+        rule = f"must be one of {', '.join(SCHEDULES)}"
+        check_fields(self, "", lambda x: x in SCHEDULES, rule, "schedule")
+        rule = "must be own, first or mean"
+        check_fields(self, "", lambda x: x in ("own", "first", "mean"), rule, "pooling")
+        rule = "must be joint or separate"
+        check_fields(self, "", lambda x: x in ("joint", "separate"), rule, "pair_encoding")
         if self.pooling == "own" and self.pair_encoding != "joint":
             raise InputError(
                 f"pair_encoding must be joint for a model's own head, got {self.pair_encoding}; "
@@ -154,11 +142,6 @@ class GridSettings(CommonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         normalize_paths(self, "models", "tasks")
-        rates = self.learning_rates
-        if not rates or not all(0 < rate < math.inf for rate in rates):
-            raise InputError(
-                f"learning_rates must be positive and finite, got {rates}; "
-                "leave it out for the default"
-            )
-        if self.workers < 1:
-            raise InputError(f"workers must be at least 1, got {self.workers}; leave it out")
+        rates, rule = "learning_rates", "must be positive and finite"
+        check_fields(self, "", lambda x: x and all(0 < y < math.inf for y in x), rule, rates)
+        check_fields(self, "", lambda x: x >= 1, "must be at least 1", "workers")
