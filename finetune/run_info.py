@@ -67,15 +67,18 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
     """Hash weights, tokenizer and data of a run; None for what is on the hub or not read."""
-    task = load_task(settings.task)
-    has_test = settings.test and task.test is not None
-    test_files = [find_split_file(task, "test", None)] if has_test else []
     return {
         "weights": hash_weights(settings.model, settings.random_weights),
         "tokenizer_files": hash_tokenizer(settings.tokenizer or settings.model),
-        "data": hash_task_files(task, settings.glue_dir),
-        "test_data": hash_files(test_files),
+        **hash_data(load_task(settings.task), settings.glue_dir, settings.test),
     }
+
+
+def hash_data(task: Task, glue_dir: str | None, test: bool) -> dict[str, str | None]:
+    """Hash the labelled splits of a task and, with `test`, the test rows of your own task."""
+    has_test = test and task.test is not None
+    test_files = [find_split_file(task, "test", None)] if has_test else []
+    return {"data": hash_task_files(task, glue_dir), "test_data": hash_files(test_files)}
 
 
 def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:

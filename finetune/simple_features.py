@@ -21,20 +21,19 @@ from numpy.typing import NDArray
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
-from finetune.data import Columns, find_split_file, hash_task_files, read_split_columns
+from finetune.data import Columns, read_split_columns
 from finetune.metrics import score_splits
 from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
     Result,
-    hash_files,
     inputs_differ,
     prediction_file,
     read_finished,
     run_key,
     write_result,
 )
-from finetune.run_info import describe_data
+from finetune.run_info import describe_data, hash_data
 from finetune.settings import normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
@@ -71,12 +70,7 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
         with_test = settings.test and task.test is not None
-        test_files = [find_split_file(task, "test", None)] if with_test else []
-        inputs = {
-            "weights": None,
-            "data": hash_task_files(task, settings.glue_dir),
-            "test_data": hash_files(test_files),
-        }
+        inputs = {"weights": None, **hash_data(task, settings.glue_dir, settings.test)}
         earlier = read_finished(settings.output).get(run_key(key))
         is_current = earlier is not None and not inputs_differ(inputs, earlier)
         if with_test:
