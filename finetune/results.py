@@ -74,9 +74,7 @@ def run_key(values: Mapping[str, Any]) -> tuple:
 
 def run_name(values: Mapping[str, Any]) -> str:
     """Name the folder of a run's predictions: readable, and unique to its key."""
-    key = [*run_key(values)]
-    key.insert(3, None)  # of a field that is gone: folders of earlier runs are named with it
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(run_key(values)).encode()).hexdigest()[:10]
     return f"{Path(values['task']).stem}-{model_name(values['model'])}-{digest}"
 
 

@@ -91,4 +91,3 @@ def test_results_of_versions_that_could_start_from_mnli_are_read(tmp_path):
     file.write_text(json.dumps(old) + "\n" + json.dumps(start) + "\n")
     assert read_results(str(file)) == [old]
     assert run_key(old) == run_key(RUN)
-    assert results.run_name(RUN) == "rte-m-e05ad644cd"
