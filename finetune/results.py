@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 from scipy.special import softmax
 
-from train.atomic_dir import model_name, report_full_disk
+from train.atomic_dir import report_full_disk
+from train.run_names import model_name
 from train.settings import InputError, first_line
 
 Result = dict[str, Any]

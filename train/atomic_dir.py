@@ -3,7 +3,6 @@
 import errno
 import glob
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -69,22 +68,6 @@ def write_text_atomically(file: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     _fsync(temporary)  # after a power cut the file is the old or the new one, too
     temporary.replace(file)
-
-
-def model_name(path: str) -> str:
-    """Return the name of a model from its path or hub id: NAME of runs/NAME/model."""
-    parts = [part for part in Path(path).parts if part not in ("/", "model")]
-    return parts[-1] if parts else "model"
-
-
-def split_seed(name: str) -> tuple[str, int]:
-    """Split a run's name into model and seed: `bert-1` is seed 1 of `bert`, `bert` is seed 0.
-
-    A seed has one or two digits: `bert-128` is a model of that name. Where a run has a
-    settings.yaml, `train.analysis.runs.model_and_seed` reads that instead.
-    """
-    match = re.fullmatch(r"(.+)-(\d{1,2})", name)
-    return (match[1], int(match[2])) if match else (name, 0)
 
 
 def check_writable(folder: Path, key: str) -> None:

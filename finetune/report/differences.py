@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from finetune.report.runs import CONTROLS, TaskGroup, average, seed_scores
-from train.atomic_dir import model_name
 from train.intervals import Comparison, compare, holm_corrected
+from train.run_names import model_name
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen

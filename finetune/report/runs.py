@@ -15,7 +15,7 @@ import pandas as pd
 
 from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
 from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
-from train.atomic_dir import model_name, split_seed
+from train.run_names import model_name, split_seed
 
 GROUPS = {
     "official": "GLUE, validation split",

@@ -20,7 +20,7 @@ TOP_LEVEL = {
     "results", ".ci", ".gitignore",
 }  # fmt: skip
 COMMON = {"train.settings", "train.command_line", "train.atomic_dir"}
-FIGURES = {"train.plotting", "train.tables", "train.intervals"}
+FIGURES = {"train.plotting", "train.tables", "train.intervals", "train.run_names"}
 LAYERS = {
     "roformer": {"roformer"},
     "train.settings": set(),
@@ -31,6 +31,7 @@ LAYERS = {
     "train.plotting": {"train.settings", "train.atomic_dir"},
     "train.tables": set(),
     "train.intervals": set(),
+    "train.run_names": set(),
     "train.analysis": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.analysis"},
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.atomic_dir import model_name, split_seed, write_dir_atomically
+from train.atomic_dir import write_dir_atomically
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
@@ -35,17 +35,3 @@ def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, mo
         fill(target, "new", replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (target / "file").read_text() == "old"
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [("runs/mine/model", "mine"), ("/a/mine/", "mine"), ("user/mine", "mine"), ("model", "model")],
-)
-def test_a_model_has_the_telling_part_of_its_path_for_a_name(place, name):
-    assert model_name(place) == name
-
-
-def test_a_size_is_no_seed():
-    assert split_seed("bert-1") == ("bert", 1)
-    for name in ("bert", "roformer-128", "roformer-small"):
-        assert split_seed(name) == (name, 0)

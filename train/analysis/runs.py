@@ -8,7 +8,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from roformer import RoFormerConfig
-from train.atomic_dir import model_name, split_seed
+from train.run_names import model_name, split_seed
 from train.settings import InputError
 
 
