@@ -56,7 +56,6 @@ def main(settings: DemoTasksSettings) -> None:
     """Write the files of the task; the rows are the same every time."""
     folder = Path(settings.output) / TASK
     check_writable(folder, "output")
-    folder.mkdir(parents=True, exist_ok=True)
     limits = {"validation": settings.validation_rows, "train": settings.train_rows}
     seen: set[str] = set()
     for part, limit in limits.items():

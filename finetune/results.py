@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 from scipy.special import softmax
 
-from train.atomic_dir import report_full_disk
+from train.atomic_dir import report_full_disk, write_file_atomically
 from train.run_names import model_name
 from train.settings import InputError, first_line
 
@@ -128,10 +128,8 @@ def prediction_file(results: str, result: Result, split: str) -> Path:
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
     """Write labels [N] and logits [N, num_labels] in the row order of the split's file."""
     columns = {"row": np.arange(len(labels)), "label": labels, "logits": list(logits)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".tmp")
-    parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
-    unfinished.replace(file)
+    with write_file_atomically(file) as unfinished:
+        parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
 
 
 def write_answers(

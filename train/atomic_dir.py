@@ -62,12 +62,26 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text_atomically(file: Path, text: str) -> None:
-    """Write a text file through a temporary one, so that it is always the old or the new one."""
+@contextmanager
+def write_file_atomically(file: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which replaces `file` at the end of the block.
+
+    The file is always the old or the new one. After an error the temporary file is deleted.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several processes may write it
-    temporary.write_text(text, encoding="utf-8")
-    _fsync(temporary)  # after a power cut the file is the old or the new one, too
-    temporary.replace(file)
+    try:
+        yield temporary
+        _fsync(temporary)  # after a power cut the file is the old or the new one, too
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text_atomically(file: Path, text: str) -> None:
+    """Write a text file as `write_file_atomically`."""
+    with write_file_atomically(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def check_writable(folder: Path, key: str) -> None:

@@ -30,7 +30,7 @@ from finetune.results import (
 )
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
-from train.atomic_dir import check_writable, report_full_disk
+from train.atomic_dir import check_writable, report_full_disk, write_file_atomically
 from train.command_line import run_command
 from train.settings import InputError
 
@@ -111,13 +111,13 @@ def main(settings: SubmissionSettings) -> None:
         )
     texts = {file.name: tsv(settings.results, file, run) for file, run in runs.items()}
     output = Path(settings.output)
-    unfinished = output.with_name(f"{output.name}.tmp")
-    with report_full_disk(output.parent, "output"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in texts.items():
-                archive.writestr(name, text)
-        unfinished.replace(output)
+    with (
+        report_full_disk(output.parent, "output"),
+        write_file_atomically(output) as unfinished,
+        zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for name, text in texts.items():
+            archive.writestr(name, text)
     for file, run in runs.items():
         source = "PLACEHOLDER, one answer for all rows"
         if run is not None:

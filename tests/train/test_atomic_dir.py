@@ -1,10 +1,10 @@
-"""A folder is there whole or not at all, whatever fails on the way."""
+"""A folder or file is there whole or not at all, whatever fails on the way."""
 
 from pathlib import Path
 
 import pytest
 
-from train.atomic_dir import write_dir_atomically
+from train.atomic_dir import write_dir_atomically, write_file_atomically
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
@@ -35,3 +35,20 @@ def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, mo
         fill(target, "new", replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (target / "file").read_text() == "old"
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there_and_nothing_else(tmp_path):
+    file = tmp_path / "made" / "file"
+    for text in ("old", "new"):
+        with write_file_atomically(file) as unfinished:
+            unfinished.write_text(text)
+
+    def write_half():
+        with write_file_atomically(file) as unfinished:
+            unfinished.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write_half()
+    assert file.read_text() == "new"
+    assert [path.name for path in file.parent.iterdir()] == ["file"]

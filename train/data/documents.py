@@ -149,7 +149,6 @@ def _content_hash(file: Path, cache: Path) -> str:
         return entry.read_text()
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    entry.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(entry, digest)
     return digest
 
