@@ -268,16 +268,13 @@ def build_dataset(
     for index, (stage, store) in enumerate(zip(stages, stores)):
         corpus, optim = stage.corpus, stage.optim
         sequences = SequenceIndex(store, corpus.length, corpus.weights)
-        mask_rate = None if language_model.causal else corpus.mask_rate
-        limit = batching.max_predictions(optim.micro_batch * corpus.length, mask_rate)
         batch_format = batching.BatchFormat(
             vocab=Vocab.from_tokenizer(tokenizer),
-            mask_rate=mask_rate,
+            mask_rate=None if language_model.causal else corpus.mask_rate,
             seed=batching.stage_seed(stage.run.seed, index),
             whole_word=corpus.whole_word,
             packed=language_model.packed,
-            # a compiled model needs constant shapes
-            pad_predictions_to=limit if is_compiled(accelerator) else None,
+            constant_shapes=is_compiled(accelerator),
         )
         dataset = batching.StepDataset(
             sequences, batch_format, optim.batch_size, optim.micro_batch, processes, rank

@@ -148,7 +148,7 @@ def _window_order(
     return sequence_ids[order], epochs[order]
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchFormat:
     """What is predicted in a batch, and how its sequences are laid out.
 
@@ -159,8 +159,9 @@ class BatchFormat:
         seed: Seed of the masks.
         whole_word: Whether whole words are masked instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
-        pad_predictions_to: Pad `label_positions` and `labels` to a multiple of this, with 0 and
-            `IGNORE_INDEX`, so that a compiled step meets one shape. The masks are the same.
+        constant_shapes: Whether `label_positions` and `labels` are padded to a multiple of
+            `max_predictions`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
+            The masks are the same.
 
     Raises:
         InputError: `whole_word` is set and the tokens do not show where words begin.
@@ -171,7 +172,7 @@ class BatchFormat:
     seed: int
     whole_word: bool = False
     packed: bool = False
-    pad_predictions_to: int | None = None
+    constant_shapes: bool = False
 
     def __post_init__(self) -> None:
         if self.whole_word and self.vocab.is_continuation is None:
@@ -200,7 +201,7 @@ def make_batch(
     ids, lengths = _read_sequences(sequences, sequence_ids, vocab)
     column = np.arange(ids.shape[1])
     is_token = column < lengths[:, None]
-    rate, multiple = batch_format.mask_rate, batch_format.pad_predictions_to
+    rate = batch_format.mask_rate
     if rate is None:
         # each predicts the next token, but not [SEP]
         inputs, chosen = ids, column < lengths[:, None] - 2
@@ -214,7 +215,8 @@ def make_batch(
         layout = packed_layout(lengths)
         inputs, chosen = inputs[is_token][None], chosen[is_token]
     label_positions = np.flatnonzero(chosen)
-    if multiple is not None:
+    if batch_format.constant_shapes:
+        multiple = max_predictions(len(sequence_ids) * sequences.length, rate)
         count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
         padding = (0, count - len(label_positions))
         label_positions = np.pad(label_positions, padding)

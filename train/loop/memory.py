@@ -73,13 +73,10 @@ def fit_micro_batches(
 ) -> None:
     """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
     for stage in dataset.stages:
-        length, batch_format = stage.sequences.length, stage.batch_format
-        rate = batch_format.mask_rate
+        length, rate = stage.sequences.length, stage.batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
             model, optimizer, length, stage.micro_batch, rate, accelerator
         )
-        if batch_format.pad_predictions_to is not None:
-            batch_format.pad_predictions_to = max_predictions(stage.micro_batch * length, rate)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # failed attempts are not the run's peak
 

@@ -82,9 +82,10 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain):
     assert_close_runs(padded, packed, rel=1e-5)
 
 
-def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences):
+def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences, monkeypatch):
     for multiple in (500, 40):  # more than is predicted, and less
-        padded = steps_of(sequences, pad_predictions_to=multiple)
+        monkeypatch.setattr(batching, "max_predictions", lambda *rest, n=multiple: n)
+        padded = steps_of(sequences, constant_shapes=True)
         for free, fixed in zip(steps_of(sequences)[2], padded[2]):
             number = len(free["labels"])
             assert torch.equal(fixed["input_ids"], free["input_ids"])
