@@ -22,7 +22,7 @@ from transformers import (
 
 from train.atomic_dir import check_writable, write_dir_atomically
 from train.data.documents import find_files, hash_file, looks_like_path, read_documents, short_hash
-from train.settings import CorpusSettings, InputError
+from train.settings import CorpusSettings, InputError, first_line
 
 MAX_ALPHABET = 1000
 """Most characters that become tokens of their own, as in bert-base-uncased."""
@@ -169,11 +169,15 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        remedy = "check the path; the tokenizer of a run is in its folder model"
-        if key == "corpus.tokenizer":
-            remedy = "check the path, or give corpus.vocabulary_size to learn one there"
+        if Path(name).exists():
+            remedy = "mend its files; the tokenizer of a run is in its folder model"
+        elif key == "corpus.tokenizer":
+            remedy = "check path or network, or give corpus.vocabulary_size to learn one there"
+        else:
+            remedy = "check path or network; the tokenizer of a run is in its folder model"
         raise InputError(
-            f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r}; {remedy}"
+            f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r} "
+            f"({first_line(error)}); {remedy}"
         ) from error
     if not tokenizer.is_fast:
         raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")

@@ -9,6 +9,7 @@ Initial weights are random, from a checkpoint, or from a BERT.
 import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.loop.launch import compute_dtype
-from train.settings import InputError, ModelSettings
+from train.settings import InputError, ModelSettings, first_line
 
 
 class LanguageModel(nn.Module):
@@ -261,8 +262,12 @@ def load_config(folder: str, key: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
+        remedy = "check the path, or for a hub id the network"
+        if Path(folder).exists():
+            remedy = "mend its config.json, or name the folder model of a run"
         raise InputError(
-            f"{key} must be a folder or hub id with a config.json, got {folder!r}; check the path"
+            f"{key} must be a folder or hub id with a config.json, got {folder!r} "
+            f"({first_line(error)}); {remedy}"
         ) from error
 
 

@@ -58,6 +58,13 @@ def test_a_missing_or_slow_tokenizer_is_refused(tmp_path, monkeypatch):
     refused(load, "corpus.tokenizer must be a fast tokenizer")
 
 
+def test_a_damaged_tokenizer_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    load = partial(vocabulary.load_tokenizer, str(tmp_path))
+    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name", "mend its files")
+
+
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
     settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
     refused(lambda: vocabulary.train_if_missing(settings), "corpus.vocabulary_size", "got 10")

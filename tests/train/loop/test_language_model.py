@@ -1,6 +1,7 @@
 """The sparse loss against transformers' full one."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +12,11 @@ from torch.nn import functional as F
 
 import roformer
 from roformer.configuration_roformer import POSITION_BIASES, POSITION_ENCODINGS
-from tiny import build, tiny_config
+from tiny import build, refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex
 from train.loop.evaluate import evaluate
-from train.loop.language_model import CrossEntropy, LanguageModel
+from train.loop.language_model import CrossEntropy, LanguageModel, load_config
 
 
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
@@ -82,3 +83,11 @@ def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
     vocab = dataclasses.replace(VOCAB, size=7000)
     found = evaluate(model, sequences, vocab, Accelerator())["validation_tokens"]
     assert found / 6000 == pytest.approx(0.15, abs=0.02)
+
+
+def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
+    missing = partial(load_config, str(tmp_path / "none"), "model.init")
+    refused(missing, "model.init must be a folder", "check the path")
+    (tmp_path / "config.json").write_text("{")
+    damaged = partial(load_config, str(tmp_path), "model.init")
+    refused(damaged, "model.init must be a folder", "not a valid JSON file", "mend its config.json")
