@@ -70,8 +70,8 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class HeldOutSettings:
-    """Held-out text of a command that evaluates a model."""
+class TextSettings:
+    """Held-out text, and how any text is read."""
 
     validation: str | list[str] = "embedded"
     """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
@@ -82,13 +82,6 @@ class HeldOutSettings:
     cache: str = "runs/tokens"
     """Folder of the token cache."""
 
-    def __post_init__(self) -> None:
-        if self.held_out_share is not None:
-            raise InputError(
-                f"corpus.validation must name held-out text, got {self.validation}; "
-                "a share is for commands that read the training text"
-            )
-
     @property
     def held_out_share(self) -> float | None:
         """Share of the training documents that is held out, or None if text is named."""
@@ -97,7 +90,19 @@ class HeldOutSettings:
 
 
 @dataclass(frozen=True)
-class CorpusSettings(HeldOutSettings):
+class HeldOutSettings(TextSettings):
+    """Held-out text of a command that evaluates a model."""
+
+    def __post_init__(self) -> None:
+        if self.held_out_share is not None:
+            raise InputError(
+                f"corpus.validation must name held-out text, got {self.validation}; "
+                "a share is for commands that read the training text"
+            )
+
+
+@dataclass(frozen=True)
+class CorpusSettings(TextSettings):
     """Training and held-out text, tokenizer, sequence length and masking."""
 
     train: str | list[str] = "embedded"
@@ -121,7 +126,7 @@ class CorpusSettings(HeldOutSettings):
     whole_word: bool = False
     """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
 
-    def __post_init__(self) -> None:  # not the base class's, which allows no share
+    def __post_init__(self) -> None:
         share = self.held_out_share
         # a number without % would be read as the name of a hub data set
         is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None

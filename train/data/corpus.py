@@ -46,7 +46,7 @@ from train.data.documents import (
     short_hash,
     source_names,
 )
-from train.settings import CorpusSettings, HeldOutSettings, InputError
+from train.settings import CorpusSettings, InputError, TextSettings
 
 FORMAT = 2
 """Version of the files, part of the hash."""
@@ -113,7 +113,7 @@ class TokenStore:
 
 
 def tokenize_corpus(
-    corpus: HeldOutSettings, part: str, tokenizer: PreTrainedTokenizerBase
+    corpus: TextSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
     """Return the token store of a part, without special tokens; missing shards are made."""
     state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
@@ -130,7 +130,7 @@ def tokenize_corpus(
 
 def _make_shards(
     file: TextFile,
-    corpus: HeldOutSettings,
+    corpus: TextSettings,
     part: str,
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_hash: str,
@@ -205,9 +205,7 @@ def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _open_store(
-    corpus: HeldOutSettings, part: str, shards_of_sources: list[list[Path]]
-) -> TokenStore:
+def _open_store(corpus: TextSettings, part: str, shards_of_sources: list[list[Path]]) -> TokenStore:
     """Join the shards of all sources, and check that they hold text that the tokenizer knows."""
     shards = list(itertools.chain.from_iterable(shards_of_sources))
     manifests = {shard: _read_manifest(shard) for shard in shards}  # copies of a file share them

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from train.atomic_dir import write_text_atomically
 from train.data import demo_corpus
-from train.settings import CorpusSettings, HeldOutSettings, InputError, first_line
+from train.settings import CorpusSettings, InputError, TextSettings, first_line
 
 TextFile = Path | str
 """A file, or the name of a hub data set, which counts as one file."""
@@ -32,13 +32,13 @@ MAX_PARAGRAPH = 1_000_000
 """Characters after which a txt without blank lines is split, at the end of a line."""
 
 
-def source_names(corpus: HeldOutSettings, part: str) -> list[str]:
+def source_names(corpus: TextSettings, part: str) -> list[str]:
     """Return the names in the setting of a part, its sources, as a list."""
     value = getattr(corpus, part)
     return [value] if isinstance(value, str) else value
 
 
-def find_files(corpus: HeldOutSettings, part: str) -> list[list[TextFile]]:
+def find_files(corpus: TextSettings, part: str) -> list[list[TextFile]]:
     """Return the sorted files of each source, a name in the setting of a part."""
     if part == "validation" and corpus.held_out_share:
         part = "train"  # from which `read_file` draws the documents
@@ -97,7 +97,7 @@ def known_suffix(path: Path) -> str:
     return next((suffix for suffix in READERS if path.name.endswith(suffix)), "")
 
 
-def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
+def read_documents(corpus: TextSettings, part: str) -> Iterator[str]:
     """Yield the documents of a part, in order.
 
     A row of parquet or jsonl is a document. A txt file holds documents separated by blank lines, as
@@ -108,7 +108,7 @@ def read_documents(corpus: HeldOutSettings, part: str) -> Iterator[str]:
             yield from read_file(file, part, corpus)
 
 
-def read_file(file: TextFile, part: str, corpus: HeldOutSettings) -> Iterator[str]:
+def read_file(file: TextFile, part: str, corpus: TextSettings) -> Iterator[str]:
     """Yield the documents of one file or hub data set that belong to a part."""
     column, share = corpus.text_column, corpus.held_out_share
     if isinstance(file, str):
@@ -126,7 +126,7 @@ def _is_held_out(text: str, share: float) -> bool:
     return draw < share * 2**64
 
 
-def hash_file(file: TextFile, part: str, corpus: HeldOutSettings) -> str:
+def hash_file(file: TextFile, part: str, corpus: TextSettings) -> str:
     """Hash the text of a file and how it is read."""
     if isinstance(file, str):  # a hub data set may change: its first state is cached
         return short_hash(file, part, corpus.text_column)
