@@ -21,9 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
-from train.data import batching, vocabulary
-from train.data.batching import SequenceIndex, StagedDataset
-from train.data.corpus import TokenStore, check_stores, tokenize_corpus
+from train.data import vocabulary
+from train.data.batching import (
+    BatchFormat,
+    SequenceIndex,
+    StagedDataset,
+    StepDataset,
+    check_batch_size,
+)
+from train.data.corpus import check_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
 from train.data.stateless_rng import torch_seed
@@ -90,26 +96,26 @@ def main(settings: PretrainSettings) -> Path:
     check_writable(folder, "run.folder")
     check_writable(Path(corpus.cache), "corpus.cache")
     check_changed_settings(folder, settings, accelerator.mixed_precision)
-    compiles = is_compiled(accelerator) or settings.model.attention == "flex_attention"
-    preemption = PreemptionHandler(started, run.max_hours, compiles)
+    compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
+    preemption = PreemptionHandler(started, run.max_hours, compiled)
     stages = split_stages(settings)
     check_model(settings.model, corpus.length)  # the length of held-out text
     for stage in stages:  # before any work on the text
         check_model(stage.model, stage.corpus.length)
         optim = stage.optim
-        batching.check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
     check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
     with report_full_disk(folder):
-        tokenizer, stores, held_out = prepare_data(corpus, stages, accelerator)
+        tokenizer, training, held_out = prepare_data(corpus, stages, accelerator)
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
         language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
-        dataset = build_dataset(stages, stores, tokenizer, language_model, accelerator)
+        dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
         check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
@@ -148,8 +154,7 @@ def train(
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
-    stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
-    names = [store.name for store in stores]
+    names = [stage.sequences.store.name for stage in dataset.stages] + [held_out.store.name]
     # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
@@ -238,8 +243,8 @@ def all_reduce_step_info(
 
 def prepare_data(
     corpus: CorpusSettings, stages: list[PretrainSettings], accelerator: Accelerator
-) -> tuple[PreTrainedTokenizerBase, list[TokenStore], SequenceIndex]:
-    """Return tokenizer, training text of each stage, and held-out sequences.
+) -> tuple[PreTrainedTokenizerBase, list[SequenceIndex], SequenceIndex]:
+    """Return tokenizer, training sequences of each stage, and held-out sequences.
 
     One process per machine trains the vocabulary and tokenizes the text where needed.
     """
@@ -252,35 +257,39 @@ def prepare_data(
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(*check_stores(stores, held_out), sep="\n")
-    return tokenizer, stores, SequenceIndex(held_out, corpus.length)
+    training = [
+        SequenceIndex(store, stage.corpus.length, stage.corpus.weights)
+        for stage, store in zip(stages, stores)
+    ]
+    return tokenizer, training, SequenceIndex(held_out, corpus.length)
 
 
 def build_dataset(
     stages: list[PretrainSettings],
-    stores: list[TokenStore],
+    training: list[SequenceIndex],
     tokenizer: PreTrainedTokenizerBase,
     language_model: LanguageModel,
     accelerator: Accelerator,
 ) -> StagedDataset:
     """Build this process's micro-batches of all stages."""
     processes, rank = accelerator.num_processes, accelerator.process_index
-    parts = []
-    for index, (stage, store) in enumerate(zip(stages, stores)):
-        corpus, optim = stage.corpus, stage.optim
-        sequences = SequenceIndex(store, corpus.length, corpus.weights)
-        batch_format = batching.BatchFormat(
-            vocab=Vocab.from_tokenizer(tokenizer),
+    vocab, datasets = Vocab.from_tokenizer(tokenizer), []
+    for index, (stage, sequences) in enumerate(zip(stages, training)):
+        corpus, optim, seed = stage.corpus, stage.optim, stage.run.seed
+        batch_format = BatchFormat(
+            vocab=vocab,
             mask_rate=None if language_model.causal else corpus.mask_rate,
-            seed=batching.stage_seed(stage.run.seed, index),
+            # another for each stage: on the same text they differ in order and masks
+            seed=seed if index == 0 else torch_seed(seed, index),
             whole_word=corpus.whole_word,
             packed=language_model.packed,
             constant_shapes=is_compiled(accelerator),
         )
-        dataset = batching.StepDataset(
+        dataset = StepDataset(
             sequences, batch_format, optim.batch_size, optim.micro_batch, processes, rank
         )
-        parts.append((count_steps(optim, sequences.mean_length), dataset))
-    return StagedDataset(parts)
+        datasets.append((count_steps(optim, sequences.mean_length), dataset))
+    return StagedDataset(datasets)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from train.loop.evaluate import evaluate, load_language_model
 from train.loop.language_model import check_length, load_config
 from train.loop.launch import start_accelerator
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, InputError
+from train.settings import HeldOutSettings, InputError, check_fields
 from train.tables import markdown_table
 
 Row = dict[str, Any]
@@ -56,9 +56,9 @@ class LengthSettings:
     """Figure to write; table and numbers are written beside it as .md and .json."""
 
     def __post_init__(self) -> None:
-        for key, length in (("lengths", min(self.lengths)), ("trained", self.trained)):
-            if length < 8:
-                raise InputError(f"{key} must be at least 8, got {length}; use 128")
+        rule = "must be at least 8"
+        check_fields(self, "", lambda lengths: min(lengths) >= 8, rule, "lengths")
+        check_fields(self, "", lambda length: length >= 8, rule, "trained")
         check_figure_path(self.output)
 
 

@@ -30,7 +30,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.language_model import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, InputError, ModelSettings
+from train.settings import HeldOutSettings, InputError, ModelSettings, check_fields
 
 Floats = NDArray[np.float64]
 Scores = dict[str, list[float]]
@@ -60,8 +60,7 @@ class DecaySettings:
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
-        if self.length < 8:
-            raise InputError(f"length must be at least 8, got {self.length}; use 128")
+        check_fields(self, "", lambda x: x >= 8, "must be at least 8", "length")
         check_figure_path(self.output)
 
 

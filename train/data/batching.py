@@ -314,11 +314,6 @@ class StepDataset(Dataset):
         ]
 
 
-def stage_seed(seed: int, stage: int) -> int:
-    """Derive the seed of a stage, so that stages on the same text differ in order and masks."""
-    return seed if stage == 0 else stateless_rng.torch_seed(seed, stage)
-
-
 class StagedDataset(Dataset):
     """Micro-batches of one process, by optimizer step of the run.
 

@@ -60,21 +60,20 @@ def evaluate(
     sequences: SequenceIndex,
     vocab: Vocab,
     accelerator: Accelerator,
-    batch_size: int = 32,
-    indices: NDArray[np.int64] | None = None,
+    batch_size: int,
+    indices: NDArray[np.int64],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Compute loss and accuracy per predicted token, exact for any number of processes.
 
-    The model is a `LanguageModel`, prepared by Accelerate. `indices` are the sequences to read, all
-    by default; `heartbeat` is called before each batch.
+    The model is a `LanguageModel`, prepared by Accelerate. `indices` are the sequences to read;
+    `heartbeat` is called before each batch.
 
     Returns:
         `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.
     """
-    index = np.arange(len(sequences)) if indices is None else indices
-    by_length = index[np.argsort(sequences.locate(index)[1], kind="stable")]
-    batches = [by_length[i : i + batch_size] for i in range(0, len(index), batch_size)]
+    by_length = indices[np.argsort(sequences.locate(indices)[1], kind="stable")]
+    batches = [by_length[i : i + batch_size] for i in range(0, len(indices), batch_size)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     rate = None if language_model.causal else MASK_RATE

@@ -22,7 +22,10 @@ def make_loader(
     if workers:
         # registered after multiprocessing's own exit function, so called before it
         atexit.register(kill_workers)
-        raise_open_file_limit()
+        # each tensor from a worker is an open file
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit, but refuses it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     return DataLoader(
         dataset,
         batch_size=None,
@@ -47,10 +50,3 @@ def kill_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report an error
     for worker in multiprocessing.active_children():
         worker.kill()
-
-
-def raise_open_file_limit() -> None:
-    """Raise the limit of open files to the hard limit: each tensor from a worker is one file."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit, but refuses it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -4,13 +4,14 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from launched_runs import assert_same_run
 from tiny import log_rows, refused
 from train.command_line import parse_settings
-from train.data.batching import StagedDataset, stage_seed
+from train.data.batching import BatchFormat, StagedDataset
 from train.settings import PretrainSettings, split_stages
 
 STAGES = [
@@ -41,8 +42,15 @@ def test_stages_replace_what_they_name_and_keep_the_rest(pretrain_flags):
     assert [s.optim.batch_size for s in stages] == [16, 8, 16]
     assert [s.optim.steps for s in stages] == [2, 4, 2]
     assert all(s.optim.learning_rate == settings.optim.learning_rate for s in stages)
-    assert len({stage_seed(0, number) for number in range(3)}) == 3
-    assert stage_seed(7, 0) == 7
+
+
+def test_stages_on_one_text_differ_in_order_and_masks(run, monkeypatch):
+    formats = Mock(wraps=BatchFormat)
+    monkeypatch.setattr("train.pretrain.BatchFormat", formats)
+    run("--run.seed=7", "--run.max_hours=1e-9")
+    seeds = [call.kwargs["seed"] for call in formats.call_args_list]
+    assert seeds[0] == 7  # as that of a run without stages
+    assert len({*seeds}) == 3
 
 
 def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(run):

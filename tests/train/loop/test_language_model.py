@@ -81,8 +81,8 @@ def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
     sequences = SequenceIndex(make_token_store(np.full(300, 20), tmp_path), 24)
     model = LanguageModel(roformer.RoFormerForMaskedLM(tiny_config(vocab_size=7000)))
     vocab = dataclasses.replace(VOCAB, size=7000)
-    found = evaluate(model, sequences, vocab, Accelerator())["validation_tokens"]
-    assert found / 6000 == pytest.approx(0.15, abs=0.02)
+    found = evaluate(model, sequences, vocab, Accelerator(), 32, np.arange(300))
+    assert found["validation_tokens"] / 6000 == pytest.approx(0.15, abs=0.02)
 
 
 def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
