@@ -307,7 +307,6 @@ class StepDataset(Dataset):
         return [(sequence_ids[row], epochs[row]) for row in rows]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
-        """Return all micro-batches that this process computes in a step."""
         return [
             make_batch(self.sequences, sequence_ids, epochs, self.batch_format)
             for sequence_ids, epochs in self.micro_batch_indices(step)
@@ -329,6 +328,5 @@ class StagedDataset(Dataset):
         self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
-        """Return all micro-batches that this process computes in a step."""
         stage = bisect.bisect_right(self.starts, step) - 1
         return self.stages[stage][step - self.starts[stage]]

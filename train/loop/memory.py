@@ -77,8 +77,6 @@ def fit_micro_batches(
         stage.micro_batch = fit_micro_batch(
             model, optimizer, length, stage.micro_batch, rate, accelerator
         )
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # failed attempts are not the run's peak
 
 
 def fit_micro_batch(
@@ -118,6 +116,8 @@ def fit_micro_batch(
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
         if not any_process(not fits, accelerator):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()  # failed attempts are not the run's peak
             return size
         if size == 1:
             raise InputError(
@@ -213,8 +213,6 @@ def _measure_micro_batch(
     optimizer = build_optimizer(language_model, stage.optim)
     with accelerator.autocast():
         rows = fit_micro_batch(language_model, optimizer, length, size, mask_rate, accelerator)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # of sizes that did not fit
     batch = largest_batch(language_model, rows, length, mask_rate)
     seconds = 0.0
     for _ in range(2):  # the second counts
