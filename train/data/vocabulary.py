@@ -170,7 +170,7 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
         if Path(name).exists():
-            remedy = "mend its files; the tokenizer of a run is in its folder model"
+            remedy = "repair its files; the tokenizer of a run is in its folder model"
         elif key == "corpus.tokenizer":
             remedy = "check path or network, or give corpus.vocabulary_size to learn one there"
         else:

@@ -264,7 +264,7 @@ def load_config(folder: str, key: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         remedy = "check the path, or for a hub id the network"
         if Path(folder).exists():
-            remedy = "mend its config.json, or name the folder model of a run"
+            remedy = "repair its config.json, or name the folder model of a run"
         raise InputError(
             f"{key} must be a folder or hub id with a config.json, got {folder!r} "
             f"({first_line(error)}); {remedy}"
