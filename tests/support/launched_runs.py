@@ -16,6 +16,7 @@ import psutil
 import pytest
 from accelerate.utils.other import get_free_port
 
+from roformer.kernels.conditions import bfloat16_is_emulated
 from tiny import TINY_MODEL, log_rows
 
 SCRIPT = "train/pretrain.py"
@@ -23,6 +24,7 @@ LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelera
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 CPU = {"ACCELERATE_USE_CPU": "1"}
 AS_LAUNCHED = CPU | {"ACCELERATE_MIXED_PRECISION": "bf16"}  # what cpu.yaml makes of a process
+PRECISION = "no" if bfloat16_is_emulated() else "bf16"  # what this CPU makes of it
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PATIENCE = 120.0
 """Seconds until a test gives up waiting; generous, for busy machines."""

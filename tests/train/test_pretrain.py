@@ -49,7 +49,7 @@ def test_the_launched_command_leaves_all_it_promises(pretrain_flags, tmp_path):
     assert 0 <= data_wait[12] < 1
     assert 0.1 < memory[12] < 30
     assert speed[12] * pause[12] == pytest.approx(tokens[12] - tokens[11], rel=0.05)
-    assert json.loads((folder / "environment.json").read_text())["precision"] == "bf16"
+    assert json.loads((folder / "environment.json").read_text())["precision"] == runs.PRECISION
     assert list((folder / "tracker").glob("events*"))
     (told,) = (folder / "tracker").rglob("hparams.yml")
     told = yaml.safe_load(told.read_text())

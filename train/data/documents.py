@@ -181,7 +181,7 @@ def wrap_read_errors(file: Path, key: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         found = f"{file}: {first_line(error)}"
         raise InputError(
-            f"{key} must be a readable file, got {found}; mend the file, or convert it to UTF-8"
+            f"{key} must be a readable file, got {found}; repair the file, or convert it to UTF-8"
         ) from error
 
 
@@ -203,7 +203,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
                 raise ValueError(f"a {type(row).__name__} instead of an object")
         except ValueError as error:
             raise InputError(
-                f"{key} must hold one JSON object a line, got {place}: {error}; mend it"
+                f"{key} must hold one JSON object a line, got {place}: {error}; correct it"
             ) from error
         _check_column(column, row, place)
         yield _check_text(row[column], column, place)

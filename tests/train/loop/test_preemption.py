@@ -120,7 +120,7 @@ def test_the_slurm_script_queues_again_only_what_a_signal_ended(tmp_path, launch
     os.kill(int((folder / "task").read_text()), signal.SIGUSR1)
     assert first.wait(60) == 0
     assert_saved_at_once(launch, last)
-    assert json.loads((launch.run / "environment.json").read_text())["precision"] == "bf16"
+    assert json.loads((launch.run / "environment.json").read_text())["precision"] == runs.PRECISION
     assert (folder / "asked").read_text() == "requeue 7\n"
     assert job("--optim.learning_rate=9").wait(runs.PATIENCE) not in (0, None)
     assert job().wait(runs.PATIENCE) == 0
