@@ -15,8 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import conditions
-from .conditions import kernels_enabled, use_kernel
+from .conditions import bfloat16_is_emulated, kernels_enabled, use_kernel
 from .dropout import dropout as fast_dropout
 
 AUTO = "auto"
@@ -99,7 +98,7 @@ def _attention(
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
     is_bfloat16 = query.dtype == torch.bfloat16 and use_kernel(query, key, value, mask)
-    if is_bfloat16 and conditions.bfloat16_is_emulated():
+    if is_bfloat16 and bfloat16_is_emulated():
         query, key, value = query.float(), key.float(), value.float()
         if mask is not None and mask.is_floating_point():
             mask = mask.float()

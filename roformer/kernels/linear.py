@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from . import conditions
-from .conditions import use_kernel
+from .conditions import bfloat16_is_emulated, use_kernel
 
 _onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """torch's operator for x W^T + b by oneDNN; None in builds without it."""
@@ -63,7 +62,7 @@ def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
         dtypes = {torch.get_autocast_dtype("cpu")}
     if dtypes != {torch.bfloat16} or not use_kernel(x, weight, bias):
         return False
-    return conditions.bfloat16_is_emulated() and x.numel() >= MIN_FLOAT32_ROWS * x.shape[-1]
+    return bfloat16_is_emulated() and x.numel() >= MIN_FLOAT32_ROWS * x.shape[-1]
 
 
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

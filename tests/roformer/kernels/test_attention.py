@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roformer.kernels import attention, conditions
+from roformer.kernels import attention
 
 SHAPE = (2, 3, 20, 8)  # [B, H, L, D]
 KERNELS = {
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeyp
 
 @pytest.mark.parametrize("mask", ["none", "padding", "bool", "additive"])
 def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeypatch):
-    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: True)
     tensors, mask_tensor = inputs(torch.bfloat16, mask)
     expected = definition(tensors, mask_tensor)
     wanted = torch.autograd.grad(expected.sum(), tensors)

@@ -9,7 +9,7 @@ from torch.func import functional_call, vmap
 
 import roformer
 from roformer import RoFormerForCausalLM, RoFormerForSequenceClassification, RoFormerModel, kernels
-from roformer.kernels import attention, conditions, linear
+from roformer.kernels import attention, linear
 from tiny import HEADS, POOLED, build, inputs_with_labels, tiny_config
 
 IDS = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ PACKED = torch.cat((torch.arange(5), torch.arange(7)))[None]
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
     """Kernel and number of queries of each attention, on a CPU with bfloat16 instructions."""
-    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: False)
+    monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: False)
     found: list[tuple[str, int]] = []
 
     def spy(holder: Any, name: str) -> None:
@@ -88,7 +88,7 @@ def test_each_call_is_computed_by_the_kernel_of_the_table(fields, changes, expec
 
 
 def test_emulated_bfloat16_takes_the_kernel_of_float32(calls, monkeypatch):
-    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: True)
     with torch.no_grad():
         model_of(None)(IDS)
     assert calls == [(SDPA, 36)]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer import RoFormerForMaskedLM
-from roformer.kernels import Linear, conditions, linear, replace_by_torch_modules
+from roformer.kernels import Linear, linear, replace_by_torch_modules
 from roformer.modeling_roformer import RoFormerIntermediate
 from tiny import tiny_config
 
@@ -159,7 +159,7 @@ def test_autocast_switches_of_torch_and_transforms_are_obeyed(calls, monkeypatch
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("rows", [4, 64])
 def test_emulated_bfloat16_is_computed_in_float32_for_many_rows(rows, autocast, monkeypatch):
-    monkeypatch.setattr(conditions, "bfloat16_is_emulated", lambda: True)
+    monkeypatch.setattr(linear, "bfloat16_is_emulated", lambda: True)
     dtypes, product = [], F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: dtypes.append(x.dtype) or product(x, *rest))
     layer, x = layer_of(200).bfloat16(), torch.randn(rows, 48).bfloat16().requires_grad_()
