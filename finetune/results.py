@@ -47,7 +47,8 @@ RECIPE_FIELDS = {
 """Fields that a protocol fixes for all its models, tasks and seeds, as tables print them."""
 
 RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
-"""What results mean that were made before these fields; a run's name has other values only."""
+"""Values of results made before these fields existed. They are left out of the key, so that old
+runs keep their names."""
 
 RUN_KEY = (
     "model", "tokenizer", "random_weights", "task", "glue_dir", "seed", *RECIPE_FIELDS,
@@ -239,7 +240,9 @@ def read_results(path: str) -> list[Result]:
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
             continue
-        if result.get("mnli") is not None:  # of an earlier version: no run from `model` itself
+        # written when `--mnli` existed: the run started from a model fine-tuned on MNLI, not from
+        # `model`
+        if result.get("mnli") is not None:
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
             results[key] = result

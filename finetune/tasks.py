@@ -244,8 +244,8 @@ def load_task(name: str) -> Task:
     raise InputError(f"task must be one of {known}, or a YAML file, got {name!r}; {remedy}")
 
 
-@functools.cache  # a grid asks for each run
-def _read_task(file: str, _: int) -> Task:
+@functools.cache  # until the file changes; a grid asks for each run
+def _read_task(file: str, modified: int) -> Task:
     return own_task(vars(parse_settings(TaskSettings, ["--config", file])), file)
 
 

@@ -22,9 +22,10 @@ EXAMPLE = ("A man is playing a guitar.", "Somebody makes music.")
 
 
 def save_with_card(folder: str, model: Any, tokenizer: Any, result: Result) -> None:
-    """Write model, tokenizer and card, completely or not at all; an earlier save is replaced.
+    """Write model, tokenizer and card, completely or not at all.
 
-    `result` is the run's, with scores.
+    `folder` must not exist; what killed processes left is deleted. `result` is the run's, with
+    scores.
 
     Raises:
         InputError: The folder cannot be written.

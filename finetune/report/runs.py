@@ -147,7 +147,8 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     task on the same data, and of its model.
     """
     names = shorten_names(dict.fromkeys(result["model"] for result in results))
-    # None, not NaN, where a field is missing: a column without values takes texts later
+    # None where a field is missing: of a column without values pandas would make a float column,
+    # which refuses text later
     runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
     runs["result"] = results
     runs = runs.join(_scores(runs["result"], "metrics"))

@@ -19,6 +19,7 @@ from finetune.tasks import TASKS
 from tiny import command, enlarge, refused
 from tiny_glue import SHAPE, tiny_tokenizer
 from tiny_results import line
+from train.atomic_dir import UNFINISHED
 
 COMMAND = "accelerate launch --mixed_precision no finetune/glue.py --model m --task t --seed 3"
 
@@ -202,17 +203,11 @@ def test_a_saved_folder_holds_model_card_and_a_clean_tokenizer(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned"]
 
 
-def test_a_second_save_replaces_the_first_whole_and_one_that_fails_leaves_it(tmp_path):
-    folder = saved(tmp_path, "stsb")
-    (folder / "vocab.txt").write_text("of the first")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
+def test_a_save_that_fails_leaves_nothing_and_the_next_deletes_what_a_killed_one_left(tmp_path):
     broken = Mock(save_pretrained=Mock(side_effect=OSError("No space left on device")))
-    for target in (folder, tmp_path / "other"):
-        save = partial(save_with_card, str(target), a_model(), broken, a_line())
-        refused(save, "save must", "No space")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save = partial(save_with_card, str(tmp_path / "tuned"), a_model(), broken, a_line())
+    refused(save, "save must", "No space")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / f".tuned{UNFINISHED}x").mkdir()
     saved(tmp_path, "rte")
-    assert json.loads((folder / "config.json").read_text())["id2label"]["0"] == "entailment"
-    assert not (folder / "vocab.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
