@@ -139,12 +139,19 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def helped_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool]:
-    """Label -> whether pretraining helps all models of one protocol: all must gain enough."""
+def helped_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool | None]:
+    """Label -> whether pretraining helps all models of one protocol: all must gain enough.
+
+    None where something is absent to judge one of them.
+    """
     sides = [side for pair in pairs for side in (pair.first, pair.second)]
     rows = gains[gains["configuration"].isin({side["configuration"].iloc[0] for side in sides})]
-    by_label = rows.groupby("label")["helped"].all().to_dict()
-    return {k: by_label[k] for pair in pairs for k in pair.tasks if k != AVERAGE}
+    found: dict[str, bool | None] = {}
+    for label in (label for pair in pairs for label in pair.tasks if label != AVERAGE):
+        of_task = rows[rows["label"] == label]
+        is_judged = (of_task["absent"] == "").all()
+        found[label] = bool(of_task["helped"].all()) if is_judged else None
+    return found
 
 
 def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float, str, bool]:

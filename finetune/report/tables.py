@@ -3,7 +3,7 @@
 Every table has the name of its row in the first column.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,12 +55,7 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
     """Say on which tasks pretraining helps both models, by protocol, and which models they are."""
     gains, sentences = control_gains(group), []
     for same in by_protocol(pairs):
-        found = helped_tasks(same, gains)
-        titles = [group.titles[label] for label, helped in found.items() if helped]
-        names = f": {'; '.join(titles)}" if titles else ""
-        number = f"{len(titles)} of {len(found)} tasks"
-        rule = "read it only where every model is above its controls by more than the spread"
-        sentences.append(f"{same[0].title()}: {rule}, on {number}{names}.")
+        sentences.append(f"{same[0].title()}: {_verdict(group, helped_tasks(same, gains))}")
     if pairs:
         sides = [pair.first for pair in pairs], [pair.second for pair in pairs]
         models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
@@ -73,14 +68,28 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
     return sentences
 
 
+def _verdict(group: TaskGroup, helped: Mapping[str, bool | None]) -> str:
+    """Say on which of the tasks that are judged pretraining helps both models."""
+    judged = [found for found in helped.values() if found is not None]
+    if not judged:
+        return "whether pretraining helps both models is not judged on any task."
+    titles = [group.titles[label] for label, found in helped.items() if found]
+    names = f": {'; '.join(titles)}" if titles else ""
+    text = f"pretraining helps both models on {len(titles)} of {len(judged)} tasks{names}."
+    if len(titles) < len(helped):
+        text += " On the others the difference says nothing about pretraining."
+    return text
+
+
 def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFrame) -> Table:
     """Differences between two models under one protocol, a row for each task."""
     cells = {
         pair.part or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
         for pair in pairs
     }
+    words = {True: "yes", False: "no", None: "not judged"}
     cells["pretraining helps both"] = {
-        label: "yes" if found else "no" for label, found in helped_tasks(pairs, gains).items()
+        label: words[found] for label, found in helped_tasks(pairs, gains).items()
     }
     tasks = [label for label in pairs[0].tasks if label != AVERAGE]
     names = {**group.titles, AVERAGE: group.average_name(tasks)}

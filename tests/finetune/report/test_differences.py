@@ -160,8 +160,8 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
-    rule = "read it only where every model is above its controls by more than the spread, on"
-    title = f"RoFormer {MINUS} BERT: {rule}"
+    title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
+    rest = "On the others the difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
     assert judge(learned()) == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
     assert pairs_shown(learned()).frame["pretraining helps both"].tolist() == ["yes"]
@@ -170,7 +170,8 @@ def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread()
         learned(random=0.69),  # 1 above random weights
         learned(features=0.72 - (spread - 0.01) / 100),
     ):
-        assert judge(lines) == [f"{title} 0 of 1 tasks.", models]
+        assert judge(lines) == [f"{title} 0 of 1 tasks. {rest}", models]
+        assert pairs_shown(lines).frame["pretraining helps both"].tolist() == ["no"]
     assert judge(learned(features=0.72 - (spread + 0.01) / 100))[0].endswith("CoLA, Matthews.")
     found = gains_of(learned())["small-bert", "cola"]
     assert found == pytest.approx(("features", 12.0, spread, "", True))
@@ -204,8 +205,22 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
         ([x for x in lines if x["model"] != SIMPLE_FEATURES], "no simple features"),
         ([x for x in lines if x["seed"] == 0], "no two seeds"),
     ):
-        assert "than the spread, on 0 of 1" in judge(left)[0]
+        title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
+        assert judge(left)[0] == f"{title} on any task."
         assert judge(left)[-1] == f"Not judged, because there are {absent}: CoLA, Matthews."
+        assert pairs_shown(left).frame["pretraining helps both"].tolist() == ["not judged"]
+
+
+def test_a_task_that_is_not_judged_does_not_count_among_the_tasks():
+    one_seed = [line(model, "rte", 0.7) for model in (ROFORMER, BERT)]
+    # of the other two one model has a seed too few, or no controls
+    wnli = [*seeds(ROFORMER, "wnli", (0.7, 0.72)), line(BERT, "wnli", 0.7)]
+    assert judge([*learned(), *one_seed, *wnli])[0] == (
+        f"RoFormer {MINUS} BERT: pretraining helps both models on 1 of 1 tasks: CoLA, Matthews. "
+        "On the others the difference says nothing about pretraining."
+    )
+    column = pairs_shown([*learned(), *one_seed, *wnli]).frame["pretraining helps both"]
+    assert column.tolist() == ["yes", "not judged", "not judged", DASH]  # - of the mean of tasks
 
 
 def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
@@ -216,11 +231,11 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
         # random weights stand for every pretraining seed
         lines += seeds(f"runs/{name}-0/model", "cola", (0.5, 0.54), random_weights=True)
     assert {round(gain[1]) for gain in gains_of(lines).values()} == {10}
-    assert "than the spread, on 1 of 1" in judge(lines)[0]
+    assert "helps both models on 1 of 1" in judge(lines)[0]
     for run in lines:
         if run["model"] == "runs/bert-1/model":
             run["metrics"]["validation"]["matthews"] -= 0.2
-    assert "than the spread, on 0 of 1" in judge(lines)[0]
+    assert "helps both models on 0 of 1" in judge(lines)[0]
 
 
 def test_random_weights_of_an_architecture_are_one_row_whoever_lent_them():
