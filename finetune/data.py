@@ -289,10 +289,10 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def micro_batches(self, rows: Rows, tokens: int, processes: int) -> list[Rows]:
-        """Split rows [B] so that each process has at most `tokens` padded tokens, or one row."""
+    def micro_batches(self, rows: Rows, max_tokens: int, processes: int) -> list[Rows]:
+        """Split rows [B]: each process has at most `max_tokens` padded tokens, or one row."""
         row_tokens = self.text_lengths.shape[1] * int(self.lengths[rows].max())
-        size = processes * max(1, tokens // row_tokens)
+        size = processes * max(1, max_tokens // row_tokens)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def batch(self, rows: Rows, device: torch.device | str = "cpu") -> dict[str, Tensor]:

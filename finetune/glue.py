@@ -1,4 +1,7 @@
-"""Fine-tune one model on one task with one seed: `accelerate launch --quiet finetune/glue.py`.
+"""Fine-tune one model on one task with one seed.
+
+    accelerate launch --quiet --config_file configs/accelerate/cpu.yaml finetune/glue.py \
+        --model FOLDER --task rte --glue_dir glue
 
 Read `main`, `run` and `fine_tune`: together they are the whole run. The score is that of the
 weights after the last epoch on the validation split; nothing is selected on the split that is
@@ -14,34 +17,29 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
 
-import roformer
 from finetune.data import (
     Examples,
     Rows,
-    check_tokenizer,
     epoch_batches,
     find_split_file,
     make_examples,
     read_split_columns,
 )
 from finetune.metrics import score_splits
+from finetune.models import load_config_and_tokenizer, load_model
 from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
 from finetune.run_info import describe_run, describe_truncation, format_result
 from finetune.settings import GlueSettings
-from finetune.shared_head import load_model
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data.stateless_rng import torch_seed
-from train.loop.language_model import input_errors
 from train.loop.launch import start_accelerator
 from train.loop.memory import is_out_of_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
@@ -65,13 +63,15 @@ def run(
 ) -> Result:
     """Fine-tune, score, write the predictions, append the result; no scores if the run diverged.
 
-    A worker of the grid gives its number, `slot`.
+    `slot` is the number of a grid's worker, None outside a grid: the progress bar is as many lines
+    below the cursor, and nothing else is printed, as the grid prints the results.
 
     Raises:
         InputError: Settings, model and data do not fit together.
     """
-    started, task = time.perf_counter(), load_task(settings.task)
-    accelerator, is_in_grid = accelerator or start_accelerator(), slot is not None
+    started = time.perf_counter()
+    task = load_task(settings.task)
+    accelerator = accelerator or start_accelerator()
     if settings.save is not None:
         if Path(settings.save).exists():
             raise InputError(f"save must be new, got {settings.save}; delete it or choose another")
@@ -87,8 +87,9 @@ def run(
     labels = {split: examples.labels for split, examples in data.items()}
     result = describe_run(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    for line in () if is_in_grid else describe_truncation(result):  # grids show results only
-        accelerator.print(line)
+    if slot is None:
+        for line in describe_truncation(result):
+            accelerator.print(line)
     logits: Logits = {}
     try:
         losses, logits = fine_tune(settings, model, data, accelerator, slot or 0)
@@ -123,7 +124,7 @@ def fine_tune(
     Raises:
         DivergedError: A gradient or a logit is not finite.
     """
-    train, batch_size, tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
+    train, batch_size, max_tokens = data["train"], settings.batch_size, settings.micro_batch_tokens
     rank, world_size = accelerator.process_index, accelerator.num_processes
     total_steps = settings.epochs * math.ceil(len(train) / batch_size)
     warmup_steps = math.ceil(settings.warmup_share * total_steps)  # as in transformers' Trainer
@@ -132,7 +133,7 @@ def fine_tune(
     model, optimizer = accelerator.prepare(model, optimizer)
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     model.train()
-    check_memory(model, train, batch_size, tokens, accelerator)
+    check_memory(model, train, batch_size, max_tokens, accelerator)
     control = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
     disable = True if rank else None  # None: where the output is a terminal
@@ -145,7 +146,7 @@ def fine_tune(
             torch.manual_seed(torch_seed(settings.seed, step, rank))
             # 0 in the first step, as in transformers' Trainer
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
-            loss = compute_gradients(model, train, rows, tokens, accelerator)
+            loss = compute_gradients(model, train, rows, max_tokens, accelerator)
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -166,17 +167,17 @@ def fine_tune(
 
 
 def compute_gradients(
-    model: nn.Module, examples: Examples, rows: Rows, tokens: int, accelerator: Accelerator
+    model: nn.Module, examples: Examples, rows: Rows, max_tokens: int, accelerator: Accelerator
 ) -> Tensor:
     """Accumulate the gradients of the mean loss over the rows [B] that all processes share.
 
-    A micro-batch of one process has at most `tokens` tokens, or one row.
+    A micro-batch of one process has at most `max_tokens` tokens, or one row.
 
     Returns:
         The loss summed over this process's rows, scalar.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    micro_batches = examples.micro_batches(rows, tokens, world_size)
+    micro_batches = examples.micro_batches(rows, max_tokens, world_size)
     loss = torch.zeros((), device=accelerator.device)
     for i, part in enumerate(micro_batches, start=1):
         shard = part[rank::world_size]
@@ -193,7 +194,7 @@ def compute_gradients(
 
 
 def check_memory(
-    model: nn.Module, train: Examples, batch_size: int, tokens: int, accelerator: Accelerator
+    model: nn.Module, train: Examples, batch_size: int, max_tokens: int, accelerator: Accelerator
 ) -> None:
     """Compute the gradients of the longest rows, so that a lack of memory shows before the run.
 
@@ -201,14 +202,14 @@ def check_memory(
         InputError: The largest micro-batch does not fit into memory.
     """
     longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
-    rows = train.micro_batches(longest, tokens, accelerator.num_processes)[0]
+    rows = train.micro_batches(longest, max_tokens, accelerator.num_processes)[0]
     try:
-        compute_gradients(model, train, rows, tokens, accelerator)
+        compute_gradients(model, train, rows, max_tokens, accelerator)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         rule, remedy = "must fit into memory", "lower it, or shorten length"
-        raise InputError(f"micro_batch_tokens {rule}, got {tokens}; {remedy}") from error
+        raise InputError(f"micro_batch_tokens {rule}, got {max_tokens}; {remedy}") from error
     model.zero_grad(set_to_none=True)
 
 
@@ -233,9 +234,10 @@ def predict(
     logits = torch.zeros(len(examples), num_labels, device=accelerator.device)
     order = np.argsort(examples.lengths, kind="stable")
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    tokens = settings.micro_batch_tokens
+    max_tokens = settings.micro_batch_tokens
     for start in range(0, len(order), batch_size):
-        for rows in examples.micro_batches(order[start : start + batch_size], tokens, world_size):
+        batch_rows = order[start : start + batch_size]
+        for rows in examples.micro_batches(batch_rows, max_tokens, world_size):
             shard = rows[rank::world_size]
             batch = examples.batch(shard if len(shard) else rows[:1], accelerator.device)
             batch.pop("labels")
@@ -250,34 +252,6 @@ def check_finite(values: Tensor | NDArray, name: str) -> None:
     """Raise a DivergedError that begins with `name` if a value is infinite or nan."""
     if not bool(torch.isfinite(torch.as_tensor(values)).all()):
         raise DivergedError(f"{name} not finite")
-
-
-def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, Any]:
-    """Load the configuration with the task's head, and the tokenizer; check that they fit.
-
-    Raises:
-        InputError: One of them cannot be read, or the length or the vocabulary does not fit.
-    """
-    roformer.use_for_auto_classes()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    names = task.labels or ("value",)
-    with input_errors(f"model {settings.model}"):
-        config = AutoConfig.from_pretrained(
-            settings.model,
-            id2label=dict(enumerate(names)),
-            label2id={name: index for index, name in enumerate(names)},
-            problem_type="single_label_classification" if task.labels else "regression",
-        )
-    path = settings.tokenizer or settings.model
-    with input_errors(f"tokenizer {path}"):
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    check_tokenizer(config, tokenizer, settings.length)
-    inputs = tokenizer.model_input_names
-    if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:
-        # transformers' RoFormerTokenizer (Chinese) omits them, though its models have segments
-        tokenizer.model_input_names = [*inputs, "token_type_ids"]
-    return config, tokenizer
 
 
 def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
@@ -308,7 +282,9 @@ def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, 
 
 @torch.no_grad()
 def check_forward(model: nn.Module, data: Data, task: Task) -> None:
-    """Send the longest and shortest example of the longest split through the model on the CPU.
+    """Send the longest and shortest example of one split through the model on the CPU.
+
+    It is the split with the longest example.
 
     Raises:
         InputError: The model cannot take the tokenizer's output, or its head is not the task's.

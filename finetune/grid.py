@@ -1,4 +1,7 @@
-"""Many fine-tuning runs: `accelerate launch --quiet -m finetune.grid --models '[a]' ...`.
+"""Many fine-tuning runs: models x tasks x learning rates x seeds.
+
+    accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m finetune.grid \
+        --models '[FOLDER, FOLDER]' --tasks '[rte, cola]' --seeds '[0, 1]' --glue_dir glue
 
 This process validates everything first and then hands out the runs to worker processes. A run that
 has a result is skipped, so the same command continues after any interruption, and
@@ -23,6 +26,7 @@ import torch
 from filelock import Timeout
 
 from finetune import glue
+from finetune.models import load_config_and_tokenizer, load_model
 from finetune.results import (
     Result,
     append_result,
@@ -140,9 +144,9 @@ def check_runs(runs: list[GlueSettings]) -> None:
     unique = {(run.model, run.task): run for run in reversed(runs)}
     for run in unique.values():
         task = load_task(run.task)
-        config, tokenizer = glue.load_config_and_tokenizer(run, task)
+        config, tokenizer = load_config_and_tokenizer(run, task)
         data = glue.load_data(run, task, tokenizer)
-        glue.check_forward(glue.load_model(run, config), data, task)
+        glue.check_forward(load_model(run, config), data, task)
 
 
 def make_runs(
@@ -182,7 +186,7 @@ def make_runs(
 
 
 def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:
-    """Create a pool of one process, which uses GPU `slot` and its share of the CPU threads."""
+    """Create a pool of one process: GPU `slot` modulo their number, its share of CPU threads."""
     threads = max(1, torch.get_num_threads() // workers)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     return ProcessPoolExecutor(1, context, initialize_worker, (slot, threads, os.getpid()))

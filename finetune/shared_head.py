@@ -3,7 +3,7 @@
 `AutoModelForSequenceClassification` gives each architecture a head of its own: RoFormer's has a
 GELU where BERT's has a tanh, and both read the first token, which masked language modelling never
 trains. Here pooling, layers, activation, dropout and initial values are the same for every encoder.
-`load_model` loads the model of a run, with this head or with its own.
+`finetune.models` loads the model of a run, with this head or with its own.
 
 A saved model is a folder with `encoder/`, which `AutoModel` loads, and the head in `head.json` and
 `head.safetensors`. transformers' pipeline finds no config.json there and refuses the folder.
@@ -19,14 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import roformer
-from finetune.settings import GlueSettings
-from finetune.tasks import load_task
-from train.loop.language_model import input_errors
-from train.settings import InputError
 
 ENCODER = "encoder"
 """Subfolder of a saved model."""
@@ -115,50 +111,3 @@ class SharedHeadClassifier(nn.Module):
         head = SharedHead(**json.loads((path / HEAD_FILES[0]).read_text()))
         head.load_state_dict(load_file(path / HEAD_FILES[1]))
         return cls(AutoModel.from_pretrained(path / ENCODER, **options), head).eval()
-
-
-def load_model(settings: GlueSettings, config: Any) -> nn.Module:
-    """Load the model in float32 with a new head drawn from the seed.
-
-    `random_weights` draws all weights. From a model fine-tuned on another task the layers of its
-    own head that have the same shape are kept, such as BERT's pooler.
-
-    Raises:
-        InputError: The folder lacks weights of the encoder or has those of another architecture,
-            or the model has no such head or attention kernel.
-    """
-    torch.manual_seed(settings.seed)
-    if settings.pooling == "own":
-        return load_weights(AutoModelForSequenceClassification, settings, config)
-    encoder = load_weights(AutoModel, settings, config)
-    torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
-    task = load_task(settings.task)
-    texts = len(task.columns) if settings.pair_encoding == "separate" else 1
-    head = SharedHead(config.hidden_size, task.num_labels, settings.pooling, texts)
-    return SharedHeadClassifier(encoder, head)
-
-
-def load_weights(auto_class: Any, settings: GlueSettings, config: Any) -> PreTrainedModel:
-    """Load the weights of a run into a model of an Auto class, or draw them."""
-    options = {"attn_implementation": settings.attention, "dtype": torch.float32}
-    with input_errors(f"model {settings.model}"):
-        if settings.random_weights:
-            return auto_class.from_config(config, **options)
-        model, loading = auto_class.from_pretrained(
-            settings.model,
-            config=config,
-            ignore_mismatched_sizes=True,  # replaces the head of another task
-            output_loading_info=True,
-            **options,
-        )
-    new = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    # BERT's pooler is part of its head: a masked-LM model has none
-    lost = sorted(x for x in new if x.startswith(prefix) and "pooler." not in x)
-    if lost:
-        raise InputError(
-            "model must hold every encoder weight of its config.json in its shape, got "
-            f"{settings.model} without {lost[:1]}; save all weights, or train from "
-            "--random_weights true"
-        )
-    return model

@@ -23,6 +23,7 @@ import roformer
 from finetune import glue
 from finetune.data import epoch_batches
 from finetune.metrics import score
+from finetune.models import load_config_and_tokenizer, load_model
 from finetune.results import RUN_KEY, prediction_file, read_predictions, read_results
 from finetune.run_info import format_result
 from finetune.shared_head import ENCODER
@@ -97,9 +98,9 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     assert result["metrics"]["validation"] == score(TASKS[task], answers, labels)
     assert result["losses"][-1] < 0.9 * result["losses"][0]
     assert task == "stsb" or result["headline"] > result["majority"] + 0.3
-    config, tokenizer = glue.load_config_and_tokenizer(asked, TASKS[task])
+    config, tokenizer = load_config_and_tokenizer(asked, TASKS[task])
     data = glue.load_data(asked, TASKS[task], tokenizer)
-    model, train = glue.load_model(asked, config), data["train"]
+    model, train = load_model(asked, config), data["train"]
     batches = [
         train.batch(rows)
         for epoch in range(asked.epochs)
@@ -186,7 +187,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
     file = folder / "model" / "tokenizer_config.json"
     said = json.loads(file.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
     file.write_text(json.dumps(said))
-    _, tokenizer = glue.load_config_and_tokenizer(run_settings(folder, "stsb"), TASKS["stsb"])
+    _, tokenizer = load_config_and_tokenizer(run_settings(folder, "stsb"), TASKS["stsb"])
     assert "token_type_ids" in tokenizer.model_input_names
 
 
@@ -306,7 +307,7 @@ def test_a_run_may_start_from_a_model_fine_tuned_on_mnli(folder, pooling):
     encoder = tuned if pooling == "own" else tuned / ENCODER
     asked = {"model": str(encoder), "tokenizer": str(tuned), "pooling": pooling}
     run = run_settings(folder, "rte", **asked)
-    model = glue.load_model(run, glue.load_config_and_tokenizer(run, TASKS["rte"])[0])
+    model = load_model(run, load_config_and_tokenizer(run, TASKS["rte"])[0])
     weights, expected = model.state_dict(), AutoModel.from_pretrained(encoder).state_dict()
     prefix = "roformer." if pooling == "own" else "encoder."
     assert all(weights[prefix + name].equal(x) for name, x in expected.items())

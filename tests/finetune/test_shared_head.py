@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, pipeline
 
 from finetune import glue
+from finetune.models import load_config_and_tokenizer, load_model
 from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
 from finetune.tasks import TASKS
@@ -20,7 +21,7 @@ APART = {"pooling": "mean", "pair_encoding": "separate"}
 
 
 def load(run: GlueSettings) -> torch.nn.Module:
-    return glue.load_model(run, glue.load_config_and_tokenizer(run, TASKS[run.task])[0])
+    return load_model(run, load_config_and_tokenizer(run, TASKS[run.task])[0])
 
 
 @pytest.mark.parametrize("texts", [1, 2])
