@@ -45,7 +45,7 @@ SEEDS = (
     "task has a scale of its own"
 )
 
-Rows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
+FigureRows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
 """Name -> colour, and label of a task -> values over seeds."""
 
 
@@ -180,7 +180,7 @@ def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) ->
 
 
 def draw_panels(
-    titles: Mapping[str, str], rows: Rows, lines: Mapping[str, Mapping[str, float]]
+    titles: Mapping[str, str], rows: FigureRows, lines: Mapping[str, Mapping[str, float]]
 ) -> Figure:
     """Draw a panel for each task that has values, at most three in a row.
 
@@ -192,10 +192,10 @@ def draw_panels(
     labels = [label for label in titles if any(cells.get(label) for _, cells in rows.values())]
     names = [textwrap.fill(name, 36) for name in rows]
     height = 0.8 + 0.15 * sum(name.count("\n") + 1.6 for name in names)
-    columns = min(3, len(labels))
-    lengthwise = -(-len(labels) // columns)
-    size = (2.9 * columns + 2.2, lengthwise * height + 0.3)
-    figure, axes = make_axes(lengthwise, columns, *size, sharey=True)
+    panel_columns = min(3, len(labels))
+    panel_rows = -(-len(labels) // panel_columns)
+    size = (2.9 * panel_columns + 2.2, panel_rows * height + 0.3)
+    figure, axes = make_axes(panel_rows, panel_columns, *size, sharey=True)
     for axis in axes[len(labels) :]:
         axis.remove()
     for axis, label in zip(axes, labels):
@@ -218,7 +218,7 @@ def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str
         axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
 
 
-def _score_rows(runs: pd.DataFrame) -> Rows:
+def _score_rows(runs: pd.DataFrame) -> FigureRows:
     """A row for each configuration; a colour for each model and its random weights."""
     colors = dict(zip(sorted(set(runs["base_name"])), itertools.cycle(COLORS)))
     return {
@@ -230,10 +230,10 @@ def _score_rows(runs: pd.DataFrame) -> Rows:
     }
 
 
-def _difference_rows(pairs: Sequence[Difference]) -> Rows:
+def _difference_rows(pairs: Sequence[Difference]) -> FigureRows:
     return {
         pair.title(with_part=True): (
-            COLORS[2 if pair.over else 0],
+            COLORS[2 if pair.is_over_pretraining_seeds else 0],
             {label: list(c.differences.values()) for label, c in pair.tasks.items()},
         )
         for pair in pairs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from finetune.report.runs import CONTROLS, TaskGroup, average, seed_scores
+from finetune.report.runs import BASELINES, CONTROLS, TaskGroup, average, seed_scores
 from train.intervals import Comparison, compare, holm_corrected
 from train.run_names import model_name
 
@@ -26,12 +26,13 @@ class Difference:
 
     Attributes:
         names: Of the two models, or of what they stand for.
-        part: The pretraining seed, or over how many; empty for one model on each side.
+        part: The pretraining seed, or over how many; empty for one model of each.
         first: Runs of the first configuration.
         second: Runs of the second.
-        tasks: Label -> comparison of the headline metric, for tasks on which a seed has a score on
-            both sides; and under `AVERAGE` that of GLUE's average over them, where it is defined.
-        over: Whether the differences are those of pretraining seeds.
+        tasks: Label -> comparison of the headline metric, for tasks on which a seed has a score of
+            both; and under `AVERAGE` that of GLUE's average over them, where it is defined.
+        is_over_pretraining_seeds: Whether there is a difference for each of them, not for each
+            seed of fine-tuning.
     """
 
     names: Sequence[str]
@@ -39,11 +40,11 @@ class Difference:
     first: pd.DataFrame
     second: pd.DataFrame
     tasks: dict[str, Comparison]
-    over: bool = False
+    is_over_pretraining_seeds: bool = False
 
     @property
     def protocol(self) -> str:
-        """How both sides were fine-tuned."""
+        """How both were fine-tuned."""
         return self.first["protocol"].iloc[0]
 
     def title(self, with_part: bool = False) -> str:
@@ -58,12 +59,12 @@ def subtract(
     """Compare two configurations on every task both were run on; Holm's family are the tasks."""
     tasks, tried = {}, {}
     for label in first["label"].unique():
-        cells = [side[side["label"] == label] for side in (first, second)]
+        cells = [runs[runs["label"] == label] for runs in (first, second)]
         scores = [seed_scores(cell) for cell in cells]
         if scores[0].keys() & scores[1].keys():
             tried[label] = {seed for cell in cells for seed in cell["seed"]}
             tasks[label] = compare(scores[0], scores[1], len(tried[label]))
-    averages = [average(side, tasks) for side in (first, second)]
+    averages = [average(runs, tasks) for runs in (first, second)]
     tasks = holm_corrected(tasks)
     if len(tasks) > 1 and averages[0] and averages[1]:
         by_seed = averages[0][1], averages[1][1]
@@ -85,9 +86,9 @@ def pair_differences(
     Returns:
         The differences, and the reason if there are none.
     """
-    names, sides = _sides(group, pair)
-    counts = [len(side[["model", "tokenizer"]].drop_duplicates()) for side in sides]
-    seeds = sides[0]["pretraining_seed"].unique().tolist() if _are_seeds(sides, counts) else []
+    names, both = _runs_of_both(group, pair)
+    counts = [len(runs[["model", "tokenizer"]].drop_duplicates()) for runs in both]
+    seeds = both[0]["pretraining_seed"].unique().tolist() if _are_seeds(both, counts) else []
     title = f" {MINUS} ".join(names)
     if group.runs.loc[group.runs["kind"] == "model", "model"].nunique() == 1:
         return [], "One model, no comparison; its controls: --random_control true of finetune.grid."
@@ -96,8 +97,8 @@ def pair_differences(
         remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""
         return [], f"No {title}: it takes one model of each, here are {there}{remedy}."
     differences = []
-    for protocol in sides[0]["protocol"].unique():
-        rows = [side[side["protocol"] == protocol] for side in sides]
+    for protocol in both[0]["protocol"].unique():
+        rows = [runs[runs["protocol"] == protocol] for runs in both]
         parts = []
         for seed in sorted(seeds) or [None]:
             first, second = (x if seed is None else x[x["pretraining_seed"] == seed] for x in rows)
@@ -134,7 +135,7 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         scored = runs[runs["label"] == label].dropna(subset="score")
         wanted = runs.loc[cell.index, same].max()
         is_random = (scored["kind"] == "random") & (scored[same] == wanted).all(axis=1)
-        controls = scored[is_random | scored["kind"].isin(["features", "majority"])]
+        controls = scored[is_random | scored["kind"].isin(BASELINES)]
         rows.append((configuration, label, *_gain(cell["score"], controls)))
     return pd.DataFrame(rows, columns=columns)
 
@@ -144,8 +145,8 @@ def helped_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, 
 
     None where something is absent to judge one of them.
     """
-    sides = [side for pair in pairs for side in (pair.first, pair.second)]
-    rows = gains[gains["configuration"].isin({side["configuration"].iloc[0] for side in sides})]
+    names = {x["configuration"].iloc[0] for pair in pairs for x in (pair.first, pair.second)}
+    rows = gains[gains["configuration"].isin(names)]
     found: dict[str, bool | None] = {}
     for label in (label for pair in pairs for label in pair.tasks if label != AVERAGE):
         of_task = rows[rows["label"] == label]
@@ -169,7 +170,7 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
 
 
-def _sides(
+def _runs_of_both(
     group: TaskGroup, pair: Sequence[str] | None
 ) -> tuple[list[str], tuple[pd.DataFrame, pd.DataFrame]]:
     """Names and pretrained runs of the two models, or of all RoFormers and all BERTs."""
@@ -179,20 +180,20 @@ def _sides(
         return list(MODEL_TYPES), (first, second)
     first, second = (runs[(runs["model"] == x) | (runs["short_name"] == x)] for x in pair)
     names = [
-        side["short_name"].iloc[0] if len(side) else model_name(model)
-        for side, model in zip((first, second), pair)
+        found["short_name"].iloc[0] if len(found) else model_name(model)
+        for found, model in zip((first, second), pair)
     ]
     return names, (first, second)
 
 
-def _are_seeds(sides: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
-    """Whether both sides are one architecture, pretrained with the same consecutive seeds."""
-    seeds = [sorted(side["pretraining_seed"].unique().tolist()) for side in sides]
+def _are_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
+    """Whether both models are one architecture, pretrained with the same consecutive seeds."""
+    seeds = [sorted(runs["pretraining_seed"].unique().tolist()) for runs in both]
     number = len(seeds[0])
     consecutive = number > 1 and seeds[0][-1] - seeds[0][0] == number - 1
     same = seeds[0] == seeds[1] and list(counts) == [number, number]
     kinds = ["base_name", "model_type", "tokenizer", "parameters"]
-    varying = [(side.groupby("label")[kinds].nunique() > 1).any(axis=None) for side in sides]
+    varying = [(runs.groupby("label")[kinds].nunique() > 1).any(axis=None) for runs in both]
     return consecutive and same and not any(varying)
 
 
@@ -208,5 +209,5 @@ def _over_pretraining_seeds(parts: list[Difference]) -> Difference:
             means = dict(zip(seeds, (part.tasks[label].mean for part in parts)))
             tasks[label] = compare(means, zeros, len(parts))
     title = f"over {len(parts)} pretraining seeds"
-    sides = parts[0].first, parts[0].second
-    return Difference(parts[0].names, title, *sides, holm_corrected(tasks), over=True)
+    both = parts[0].first, parts[0].second
+    return Difference(parts[0].names, title, *both, holm_corrected(tasks), True)

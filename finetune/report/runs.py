@@ -3,6 +3,35 @@
 A configuration is a model with a way of fine-tuning it: one row of the score tables. A cell holds
 its runs on one task, one for each fine-tuning seed. Scores are x 100. GLUE, GLUE tasks with rows
 missing and the demo tasks are never in one table.
+
+`TaskGroup.runs` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
+fields of the result of which some results lack some, and
+
+    result            the run's
+    run_id            last ten characters of the run's name
+    metrics           validation split -> metric -> score, as in the result
+    score             headline metric, mean over validation splits; NaN without a score
+    glue_score        mean of all metrics of the task, which GLUE averages over tasks
+    group             key of `GROUPS`
+    kind              `model`, or a key of `CONTROLS`
+    short_name        end of the model's path, unique in the file: bert-1 of runs/bert-1/model
+    base_name         last part of it, without the pretraining seed: bert
+    pretraining_seed  the number at its end: 1
+    best_of           text, the number of rates of which this is the best; empty for one rate
+    task_count        tasks that its configuration was run on, by which rows are sorted
+
+and texts, empty where there is nothing to tell apart:
+
+    model_text        model, tokenizer if it is not the model's own, random weights
+    origin            initial weights, data and precision, of those that differ between runs that
+                      are otherwise alike
+    data_origin       the last two of it
+    rate_text         the learning rate
+    recipe_text       other fields of the recipe
+    protocol          origin, rate and recipe: how the model was fine-tuned
+    configuration     model and protocol, the unique name of the row
+
+`label` is the name of a task in the report: `mnli`, or `mnli (9k)` where rows are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +51,7 @@ GROUPS = {
     "reduced": "GLUE tasks with rows missing (not the official splits, not a GLUE score)",
     "demo": "demo tasks (not GLUE)",
     "own": "tasks of your own",
-    "unplaced": "tasks of which every run failed",
+    "failed": "tasks of which every run failed",
 }
 GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
@@ -30,13 +59,15 @@ RECORDED_COLUMNS = [
     *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "data",
     "precision",
 ]  # fmt: skip
-"""Fields of a result that are columns of a group's runs; some results lack some."""
+"""Fields of a result that are columns of a group's runs."""
 CONTROLS = {
     "random": "random weights",
     "features": "simple features",
     "majority": "majority class",
 }
 """Kinds of runs without pretraining, as they are printed."""
+BASELINES = ("features", "majority")
+"""Controls without a network: they have no seeds and no recipe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,27 +77,9 @@ class TaskGroup:
     Attributes:
         name: Key of `GROUPS`.
         titles: Label of a task -> title of its column.
-        runs: One row for each run of each configuration, configurations in the order of the table.
-            The rows of best rates and of the majority class repeat runs. Beside
-            `RECORDED_COLUMNS` and `metrics` it has the columns (a `label` is the name of a task in
-            the report, as `mnli`, or `mnli (9k)` where rows are missing; see `Task.result_label`)
-
-            - `result`: the run's; `run_id`: the last ten characters of the run's name
-            - `group`: key of `GROUPS`; `kind`: `model`, or a key of `CONTROLS`
-            - `short_name`, `base_name`, `pretraining_seed`: `bert-1`, `bert` and 1 of runs/bert-1
-            - `score`: headline metric, mean over validation splits; NaN without a score
-            - `glue_score`: mean of all metrics of the task, which GLUE averages over tasks
-            - `best_of`: text, the number of rates of which this is the best; empty for one rate
-            - `tasks_less`: minus the number of tasks, for sorting rows
-
-            and texts, which are empty where there is nothing to tell apart:
-
-            - `model_text`: model, tokenizer if it is not the model's own, random weights
-            - `origin`: initial weights, data and precision, of those that differ between runs that
-              are otherwise alike; `data_origin`: the last two of it
-            - `rate_text`: the learning rate; `recipe_text`: other fields of the recipe
-            - `protocol`: origin, rate and recipe: how the model was fine-tuned
-            - `configuration`: model and protocol, the unique name of the row
+        runs: One row for each run of each configuration, configurations in the order of the table;
+            the module's docstring lists the columns. The rows of best rates and of the majority
+            class repeat runs.
     """
 
     name: str
@@ -164,7 +177,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     types = runs.groupby("model")["model_type"].transform("last")
     runs["model_type"] = types.fillna("unknown type")
     known = runs.groupby(["task", "glue_dir"])[["group", "label"]].transform("last")
-    runs["group"] = runs["group"].fillna(known["group"]).fillna("unplaced")
+    runs["group"] = runs["group"].fillna(known["group"]).fillna("failed")
     task_names = pd.Series([recorded_task(result).name for result in results])
     runs["label"] = runs["label"].fillna(known["label"]).fillna(task_names)
     return runs
@@ -218,15 +231,15 @@ def _origins(networks: pd.DataFrame) -> pd.DataFrame:
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     """Name the configurations of a group; add the best of several rates and the majority class."""
-    is_fixed = runs["kind"] == "features"
-    features, majority = runs[is_fixed].drop_duplicates("label", keep="last"), _majority(runs)
-    fixed = pd.concat([features, majority])
-    fixed = fixed.assign(protocol="", configuration=fixed["kind"].map(CONTROLS))
-    runs = runs[~is_fixed].copy()
+    is_features = runs["kind"] == "features"
+    features, majority = runs[is_features].drop_duplicates("label", keep="last"), _majority(runs)
+    baselines = pd.concat([features, majority])
+    baselines = baselines.assign(protocol="", configuration=baselines["kind"].map(CONTROLS))
+    runs = runs[~is_features].copy()
     by_task = _fields_by_task(runs)
     titles = _titles(pd.concat([runs, features]), by_task)
     if runs.empty:
-        return TaskGroup(name, titles, fixed)
+        return TaskGroup(name, titles, baselines)
     identity = [field for field in RECIPE_FIELDS if field not in by_task]
     varying = [field for field in identity if runs[field].nunique() > 1]
     rate = [field for field in varying if field == "learning_rate"]
@@ -237,9 +250,10 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
-    runs["tasks_less"] = -runs.groupby("configuration")["label"].transform("nunique")
-    order = ["random_weights", "model_text", "origin", "best_of", "tasks_less", *identity]
-    runs = pd.concat([runs.sort_values(order, kind="stable"), fixed], ignore_index=True)
+    runs["task_count"] = runs.groupby("configuration")["label"].transform("nunique")
+    order = ["random_weights", "model_text", "origin", "best_of", "task_count", *identity]
+    runs = runs.sort_values(order, ascending=[name != "task_count" for name in order])
+    runs = pd.concat([runs, baselines], ignore_index=True)
     return TaskGroup(name, titles, runs)
 
 

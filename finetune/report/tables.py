@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from finetune.report.differences import AVERAGE, Difference, control_gains, helped_tasks
-from finetune.report.runs import CONTROLS, GROUPS, TaskGroup, average, task_title
+from finetune.report.runs import BASELINES, CONTROLS, GROUPS, TaskGroup, average, task_title
 from finetune.tasks import TASKS, recorded_task
 from train.intervals import Comparison
 
@@ -57,8 +57,8 @@ def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
     for same in by_protocol(pairs):
         sentences.append(f"{same[0].title()}: {_verdict(group, helped_tasks(same, gains))}")
     if pairs:
-        sides = [pair.first for pair in pairs], [pair.second for pair in pairs]
-        models = [dict.fromkeys(runs["short_name"].iloc[0] for runs in side) for side in sides]
+        first, second = [pair.first for pair in pairs], [pair.second for pair in pairs]
+        models = [dict.fromkeys(x["short_name"].iloc[0] for x in runs) for runs in (first, second)]
         who = "; ".join(f"{n}: {', '.join(found)}" for n, found in zip(pairs[0].names, models))
         sentences.append(f"{who}.")
     unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["label"].unique()
@@ -139,7 +139,7 @@ def score_text(runs: pd.DataFrame) -> str:
         for split in task.validation_splits
     ]
     text = "/".join(map(spread_text, splits)) if len(scored) else DASH
-    if first["kind"] in ("majority", "features"):
+    if first["kind"] in BASELINES:
         return text
     count = f"{len(scored)}" if len(scored) == len(runs) else f"{len(scored)} of {len(runs)}"
     outcomes = {"collapsed": int(runs["collapsed"].sum()), **runs["status"].value_counts()}
@@ -162,8 +162,8 @@ def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
         return DASH
     mean, by_seed = found
     scored = runs.dropna(subset="score").groupby("label")["seed"].count()
-    fixed = runs["kind"].iloc[0] in ("majority", "features")
-    if fixed or (scored != len(by_seed)).any():
+    is_baseline = runs["kind"].iloc[0] in BASELINES
+    if is_baseline or (scored != len(by_seed)).any():
         return f"{mean:.1f}"
     return f"{spread_text(list(by_seed.values()))} ({len(by_seed)})"
 

@@ -132,7 +132,7 @@ def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
             lines += seeds(model, "rte", (score, score + 0.01))
             lines += seeds(model, "cola", (score, score)) * (seed != 2)
             lines += seeds(model, "rte", (score, score), epochs=5) * (seed == 0)
-    (over_seeds,) = (pair for pair in report(lines).pairs if pair.over)
+    (over_seeds,) = (pair for pair in report(lines).pairs if pair.is_over_pretraining_seeds)
     assert list(over_seeds.tasks) == ["rte"]
 
 

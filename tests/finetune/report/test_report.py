@@ -121,10 +121,10 @@ def test_a_task_of_which_every_run_failed_still_stands_somewhere():
     lines = [line(BERT, "rte", 0.6), failed(BERT, "cola"), diverged(BERT, "mrpc")]
     only_failed = {"small-bert": {"CoLA, Matthews": f"{DASH} (0 of 1; 1 failed)"}}
     for found in (lines, [failed(BERT, "cola")]):
-        assert scores(found, group="unplaced") == only_failed
+        assert scores(found, group="failed") == only_failed
     assert scores(lines)["small-bert"]["MRPC, F1"] == f"{DASH} (0 of 1; 1 diverged)"
-    unplaced = report(lines, group="unplaced")
-    titles = [table.title for table in group_tables(unplaced.group, unplaced.pairs)]
+    only = report(lines, group="failed")
+    titles = [table.title for table in group_tables(only.group, only.pairs)]
     assert titles == ["tasks of which every run failed: scores", "Runs that diverged or failed: 1"]
 
 
@@ -241,7 +241,7 @@ def test_markdown_and_latex_survive_any_name_of_a_model():
 def test_latex_prints_minus_signs():
     found = report([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.5)])
     text = latex_tables(group_tables(found.group, found.pairs))
-    assert r"RTE, accuracy & $-$10.00 & no \\" in text
+    assert r"RTE, accuracy & $-$10.00 & not judged \\" in text
 
 
 def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
