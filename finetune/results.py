@@ -7,6 +7,41 @@
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
 `run_lock` keeps them from making the same run twice.
+
+A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Every line has
+
+    model, tokenizer, random_weights,   the settings that identify the run, `RUN_KEY`; those of the
+    task, glue_dir, seed,               recipe are null for simple features
+    learning_rate, epochs, batch_size,
+    length, schedule, warmup_share,
+    weight_decay, clip_norm, pooling,
+    pair_encoding
+    weights, tokenizer_files            hashes of the model and the tokenizer; null for the hub
+    data, test_data                     hashes of the labelled splits, and of your own test rows
+    description                         of a task of your own: its fields, as in its YAML file
+    status                              done, diverged or failed
+    error                               why it diverged or failed
+    settings                            all settings; if it failed they are fields of the line, too
+    command                             the shell command that repeats the run
+
+and, unless it failed,
+
+    label, official, rows               name of the task in tables; whether the rows are GLUE's;
+                                        split -> number of rows
+    model_type, parameters              the model's type in transformers, and its size
+    truncation                          split -> shares of texts and tokens that are cut off
+    metrics, headline                   validation split -> metric -> score; mean over the splits
+                                        of the `headline_metric`; both null if the run diverged
+    majority_metrics, majority          the same of a constant answer
+    test_metrics                        metric -> score, of your own test rows if all have labels
+    collapsed                           whether every row got the same answer
+    loss, losses                        mean training loss of the last epoch, and of each
+    precision, device, processes,       how it was computed
+    threads, versions
+    seconds                             how long it took
+
+Simple features lack tokenizer_files, settings, parameters, truncation, the losses and, but for
+versions, how they were computed.
 """
 
 import functools
@@ -30,7 +65,7 @@ from train.run_names import model_name
 from train.settings import InputError, first_line
 
 Result = dict[str, Any]
-"""A run's line of results.jsonl; `finetune.run_info.describe_run` lists its fields."""
+"""A line of results.jsonl; the module's docstring has its fields."""
 
 RECIPE_FIELDS = {
     "learning_rate": "rate {:g}",

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import yaml
 
-from finetune import grid
-from finetune.results import prediction_file, read_results, run_key, run_lock
+from finetune import grid, results
+from finetune.results import RUN_KEY, prediction_file, read_results, run_key, run_lock
 from finetune.run_info import hash_inputs
 from finetune.settings import GridSettings
 from launched_runs import LAUNCH, wait_for
@@ -156,6 +156,19 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
     assert found == {
         (0, False): "done", (0, True): "done", (1, False): "failed", (1, True): "done",
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_process")
+def test_every_field_of_a_line_is_documented(folder, monkeypatch):
+    settings = ask(folder, random_control=True)
+    grid.main(settings)
+    monkeypatch.setattr(grid.glue, "run", lambda *rest: 1 / 0)
+    refused(lambda: grid.main(replace(settings, seeds=[1])), "2 that failed")
+    lines = [json.loads(x) for x in Path(settings.output).read_text().splitlines()]
+    assert {x["status"] for x in lines} == {"done", "failed"}
+    fields = {name for x in lines for name in x if name not in x.get("settings", ())}
+    fields |= {*RUN_KEY, "test_metrics", "description"}
+    assert fields <= {*re.findall(r"\w+", results.__doc__ or "")}
 
 
 @pytest.mark.parametrize(
