@@ -138,8 +138,8 @@ def to_number(text: str | None) -> float:
 
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
     """Find the file of a split; None if there is none, or if the hub has it."""
-    if task.train is not None:
-        return None if task.hub else Path(getattr(task, split) or task.train)
+    if task.is_own:
+        return None if task.hub else Path(str(getattr(task, split) or task.train))
     files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
     return next((path for path in files if glue_dir and path.is_file()), None)
 

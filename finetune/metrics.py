@@ -1,8 +1,8 @@
 """GLUE's metrics as a metric of the `evaluate` library that works offline.
 
-`evaluate.load` fetches code from the hub; `GlueMetric` has the same interface over scikit-learn and
-scipy. A correlation with a constant is undefined and is 0.0 here, like scikit-learn's Matthews
-correlation: a model that predicts one class scores 0, without a warning.
+The functions are scikit-learn's and scipy's. A correlation with a constant is undefined and is 0.0
+here, like scikit-learn's Matthews correlation: a model that predicts one class scores 0, without a
+warning.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,11 @@ METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
 
 
 class GlueMetric(evaluate.Metric):
-    """The metrics of a task, which is an argument of `compute`, by name."""
+    """The metrics of a task, which is an argument of `compute`, by name.
+
+    A subclass of `evaluate.Metric`, because `evaluate.load` fetches the code of its metrics from
+    the hub. `compute` checks that there is one number for each label, then calls `_compute`.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         number = datasets.Value("float64")  # a class id or a value

@@ -1,6 +1,6 @@
 """Control without a network: what the words of a task alone give, by scikit-learn.
 
-    python -m finetune.simple_features --tasks '[cola, rte]' --glue_dir glue --output results.jsonl
+    python -m finetune.simple_features --tasks '[cola, rte]' --glue_dir glue
 
 A single text is the tf-idf vector of its words, where a Chinese character is a word. A pair of
 texts is two numbers: the cosine of their tf-idf vectors and the share of their words that both have
@@ -52,7 +52,7 @@ class SimpleFeaturesSettings:
     """Tasks by name, or YAML files of your own tasks."""
     glue_dir: str | None = None
     """Folder of the data, as for finetune/glue.py; null reads the hub."""
-    output: str = "results.jsonl"
+    output: str = "runs/results.jsonl"
     """Results file of the runs that are compared."""
     test: bool = False
     """Also predict the test rows of your own tasks."""

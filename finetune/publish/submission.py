@@ -1,6 +1,6 @@
 """The zip for gluebenchmark.com, built from the saved test predictions of one model's runs.
 
-    python -m finetune.publish.submission --results results.jsonl --model MODEL --output s.zip
+    python -m finetune.publish.submission --results runs/results.jsonl --model MODEL --output s.zip
 
 Eleven files of `index<TAB>prediction`, one for each test split; AX is predicted by the run on MNLI.
 The format is that of jiant, by the benchmark's authors: class names for MNLI, AX, QNLI and RTE,
@@ -74,7 +74,7 @@ FILES = (
 class SubmissionSettings:
     """Write the zip for GLUE's test server."""
 
-    results: str = "results.jsonl"
+    results: str = "runs/results.jsonl"
     """File of runs made with `--test true`; their predictions lie beside it."""
     model: str
     """The model, as it is named there; of its runs of a task the best on validation is used."""

@@ -1,4 +1,4 @@
-"""The report of a results file: `python -m finetune.report results.jsonl`.
+"""The report of a results file: `python -m finetune.report runs/results.jsonl`.
 
 Writes report.md, .html, .tex, .csv and report-*.png. report.html is one file that opens from disk,
 with pictures. report.csv has every metric of every run, and the command that repeats it. A figure

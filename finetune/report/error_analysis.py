@@ -1,6 +1,6 @@
 """Errors of one run: confusion of classes and its most confident mistakes.
 
-    python -m finetune.report.error_analysis --results results.jsonl --model M --task rte
+    python -m finetune.report.error_analysis --results runs/results.jsonl --model M --task rte
 
 Texts are read again from the data, whose labels are compared with those stored beside the logits.
 """
@@ -32,7 +32,7 @@ MAX_CHARACTERS = 240
 class ErrorAnalysisSettings:
     """Show what one run gets wrong."""
 
-    results: str = "results.jsonl"
+    results: str = "runs/results.jsonl"
     """File that finetune/glue.py wrote, with its predictions beside it."""
     model: str
     """The run's model, as it was given, or its short name in the report."""

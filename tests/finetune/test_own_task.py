@@ -241,7 +241,7 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
         "macro_f1": f1_score(*truth_and_answers, average="macro"),
     }
     assert result["test_metrics"] == pytest.approx(expected)
-    score_tasks(SimpleFeaturesSettings(tasks=["own.yaml"]))
+    score_tasks(SimpleFeaturesSettings(tasks=["own.yaml"], output="results.jsonl"))
     Path("own.yaml").unlink()
     records = read_results("results.jsonl")
     assert recorded_task(records[0]) == task
@@ -273,7 +273,7 @@ def test_simple_features_score_test_rows_and_read_chinese_characters():
     for with_test, rows, lines in ((False, 12, 1), (True, 12, 2), (True, 12, 2), (True, 9, 3)):
         write(test, {"text": texts[:rows], "color": COLORS[:rows]})
         score_tasks(SimpleFeaturesSettings(["own.yaml"], test=with_test))
-        records = [json.loads(x) for x in Path("results.jsonl").read_text().splitlines()]
+        records = [json.loads(x) for x in Path("runs/results.jsonl").read_text().splitlines()]
         assert len(records) == lines
         assert ("test_metrics" in records[-1]) == with_test
     assert records[-1]["headline"] == records[-1]["test_metrics"]["accuracy"] == 1.0
