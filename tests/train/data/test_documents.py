@@ -41,7 +41,7 @@ def test_a_damaged_archive_is_one_line_that_names_it(written, tokenize, kind):
     for wrong in (whole[:-3], b"?" + whole[1:]):
         packed.write_bytes(wrong)
         rule = "corpus.train must be a readable file"
-        refused(partial(tokenize, packed), rule, packed.name, "; mend the file")
+        refused(partial(tokenize, packed), rule, packed.name, "; repair the file")
 
 
 def test_folders_globs_and_lists_are_read_in_order(written, tmp_path):

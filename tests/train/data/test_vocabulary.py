@@ -62,7 +62,7 @@ def test_a_damaged_tokenizer_is_refused_with_the_reason_and_not_for_its_path(tmp
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     load = partial(vocabulary.load_tokenizer, str(tmp_path))
-    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name", "mend its files")
+    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name", "its files")
 
 
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):

@@ -90,4 +90,4 @@ def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path
     refused(missing, "model.init must be a folder", "check the path")
     (tmp_path / "config.json").write_text("{")
     damaged = partial(load_config, str(tmp_path), "model.init")
-    refused(damaged, "model.init must be a folder", "not a valid JSON file", "mend its config.json")
+    refused(damaged, "model.init must be a folder", "not a valid JSON file", "config.json")
