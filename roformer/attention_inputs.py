@@ -68,7 +68,8 @@ def prepare_attention(
     batch: BatchMetadata,
     layers: nn.Module,
     cache: Cache | None,
-    cross_inputs: tuple[Tensor | None, Any],
+    encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Any,
     shared_bias: Tensor | None,
     unpad: bool | None,
 ) -> AttentionInputs:
@@ -88,7 +89,8 @@ def prepare_attention(
         batch: Positions, padding and documents.
         layers: Module that holds the layers, asked for hooks.
         cache: Cache of a decoder.
-        cross_inputs: `encoder_hidden_states` and `encoder_attention_mask` of the call.
+        encoder_hidden_states: As given to the model.
+        encoder_attention_mask: Likewise.
         shared_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
         unpad: See `RoFormerModel.forward`.
 
@@ -104,7 +106,7 @@ def prepare_attention(
         return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
     implementation = _select_implementation(config, requested, output_attentions)
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
-    if cache is None and cross_inputs[0] is None and not config.has_position_bias:
+    if cache is None and encoder_hidden_states is None and not config.has_position_bias:
         is_allowed = unpad is not False and not output_hidden_states
         can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, layers)
         inputs = _varlen_inputs(implementation, batch, can_unpad)
@@ -126,7 +128,9 @@ def prepare_attention(
     mask = _self_attention_mask(config, requested, implementation, hidden_states, batch, cache)
     if shared_bias is not None:
         mask = add_bias_to_mask(mask, shared_bias.to(hidden_states))
-    encoder_mask = _cross_attention_mask(config, implementation, hidden_states, *cross_inputs)
+    encoder_mask = _cross_attention_mask(
+        config, implementation, hidden_states, encoder_hidden_states, encoder_attention_mask
+    )
     return AttentionInputs(implementation, mask, encoder_attention_mask=encoder_mask)
 
 

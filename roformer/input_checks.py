@@ -22,6 +22,7 @@ from .linear_attention import LinearAttentionCache
 def check_inputs(
     config: RoFormerConfig,
     word_embeddings: nn.Module,
+    *,
     input_ids: Any,
     attention_mask: Any,
     token_type_ids: Any,

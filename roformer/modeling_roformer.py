@@ -570,17 +570,29 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        cross_inputs = (encoder_hidden_states, encoder_attention_mask)
         cache_given = past_key_values is not None
         cache = self._prepare_cache(past_key_values, use_cache, encoder_hidden_states)
-        tokens = (input_ids, attention_mask, token_type_ids, inputs_embeds)
-        table = self.embeddings.word_embeddings  # may have been resized
-        check_inputs(config, table, *tokens, cross_inputs[0], cache, position_ids, cu_seq_lens_q)
+        check_inputs(
+            config,
+            self.embeddings.word_embeddings,  # may have been resized
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            cache=cache,
+            position_ids=position_ids,
+            cu_seqlens=cu_seq_lens_q,
+        )
         past_length = 0 if cache is None else cache.get_seq_length()
-        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        lengths = (cu_seq_lens_q, max_length_q)
         batch = describe_batch(
-            inputs, attention_mask, position_ids, *lengths, past_length, cache_given
+            cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seq_lens_q,
+            max_seqlen=max_length_q,
+            past_length=past_length,
+            cache_given=cache_given,
         )
         cache = _cache_beside(batch, cache, cache_given)
 
@@ -605,7 +617,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             batch=batch,
             layers=self.encoder,
             cache=cache,
-            cross_inputs=cross_inputs,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
             shared_bias=shared_bias,
             unpad=unpad,
         )

@@ -60,6 +60,7 @@ class BatchMetadata:
 
 def describe_batch(
     inputs: Tensor,
+    *,
     attention_mask: Any,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
