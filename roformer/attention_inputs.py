@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -62,8 +61,9 @@ class AttentionInputs:
 def prepare_attention(
     *,
     config: RoFormerConfig,
-    model_config: PreTrainedConfig,
-    options: dict[str, Any],
+    requested: str,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
     hidden_states: Tensor,
     batch: BatchMetadata,
     layers: nn.Module,
@@ -82,9 +82,9 @@ def prepare_attention(
 
     Args:
         config: Configuration that the layers were built from.
-        model_config: The model's present configuration: `attn_implementation`, and what to return.
-        options: Keyword arguments of the call, of which `output_attentions` and
-            `output_hidden_states` take precedence over `model_config`.
+        requested: Name of the attention implementation that the model was given.
+        output_attentions: Whether the call returns attention probabilities.
+        output_hidden_states: Whether the call returns the output of each layer.
         hidden_states: [B, L, E], of which only shape, dtype and device are read.
         batch: Positions, padding and documents.
         layers: Module that holds the layers, asked for hooks.
@@ -97,11 +97,6 @@ def prepare_attention(
     Raises:
         ValueError: The call contradicts the configuration or the implementation.
     """
-    requested = model_config._attn_implementation or "eager"
-    names = ("output_attentions", "output_hidden_states")
-    output_attentions, output_hidden_states = (
-        options.get(name, getattr(model_config, name)) for name in names
-    )
     if config.linear_attention is not None:
         return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
     implementation = _select_implementation(config, requested, output_attentions)

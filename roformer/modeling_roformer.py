@@ -570,7 +570,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        cache_given = past_key_values is not None
         cache = self._prepare_cache(past_key_values, use_cache, encoder_hidden_states)
         check_inputs(
             config,
@@ -592,9 +591,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cu_seqlens=cu_seq_lens_q,
             max_seqlen=max_length_q,
             past_length=past_length,
-            cache_given=cache_given,
+            cache_given=past_key_values is not None,
         )
-        cache = _cache_beside(batch, cache, cache_given)
+        cache = _cache_beside(batch, cache, cache_given=past_key_values is not None)
 
         # 1. embed
         hidden_states = self.embeddings(
@@ -611,8 +610,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         shared_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
             config=config,
-            model_config=self.config,
-            options=kwargs,
+            requested=self.config._attn_implementation or "eager",
+            output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
+            output_hidden_states=kwargs.get(
+                "output_hidden_states", self.config.output_hidden_states
+            ),
             hidden_states=hidden_states,
             batch=batch,
             layers=self.encoder,
