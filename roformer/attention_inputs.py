@@ -70,7 +70,7 @@ def prepare_attention(
     cache: Cache | None,
     encoder_hidden_states: Tensor | None,
     encoder_attention_mask: Any,
-    shared_bias: Tensor | None,
+    score_bias: Tensor | None,
     unpad: bool | None,
 ) -> AttentionInputs:
     """Choose what computes a call, and bring padding, causality and documents into its form.
@@ -91,7 +91,7 @@ def prepare_attention(
         cache: Cache of a decoder.
         encoder_hidden_states: As given to the model.
         encoder_attention_mask: Likewise.
-        shared_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
+        score_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
         unpad: See `RoFormerModel.forward`.
 
     Raises:
@@ -121,8 +121,8 @@ def prepare_attention(
         )
         implementation = "sdpa"
     mask = _self_attention_mask(config, requested, implementation, hidden_states, batch, cache)
-    if shared_bias is not None:
-        mask = add_bias_to_mask(mask, shared_bias.to(hidden_states))
+    if score_bias is not None:
+        mask = add_bias_to_mask(mask, score_bias.to(hidden_states))
     encoder_mask = _cross_attention_mask(
         config, implementation, hidden_states, encoder_hidden_states, encoder_attention_mask
     )

@@ -140,7 +140,7 @@ class RoFormerSelfAttention(nn.Module):
         self.has_rotary = config.position_encoding == "rope" and not is_cross_attention
         self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not is_cross_attention
-        self.relative = None
+        self.relative = None  # Transformer-XL's bias; checkpoints have this name
         if config.position_encoding == "transformer_xl" and not is_cross_attention:
             self.relative = TransformerXLBias(config)
         self.dropout = Dropout(config.attention_probs_dropout_prob)
@@ -210,7 +210,10 @@ class RoFormerSelfAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute keys and values, [B, H, S, D], and put those of earlier calls before them."""
+        """Compute keys, rotated under RoPE, and values, [B, H, S, D], after those of earlier calls.
+
+        Values are rotated only with `rotary_value`.
+        """
         cache = past_key_values
         if isinstance(past_key_values, EncoderDecoderCache):
             cache = past_key_values.self_attention_cache
@@ -593,7 +596,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             past_length=past_length,
             cache_given=past_key_values is not None,
         )
-        cache = _cache_beside(batch, cache, cache_given=past_key_values is not None)
+        cache = _drop_cache_of_packed_rows(batch, cache, cache_given=past_key_values is not None)
 
         # 1. embed
         hidden_states = self.embeddings(
@@ -607,7 +610,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
         # 3. mask or lengths of documents, in the form of the attention implementation
-        shared_bias = None if self.score_bias is None else self.score_bias(relative_positions)
+        score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
             config=config,
             requested=self.config._attn_implementation or "eager",
@@ -621,7 +624,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cache=cache,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            shared_bias=shared_bias,
+            score_bias=score_bias,
             unpad=unpad,
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
@@ -682,8 +685,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
         return EncoderDecoderCache(cache, DynamicCache(config=config))
 
 
-def _cache_beside(batch: BatchMetadata, cache: Cache | None, cache_given: bool) -> Cache | None:
-    """Drop the cache of packed rows, whose next token would belong to no known document.
+def _drop_cache_of_packed_rows(
+    batch: BatchMetadata, cache: Cache | None, cache_given: bool
+) -> Cache | None:
+    """Return the cache, or None for packed rows, whose next token belongs to no known document.
 
     While compiling any row may be packed by its positions, which are not known: then it stays.
     """
