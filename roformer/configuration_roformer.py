@@ -137,7 +137,8 @@ class RoFormerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._rope.pop("type", None)  # older name of rope_type; transformers has copied it
         check_rules(self, _field_rules)
-        # like transformers', a configuration takes any hidden size; building a model checks all
+        # transformers constructs configurations of other hidden sizes, too; `check` refuses them
+        # when a model is built
         if self.hidden_size % (2 * self.num_attention_heads) == 0:
             self.check()
 

@@ -103,8 +103,9 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """Compute logits over the vocabulary.
 
         In training with `config.sparse_prediction` they are computed at labelled tokens only.
-        Without it, on a CPU with few labels, the loss does not depend on `logits`, which are then a
-        second computation.
+        Without it, on a CPU and with labels at fewer than half of the tokens, the head runs twice:
+        on labelled tokens for the loss, on all for `logits`, through which the loss then has no
+        gradient.
 
         `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.

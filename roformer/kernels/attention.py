@@ -185,7 +185,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
 
     | dtype, dropout | scores of the call below 32 MiB | from 32 MiB |
     |---|---|---|
-    | bfloat16; with dropout float32, float64 | `full`: all scores at once | `chunked`: in parts |
+    | bfloat16, or dropout with any dtype but float16 | `full`: all at once | `chunked`: in parts |
     | otherwise | `sdpa` | `sdpa` |
 
     It is the same whether gradients are computed or not. On an x86 CPU without instructions for
