@@ -48,27 +48,32 @@ def compute_rope_parameters(
     Args:
         config: Configuration of the model.
         seq_len: [B, L], the length of the row (or of the packed document) that each token
-            belongs to. Required by the types dynamic and longrope, and unused by the others.
+            belongs to, for the types dynamic and longrope; None for the others.
         device: Device of the result.
 
     Returns:
         inv_freq: [R/2], or [B, L, R/2] if it depends on the length; radians per token.
         attention_scaling: Factor on cos and sin; 1 except for yarn and longrope.
+
+    Raises:
+        ValueError: A length was given, and the type has no branch for it here.
     """
     rope = config.rope_parameters or {}
-    if rope["rope_type"] == "default":
+    rope_type = rope["rope_type"]
+    if rope_type == "default":
         return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
-    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
     if seq_len is None:
         return compute(config, device)
-    if rope["rope_type"] == "dynamic":
+    if rope_type == "dynamic":
         return compute(config, device, seq_len=seq_len[..., None])
-    # longrope, the other type that depends on the length
-    trained_length = rope["original_max_position_embeddings"]
-    short, attention_scaling = compute(config, device, seq_len=trained_length)
-    long, _ = compute(config, device, seq_len=trained_length + 1)
-    is_long = (seq_len > trained_length)[..., None]
-    return torch.where(is_long, long, short), attention_scaling
+    if rope_type == "longrope":
+        trained_length = rope["original_max_position_embeddings"]
+        short, attention_scaling = compute(config, device, seq_len=trained_length)
+        long, _ = compute(config, device, seq_len=trained_length + 1)
+        is_long = (seq_len > trained_length)[..., None]
+        return torch.where(is_long, long, short), attention_scaling
+    raise ValueError(f"rope_type must be dynamic or longrope to take seq_len, got {rope_type}")
 
 
 def rotary_embeddings(

@@ -68,6 +68,11 @@ def test_rope_types_have_transformers_frequencies(rope, share):
     assert (scaling > 1) == (rope in ("yarn", "longrope"))
 
 
+def test_a_length_is_refused_by_types_that_do_not_depend_on_it():
+    with pytest.raises(ValueError, match="rope_type must be .*got yarn"):
+        compute_rope_parameters(rope_config("yarn"), torch.ones(1, 3), torch.device("cpu"))
+
+
 def test_default_frequencies_follow_theta_and_share():
     config = rope_config("default", rope_theta=500.0, partial_rotary_factor=0.5)
     theta, scaling = compute_rope_parameters(config, None, torch.device("cpu"))
