@@ -22,6 +22,7 @@ import roformer
 from roformer.configuration_roformer import FEATURE_MAPS
 from roformer.kernels.attention import UNPADDED
 from train.data.batching import packed_layout
+from train.data.masking import IGNORE_INDEX
 from train.data.vocabulary import byte_tokenizer
 from train.loop.language_model import LanguageModel
 from train.loop.optim import adamw
@@ -98,14 +99,14 @@ class Workload:
 def random_batch(workload: Workload) -> dict[str, Tensor]:
     """Draw input_ids, attention_mask and labels, [B, L], the same for all models of a comparison.
 
-    `MASK_RATE` of the tokens are to be predicted; the labels of the others are -100.
+    `MASK_RATE` of the tokens are to be predicted; the labels of the others are `IGNORE_INDEX`.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.length)
     input_ids = torch.randint(5, VOCAB_SIZE, shape, generator=generator)
     mask = torch.arange(workload.length) < torch.from_numpy(workload.lengths())[:, None]
     unlabelled = (torch.rand(shape, generator=generator) > MASK_RATE) | ~mask
-    labels = input_ids.masked_fill(unlabelled, -100)
+    labels = input_ids.masked_fill(unlabelled, IGNORE_INDEX)
     batch = {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels}
     return send_to_device(batch, workload.device)
 

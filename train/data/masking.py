@@ -16,7 +16,8 @@ from train.data.vocabulary import find_continuations
 from train.settings import InputError
 
 IGNORE_INDEX = -100
-"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size."""
+"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size. The
+same as `roformer.losses.IGNORE_INDEX`: train.data imports nothing of roformer."""
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
 """First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
@@ -68,11 +69,12 @@ def mask_tokens(
     seed: int,
     whole_word: bool = False,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose a share of the tokens [B, L], or of whole words, to predict, and corrupt them.
+    """Choose some of the tokens [B, L] to predict, and corrupt them.
 
-    The masks of a row are decided by its sequence [B], by how often that was read before, its epoch
-    [B], and by the seed, whatever batch it is in. What happens to a token depends on its own and
-    earlier columns only, never on the padding.
+    The masks of a row depend on `seed`, its sequence id [B] and its epoch [B] only, not on the
+    batch. What happens to a token depends on its own and earlier columns only, never on the
+    padding. `mask_rate` is the share of tokens chosen; with `whole_word` all pieces of a word are
+    chosen or none.
 
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
