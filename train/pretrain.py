@@ -278,9 +278,10 @@ def build_dataset(
         corpus, optim, seed = stage.corpus, stage.optim, stage.run.seed
         batch_format = BatchFormat(
             vocab=vocab,
-            mask_rate=None if language_model.causal else corpus.mask_rate,
+            mask_rate=corpus.mask_rate,
             # another for each stage: on the same text they differ in order and masks
             seed=seed if index == 0 else torch_seed(seed, index),
+            causal=language_model.causal,
             whole_word=corpus.whole_word,
             packed=language_model.packed,
             constant_shapes=is_compiled(accelerator),

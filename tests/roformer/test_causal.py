@@ -51,7 +51,8 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
     sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 16)
     rows = np.arange(6)
     for packed in (False, True):
-        batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), None, 0, packed=packed)
+        vocab = Vocab.from_tokenizer(tokenizer)
+        batch_format = BatchFormat(vocab, 0.15, 0, causal=True, packed=packed)
         found = make_batch(sequences, rows, rows * 0, batch_format)
         ids, label_positions = found["input_ids"].flatten(), found["label_positions"]
         assert torch.equal(ids[label_positions + 1], found["labels"])

@@ -154,9 +154,10 @@ class BatchFormat:
 
     Attributes:
         vocab: The tokenizer's ids.
-        mask_rate: Share of tokens to mask and predict; None predicts every token of the text from
-            the tokens before it, and corrupts nothing.
+        mask_rate: Share of tokens to mask and predict.
         seed: Seed of the masks.
+        causal: Predict every token of the text from the tokens before it and mask nothing, whatever
+            `mask_rate` is: for a decoder.
         whole_word: Whether whole words are masked instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         constant_shapes: Whether `label_positions` and `labels` are padded to a multiple of
@@ -168,8 +169,9 @@ class BatchFormat:
     """
 
     vocab: Vocab
-    mask_rate: float | None
+    mask_rate: float
     seed: int
+    causal: bool = False
     whole_word: bool = False
     packed: bool = False
     constant_shapes: bool = False
@@ -190,11 +192,11 @@ def make_batch(
     `epochs` [B] tells how often each was seen before: in every epoch it is masked differently.
 
     Returns:
-        input_ids: [B, L] or packed [1, T], int64, corrupted.
+        input_ids: [B, L] or packed [1, T], int64, corrupted unless causal.
         attention_mask: [B, L] int64, 0 on padding; or for a packed row the entries of
             `packed_layout`.
         label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
-            those of the masked tokens, or without masks those before the labels.
+            those of the masked tokens, or if causal those before the labels.
         labels: [n] int64, ids of the original tokens.
     """
     vocab, seed = batch_format.vocab, batch_format.seed
@@ -202,7 +204,7 @@ def make_batch(
     column = np.arange(ids.shape[1])
     is_token = column < lengths[:, None]
     rate = batch_format.mask_rate
-    if rate is None:
+    if batch_format.causal:
         # each predicts the next token, but not [SEP]
         inputs, chosen = ids, column < lengths[:, None] - 2
         labels = np.roll(ids, -1, axis=1)[chosen]
@@ -216,7 +218,8 @@ def make_batch(
         inputs, chosen = inputs[is_token][None], chosen[is_token]
     label_positions = np.flatnonzero(chosen)
     if batch_format.constant_shapes:
-        multiple = max_predictions(len(sequence_ids) * sequences.length, rate)
+        tokens = len(sequence_ids) * sequences.length
+        multiple = tokens if batch_format.causal else max_predictions(tokens, rate)
         count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
         padding = (0, count - len(label_positions))
         label_positions = np.pad(label_positions, padding)
@@ -256,15 +259,13 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
     }
 
 
-def max_predictions(tokens: int, mask_rate: float | None) -> int:
-    """Return an upper bound of the predicted tokens among `tokens` tokens.
+def max_predictions(tokens: int, mask_rate: float) -> int:
+    """Return an upper bound of the masked tokens among `tokens` tokens.
 
-    Without a rate all are predicted. Otherwise the bound is the mean plus 6 standard deviations for
-    independently chosen tokens, rounded up to a multiple of 8. A batch with more, as whole words
-    can have, is padded to the next multiple: another compilation, never an error.
+    It is the mean plus 6 standard deviations for independently chosen tokens, rounded up to a
+    multiple of 8. A batch with more, as whole words can have, is padded to the next multiple:
+    another compilation, never an error.
     """
-    if mask_rate is None:
-        return tokens
     bound = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
     return 8 * math.ceil(bound / 8)
 

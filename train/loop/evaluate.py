@@ -76,8 +76,9 @@ def evaluate(
     batches = [by_length[i : i + batch_size] for i in range(0, len(indices), batch_size)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    rate = None if language_model.causal else MASK_RATE
-    batch_format = BatchFormat(vocab, rate, MASK_SEED, packed=language_model.packed)
+    batch_format = BatchFormat(
+        vocab, MASK_RATE, MASK_SEED, causal=language_model.causal, packed=language_model.packed
+    )
     was_training = model.training
     model.eval()
     for start in range(0, len(batches), accelerator.num_processes):

@@ -50,14 +50,16 @@ def peak_memory(device: torch.device) -> int:
 
 
 def largest_batch(
-    language_model: LanguageModel, rows: int, length: int, mask_rate: float | None
+    language_model: LanguageModel, rows: int, length: int, mask_rate: float
 ) -> dict[str, Any]:
     """Build `rows` sequences of random tokens, with the largest shapes that a run usually meets.
 
-    `mask_rate` is that of `BatchFormat`; whole words can be masked at a few more tokens.
+    A decoder predicts all tokens, an encoder `mask_rate` of them, with whole words a few more.
     """
     ids = torch.randint(language_model.model.config.vocab_size, (rows, length))
-    predicted = max_predictions(rows * length, mask_rate)
+    predicted = rows * length
+    if not language_model.causal:
+        predicted = max_predictions(rows * length, mask_rate)
     positions = torch.arange(predicted) * rows * length // predicted
     batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
     if not language_model.packed:
@@ -84,7 +86,7 @@ def fit_micro_batch(
     optimizer: torch.optim.Optimizer,
     length: int,
     micro_batch: int,
-    mask_rate: float | None,
+    mask_rate: float,
     accelerator: Accelerator,
 ) -> int:
     """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
@@ -208,8 +210,7 @@ def _measure_micro_batch(
     language_model: LanguageModel, stage: PretrainSettings, accelerator: Accelerator
 ) -> tuple[int, float]:
     """Return a micro-batch that fits, and the seconds of its forward and backward pass."""
-    length, size = stage.corpus.length, stage.optim.micro_batch
-    mask_rate = None if language_model.causal else stage.corpus.mask_rate
+    length, size, mask_rate = stage.corpus.length, stage.optim.micro_batch, stage.corpus.mask_rate
     optimizer = build_optimizer(language_model, stage.optim)
     with accelerator.autocast():
         rows = fit_micro_batch(language_model, optimizer, length, size, mask_rate, accelerator)

@@ -183,14 +183,16 @@ def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(dry_run, limit_me
     assert report["micro_batch"] == [2]
 
 
-@pytest.mark.parametrize("rate", [0.15, 0.4, 0.9, None])
-def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, tmp_path):
+@pytest.mark.parametrize(
+    ("rate", "causal"), [(0.15, False), (0.4, False), (0.9, False), (0.15, True)]
+)
+def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, causal, tmp_path):
     sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 24)
-    tried = largest_batch(objective(), 8, 24, rate)
+    tried = largest_batch(objective(is_decoder=causal), 8, 24, rate)
     assert tried["label_positions"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)
-        batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0))
+        batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0, causal))
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
 
 
