@@ -5,10 +5,10 @@ processes, so that the state of the loader is one integer. A batch has one of tw
 same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
-Four numbers of a sequence: `sequence_id` counts the sequences of the text, `entry` those of an
-epoch before they are shuffled, `place` those of an epoch after that, `sample` those of the run in
-the order of training. `epochs` of sequences are how often each was read before, which is the epoch
-unless the sources have weights.
+Four numbers of a sequence: `sequence_id` counts the sequences of the text, `epoch_index` those of
+an epoch before they are shuffled, `shuffled_index` those of an epoch after that, `sample_index`
+those of the run in the order of training. `epochs` of sequences are how often each was read before,
+which is the epoch unless the sources have weights.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
@@ -94,21 +94,23 @@ class SequenceIndex:
         start += (sequence_ids - self._first_ids[document]) * self._content
         return start, np.minimum(self._content, ends[document] - start)
 
-    def sequences_of_epoch(self, entry: Indices, epoch: int, seed: int) -> tuple[Indices, Indices]:
+    def sequences_of_epoch(
+        self, epoch_index: Indices, epoch: int, seed: int
+    ) -> tuple[Indices, Indices]:
         """Return sequences of an epoch [n], and how often each was taken before [n].
 
-        `entry` [n] are numbers in [0, epoch_size). With weights, each source is read cyclically in
+        `epoch_index` [n] is in [0, epoch_size). With weights, each source is read cyclically in
         one shuffled order, `source_draws` sequences per epoch, so that one half of a source is
         followed by the other half.
         """
         if np.array_equal(self.source_draws, self.source_sizes):
-            return entry, np.full_like(entry, epoch)
-        source = np.searchsorted(np.cumsum(self.source_draws), entry, side="right")
-        sequence_ids, epochs = np.empty_like(entry), np.empty_like(entry)
+            return epoch_index, np.full_like(epoch_index, epoch)
+        source = np.searchsorted(np.cumsum(self.source_draws), epoch_index, side="right")
+        sequence_ids, epochs = np.empty_like(epoch_index), np.empty_like(epoch_index)
         for number in np.unique(source).tolist():
             chosen, size = source == number, int(self.source_sizes[number])
-            first_entry = self.source_draws[:number].sum()
-            count = epoch * self.source_draws[number] + entry[chosen] - first_entry
+            index_in_source = epoch_index[chosen] - self.source_draws[:number].sum()
+            count = epoch * self.source_draws[number] + index_in_source
             epochs[chosen] = count // size
             order = stateless_rng.permute(count % size, size, seed, number)
             sequence_ids[chosen] = self.source_sizes[:number].sum() + order
@@ -116,21 +118,21 @@ class SequenceIndex:
 
 
 def training_order(
-    sequences: SequenceIndex, samples: Indices, seed: int, bucket_size: int = MIN_BUCKET
+    sequences: SequenceIndex, sample_index: Indices, seed: int, bucket_size: int = MIN_BUCKET
 ) -> tuple[Indices, Indices]:
-    """Return the sequences [n] of training samples [n], and the epoch of each [n].
+    """Return the sequences [n] at `sample_index` [n] of the run, and the epoch of each [n].
 
-    Samples are counted from 0 at the start of the run, epochs as by `sequences_of_epoch`.
-    Epoch e has the samples e*N to (e+1)*N - 1, N = `epoch_size`. Each epoch is a permutation of its
-    sequences. Within a window of it, sequences are sorted by length and cut into buckets
-    of `bucket_size`, and the buckets are shuffled.
+    Epochs are counted as by `sequences_of_epoch`. Epoch e has the samples e*N to (e+1)*N - 1, N =
+    `epoch_size`. Each epoch is a permutation of its sequences. Within a window of it, sequences are
+    sorted by length and cut into buckets of `bucket_size`, and the buckets are shuffled.
     """
-    epoch, place = np.divmod(samples, sequences.epoch_size)
-    sequence_ids, epochs = np.empty_like(samples), np.empty_like(samples)
-    for key in {(int(e), int(w)) for e, w in zip(epoch, place // WINDOW)}:
-        chosen = (epoch == key[0]) & (place // WINDOW == key[1])
+    epoch, shuffled_index = np.divmod(sample_index, sequences.epoch_size)
+    window, index_in_window = np.divmod(shuffled_index, WINDOW)
+    sequence_ids, epochs = np.empty_like(sample_index), np.empty_like(sample_index)
+    for key in {(int(e), int(w)) for e, w in zip(epoch, window)}:
+        chosen = (epoch == key[0]) & (window == key[1])
         order = _window_order(sequences, *key, seed, bucket_size)
-        sequence_ids[chosen], epochs[chosen] = (x[place[chosen] % WINDOW] for x in order)
+        sequence_ids[chosen], epochs[chosen] = (x[index_in_window[chosen]] for x in order)
     return sequence_ids, epochs
 
 
@@ -138,9 +140,9 @@ def _window_order(
     sequences: SequenceIndex, epoch: int, window: int, seed: int, bucket_size: int
 ) -> tuple[Indices, Indices]:
     size = sequences.epoch_size
-    place = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
-    entry = stateless_rng.permute(place, size, seed, epoch)
-    sequence_ids, epochs = sequences.sequences_of_epoch(entry, epoch, seed)
+    shuffled_index = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
+    epoch_index = stateless_rng.permute(shuffled_index, size, seed, epoch)
+    sequence_ids, epochs = sequences.sequences_of_epoch(epoch_index, epoch, seed)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     buckets = [by_length[i : i + bucket_size] for i in range(0, len(by_length), bucket_size)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(buckets)))
@@ -297,10 +299,10 @@ class StepDataset(Dataset):
 
     def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
-        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        sample_index = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         bucket_size = max(MIN_BUCKET, self.batch_size // BUCKETS_PER_STEP)
         sequence_ids, epochs = training_order(
-            self.sequences, samples, self.batch_format.seed, bucket_size
+            self.sequences, sample_index, self.batch_format.seed, bucket_size
         )
         by_length = np.argsort(self.sequences.locate(sequence_ids)[1], kind="stable")
         # processes get neighbours in length at the same time: equal work, no waiting

@@ -46,8 +46,8 @@ def test_sequences_hold_tokens_and_stay_inside_documents(sequences):
 def test_every_token_is_seen_exactly_once_an_epoch(sequences, packed):
     number, batch_format = len(sequences), BatchFormat(VOCAB, 0.15, 0, packed=packed)
     for epoch in (0, 1):
-        place = np.arange(epoch * number, (epoch + 1) * number)
-        index, epochs = batching.training_order(sequences, place, 0)
+        sample_index = np.arange(epoch * number, (epoch + 1) * number)
+        index, epochs = batching.training_order(sequences, sample_index, 0)
         assert (epochs == epoch).all()
         batches = [
             batching.make_batch(sequences, index[i : i + 50], epochs[i : i + 50], batch_format)
@@ -104,8 +104,8 @@ def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
 
 def taken(sequences, epoch) -> list[np.ndarray]:
     """How often an epoch takes each sequence of each source."""
-    place = epoch * sequences.epoch_size + np.arange(sequences.epoch_size)
-    index, _ = batching.training_order(sequences, place, 0)
+    sample_index = epoch * sequences.epoch_size + np.arange(sequences.epoch_size)
+    index, _ = batching.training_order(sequences, sample_index, 0)
     counts = np.bincount(index, minlength=len(sequences))
     return np.split(counts, sequences.source_sizes.cumsum()[:-1])
 
@@ -162,8 +162,8 @@ class Billion(SequenceIndex):
 def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(processes, micro):
     sequences = Billion()
     for step in (123_456, 10**9 // 2048):  # the second crosses into the next epoch
-        place = np.arange(step * 2048, (step + 1) * 2048)
-        expected, epochs = batching.training_order(sequences, place, 0, 512)
+        sample_index = np.arange(step * 2048, (step + 1) * 2048)
+        expected, epochs = batching.training_order(sequences, sample_index, 0, 512)
         found = []
         for rank in range(processes):
             steps = steps_of(sequences, 2048, micro, processes, rank)
@@ -184,14 +184,14 @@ def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
 
 
 def test_the_order_of_a_billion_repeats_nothing():
-    # half a million places: a function that is no permutation would collide about 130 times
+    # half a million numbers: a function that is no permutation would collide about 130 times
     windows = np.random.default_rng(0).choice(10**9 // 2048, 256, replace=False)
-    place = (windows[:, None] * 2048 + np.arange(2048)).flatten()
-    found = stateless_rng.permute(place, 10**9, 0, 0)
-    assert len(np.unique(found)) == len(place)
+    shuffled_index = (windows[:, None] * 2048 + np.arange(2048)).flatten()
+    found = stateless_rng.permute(shuffled_index, 10**9, 0, 0)
+    assert len(np.unique(found)) == len(shuffled_index)
     assert found.min() >= 0
     assert found.max() < 10**9
-    assert stateless_rng.permute(place[7], 10**9, 0, 0) == found[7]
+    assert stateless_rng.permute(shuffled_index[7], 10**9, 0, 0) == found[7]
 
 
 def test_rows_are_framed_and_masked_where_it_says(sequences):
@@ -214,8 +214,8 @@ def test_masks_differ_in_every_epoch_and_with_every_seed(sequences):
 
 def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
     def sizes(epoch, seed):
-        place = epoch * sequences.epoch_size + np.arange(1024)
-        index, _ = batching.training_order(sequences, place, seed)
+        sample_index = epoch * sequences.epoch_size + np.arange(1024)
+        index, _ = batching.training_order(sequences, sample_index, seed)
         tenths = np.bincount(10 * index // len(sequences))
         assert tenths.min() > 0.5 * tenths.mean()  # from everywhere in the text
         return sequences.locate(index)[1]
