@@ -1,6 +1,6 @@
 """Pretrain an encoder (masked tokens) or a decoder (next tokens).
 
-    accelerate launch --quiet train/pretrain.py
+    accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py
 
 Without arguments it trains the demo's RoFormer on the documentation installed on this machine.
 `main` prepares model, data and run folder; `train` is the training loop.
@@ -99,7 +99,8 @@ def main(settings: PretrainSettings) -> Path:
     compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiled)
     stages = split_stages(settings)
-    check_model(settings.model, corpus.length)  # the length of held-out text
+    # held-out text is read at corpus.length, whatever the stages have
+    check_model(settings.model, corpus.length)
     for stage in stages:  # before any work on the text
         check_model(stage.model, stage.corpus.length)
         optim = stage.optim
@@ -116,7 +117,8 @@ def main(settings: PretrainSettings) -> Path:
         language_model = build_language_model(settings.model, config, run.seed)
         language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
-        check_warmup(settings.optim.warmup_steps, [dataset.total])  # now of a budget of tokens, too
+        # a budget of tokens becomes steps only after tokenizing
+        check_warmup(settings.optim.warmup_steps, [dataset.total])
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
             tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name

@@ -15,7 +15,8 @@ OPTIMIZERS = ("adamw", "muon")
 """Values of optim.name."""
 
 SCHEDULES = ("linear", "cosine", "constant")
-"""Learning rate after the warm-up; the first two would be 0 one step after the last."""
+"""Learning rate after the warm-up; linear and cosine end just above 0: they would reach 0 one step
+after the last."""
 
 
 class InputError(ValueError):

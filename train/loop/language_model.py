@@ -184,7 +184,7 @@ def build_config(
             f"got {min(unknown)!r}; check the spelling"
         )
     with input_errors("model.config"):
-        config = _config(settings, tokenizer)
+        config = _config_of_settings(settings, tokenizer)
     if tokenizer is not None:
         _require_vocabulary(settings, config, tokenizer)
     check_length(config, length, key)
@@ -228,7 +228,14 @@ def input_errors(key: str) -> Iterator[None]:
         raise InputError(f"{key} must be usable by transformers, got: {line}; change it") from error
 
 
-def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+def _config_of_settings(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedConfig:
+    """Make the configuration of `model.type` and `model.config`, or of `model.init`.
+
+    Of the fields of a checkpoint only those may change that leave its weights valid. A BERT's
+    become those of a RoFormer.
+    """
     if settings.init is None:
         special = {}
         if tokenizer is not None:
@@ -242,8 +249,7 @@ def _config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) 
             f"got {saved.model_type} for {settings.type}; set model.type"
         )
     for name, value in settings.config.items():
-        # only fields that leave the checkpoint's weights valid may change; weights of another
-        # position encoding are initialised
+        # weights of another position encoding are initialised
         before = getattr(saved, name, value)
         free = name.endswith("dropout_prob") or name in ("rope_parameters", "position_encoding")
         if not free and before != value:

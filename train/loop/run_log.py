@@ -26,7 +26,12 @@ SPIKE = 1.0
 INITIAL_STATE: dict[str, Any] = {
     "tokens": 0, "seconds": 0.0, "reported": 0, "pending": [0.0] * 5, "unreported": [0.0, 0.0],
 }  # fmt: skip
-"""`RunLog.state` before the first step. The keys belong to the checkpoint format."""
+"""`RunLog.state` before the first step. The keys belong to the checkpoint format.
+
+`tokens`: of the run until the last report; `seconds`: of the run; `reported`: step of the last
+report; `pending`: sums since then, as in `_reset_sums`; `unreported`: seconds since then, in all
+and waiting for batches.
+"""
 
 
 class Clock:
