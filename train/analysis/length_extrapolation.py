@@ -52,7 +52,7 @@ class LengthSettings:
     """Longest sequence of pretraining."""
     documents: int = 100
     """Held-out documents to read, of those that fill the longest sequence."""
-    output: str = "results/lengths.png"
+    output: str = "runs/lengths.png"
     """Figure to write; table and numbers are written beside it as .md and .json."""
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ class DecaySettings:
     """Longest sequence in tokens, [CLS] and [SEP] included."""
     distances: int = 256
     """Largest distance in tokens."""
-    output: str = "results/decay.png"
+    output: str = "runs/decay.png"
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:

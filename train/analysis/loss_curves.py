@@ -43,7 +43,7 @@ class CurvesSettings:
     runs: list[str]
     """Run folders or globs of them, as [runs/a-0, runs/b-0] or ['runs/pair/*-?']; every other model
     is compared with the first."""
-    output: str = "results/curves.png"
+    output: str = "runs/curves.png"
     """Figure to write, .png or .svg; table and numbers are written beside it as .md and .json."""
     title: str = "Masked-LM loss"
     """Title of the figure."""
