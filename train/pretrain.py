@@ -115,6 +115,7 @@ def main(settings: PretrainSettings) -> Path:
         config = build_config(settings.model, corpus.length, tokenizer)
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
+        accelerator.print(f"model: {language_model.description}")
         language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
         # a budget of tokens becomes steps only after tokenizing

@@ -180,6 +180,7 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_
         longer = validate(EvaluateSettings(str(folder / "model"), held_out, length=300))
         assert math.isfinite(longer["validation_loss"])
         printed = capsys.readouterr()
+        assert "model: roformer, 2 layers x 32, " in printed.out
         assert json.loads(printed.out.splitlines()[-1])["length"] == 300
         assert "warning: corpus.validation has" in printed.err
         wrong = EvaluateSettings(str(folder), held_out)

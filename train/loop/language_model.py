@@ -68,6 +68,13 @@ class LanguageModel(nn.Module):
         self._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
 
     @property
+    def description(self) -> str:
+        """Type, size and number of parameters of the model, as one line."""
+        config, parameters = self.model.config, sum(p.numel() for p in self.model.parameters())
+        size = f"{config.num_hidden_layers} layers x {config.hidden_size}"
+        return f"{config.model_type}, {size}, {parameters:,} parameters"
+
+    @property
     def packed(self) -> bool:
         """Whether batches have to be packed rows: with the implementation `unpadded`.
 
