@@ -28,7 +28,7 @@ def objective(**fields: object) -> LanguageModel:
     return LanguageModel(RoFormerForMaskedLM(tiny_config(**fields)))
 
 
-def fit(model: LanguageModel, *sizes: float | None) -> int:
+def fit(model: LanguageModel, *sizes: float) -> int:
     """The micro-batch that fits: of length, micro-batch and mask rate, before the first step."""
     optimizer = adamw(model, 1e-3, 0.0)
     return fit_micro_batch(model, optimizer, *sizes, Accelerator(cpu=True))
@@ -110,18 +110,20 @@ def limit_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "rate", "name", "fits"),
+    ("kernel", "causal", "rate", "name", "fits"),
     [
-        ("sdpa", 0.15, "input_ids", 4),
-        ("unpadded", 0.15, "input_ids", 4),
+        ("sdpa", False, 0.15, "input_ids", 4),
+        ("unpadded", False, 0.15, "input_ids", 4),
         # as small as its predicted tokens need
-        ("sdpa", 0.15, "label_positions", 16),
-        ("sdpa", 0.3, "label_positions", 8),
-        ("sdpa", None, "label_positions", 4),
+        ("sdpa", False, 0.15, "label_positions", 16),
+        ("sdpa", False, 0.3, "label_positions", 8),
+        ("sdpa", True, 0.15, "label_positions", 4),
     ],
 )
-def test_a_micro_batch_is_halved_until_it_fits(kernel, rate, name, fits, limit_memory, capsys):
-    model = objective()
+def test_a_micro_batch_is_halved_until_it_fits(
+    kernel, causal, rate, name, fits, limit_memory, capsys
+):
+    model = objective(is_decoder=causal)
     model.model.set_attn_implementation(kernel)
     limit_memory(name, 5 * 24)
     assert fit(model, 24, 16, rate) == fits
