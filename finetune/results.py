@@ -40,8 +40,9 @@ and, unless it failed,
     threads, versions
     seconds                             how long it took
 
-Simple features lack tokenizer_files, settings, parameters, truncation, the losses and, but for
-versions, how they were computed.
+Lines of earlier versions also have `mnli`; one that is not null is not read. Simple features lack
+tokenizer_files, settings, parameters, truncation, the losses and, but for versions, how they were
+computed.
 """
 
 import functools

@@ -56,7 +56,7 @@ def compute_rope_parameters(
         attention_scaling: Factor on cos and sin; 1 except for yarn and longrope.
 
     Raises:
-        ValueError: A length was given, and the type has no branch for it here.
+        ValueError: A length was given, and a type other than default has no branch for it here.
     """
     rope = config.rope_parameters or {}
     rope_type = rope["rope_type"]

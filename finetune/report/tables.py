@@ -76,8 +76,8 @@ def _verdict(group: TaskGroup, helped: Mapping[str, bool | None]) -> str:
     titles = [group.titles[label] for label, found in helped.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
     text = f"pretraining helps both models on {len(titles)} of {len(judged)} tasks{names}."
-    if len(titles) < len(helped):
-        text += " On the others the difference says nothing about pretraining."
+    if len(titles) < len(judged):
+        text += " Where it does not, the difference says nothing about pretraining."
     return text
 
 

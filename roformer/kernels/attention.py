@@ -62,6 +62,17 @@ def auto_attention_forward(
     Returns:
         [B, L, H, D] or [1, T, H, D], and None for the probabilities.
     """
+    is_bfloat16 = query.dtype == torch.bfloat16 and use_kernel(query, key, value, attention_mask)
+    if is_bfloat16 and bfloat16_is_emulated():
+        q, k, v = (x.float() for x in (query, key, value))
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.float()
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        with torch.autocast("cpu", enabled=False):
+            output, _ = auto_attention_forward(
+                module, q, k, v, attention_mask, scaling, dropout, **kwargs
+            )
+        return output.bfloat16(), None
     is_causal = bool(module.is_causal)
     if cu_seq_lens_q is None:
         if is_causal and attention_mask is None:
@@ -97,14 +108,6 @@ def _attention(
     is_causal: bool = False,
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
-    is_bfloat16 = query.dtype == torch.bfloat16 and use_kernel(query, key, value, mask)
-    if is_bfloat16 and bfloat16_is_emulated():
-        query, key, value = query.float(), key.float(), value.float()
-        if mask is not None and mask.is_floating_point():
-            mask = mask.float()
-        with torch.autocast("cpu", enabled=False):
-            output = _attention(query, key, value, mask, scaling, dropout, is_causal)
-        return output.bfloat16()
     if not is_causal and use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
@@ -188,8 +191,8 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     | bfloat16, or dropout with any dtype but float16 | `full`: all at once | `chunked`: in parts |
     | otherwise | `sdpa` | `sdpa` |
 
-    It is the same whether gradients are computed or not. On an x86 CPU without instructions for
-    bfloat16, such calls are converted to float32 first.
+    It is the same whether gradients are computed or not. On a CPU that emulates bfloat16, calls in
+    bfloat16 are converted to float32 before this choice.
     """
     if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
         return "sdpa"

@@ -64,13 +64,13 @@ def values_are_unreadable(x: Tensor) -> bool:
 
 @cache
 def bfloat16_is_emulated() -> bool:
-    """Return whether torch emulates bfloat16 here: on x86 CPUs without instructions for it.
+    """Return whether torch emulates bfloat16 here, because the CPU has no instructions for it.
 
     Its products take several times as long as those of float32.
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    has_instructions = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return capabilities.get("architecture") == "x86_64" and not has_instructions
+    instructions = ("avx512_bf16", "amx_bf16", "bf16")  # the last on Arm
+    return bool(capabilities) and not any(capabilities.get(name) for name in instructions)
 
 
 def has_hooks(model: nn.Module) -> bool:

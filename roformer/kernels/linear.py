@@ -60,7 +60,7 @@ def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if torch.is_autocast_enabled("cpu") and dtypes <= {torch.float32, torch.bfloat16}:
         dtypes = {torch.get_autocast_dtype("cpu")}
-    if dtypes != {torch.bfloat16} or not use_kernel(x, weight, bias):
+    if not x.ndim or dtypes != {torch.bfloat16} or not use_kernel(x, weight, bias):
         return False
     return bfloat16_is_emulated() and x.numel() >= MIN_FLOAT32_ROWS * x.shape[-1]
 

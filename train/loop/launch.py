@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 
 import roformer
-from roformer.kernels.conditions import bfloat16_is_emulated
+from roformer.kernels.conditions import bfloat16_is_emulated, kernels_enabled
 from train.settings import InputError
 
 
@@ -45,10 +45,13 @@ def replace_emulated_bfloat16() -> None:
     """
     is_on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    if is_bf16 and is_on_cpu and bfloat16_is_emulated():
+    if is_bf16 and is_on_cpu and kernels_enabled() and bfloat16_is_emulated():
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if os.environ.get("RANK", "0") == "0":
-            print("precision: float32, since this CPU has no bfloat16 instructions")
+            print(
+                "precision: float32, since this CPU has no bfloat16 instructions; "
+                "ROFORMER_KERNELS=0 before the command keeps bfloat16"
+            )
 
 
 def start_accelerator(tracker: str | None = None, folder: str | None = None) -> Accelerator:

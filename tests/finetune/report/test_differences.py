@@ -161,7 +161,7 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
     title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
-    rest = "On the others the difference says nothing about pretraining."
+    rest = "Where it does not, the difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
     assert judge(learned()) == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
     assert pairs_shown(learned()).frame["pretraining helps both"].tolist() == ["yes"]
@@ -216,8 +216,7 @@ def test_a_task_that_is_not_judged_does_not_count_among_the_tasks():
     # of the other two one model has a seed too few, or no controls
     wnli = [*seeds(ROFORMER, "wnli", (0.7, 0.72)), line(BERT, "wnli", 0.7)]
     assert judge([*learned(), *one_seed, *wnli])[0] == (
-        f"RoFormer {MINUS} BERT: pretraining helps both models on 1 of 1 tasks: CoLA, Matthews. "
-        "On the others the difference says nothing about pretraining."
+        f"RoFormer {MINUS} BERT: pretraining helps both models on 1 of 1 tasks: CoLA, Matthews."
     )
     column = pairs_shown([*learned(), *one_seed, *wnli]).frame["pretraining helps both"]
     assert column.tolist() == ["yes", "not judged", "not judged", DASH]  # - of the mean of tasks

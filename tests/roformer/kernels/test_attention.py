@@ -59,10 +59,12 @@ def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeyp
 def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeypatch):
     monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: True)
     tensors, mask_tensor = inputs(torch.bfloat16, mask)
+    module = torch.nn.Module()
+    module.is_causal = False
     expected = definition(tensors, mask_tensor)
     wanted = torch.autograd.grad(expected.sum(), tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attention._attention(*tensors, mask_tensor, 0.3, 0.0)
+        found, _ = attention.auto_attention_forward(module, *tensors, mask_tensor, 0.3)
     gradients = torch.autograd.grad(found.sum(), tensors)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)

@@ -87,11 +87,19 @@ def test_each_call_is_computed_by_the_kernel_of_the_table(fields, changes, expec
     torch.testing.assert_close(output[mask], eager[mask], atol=0.1, rtol=0.1)
 
 
-def test_emulated_bfloat16_takes_the_kernel_of_float32(calls, monkeypatch):
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_emulated_bfloat16_takes_the_kernel_of_float32(is_causal, calls, monkeypatch):
     monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: True)
+    dtypes, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda query, *args, **kwargs: dtypes.append(query.dtype) or sdpa(query, *args, **kwargs),
+    )
     with torch.no_grad():
-        model_of(None)(IDS)
+        assert model_of(None, is_decoder=is_causal)(IDS)[0].dtype == torch.bfloat16
     assert calls == [(SDPA, 36)]
+    assert dtypes == [torch.float32]
 
 
 def test_autocast_decides_by_the_dtype_of_the_queries(calls):

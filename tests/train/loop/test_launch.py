@@ -15,10 +15,12 @@ from train.loop.launch import replace_emulated_bfloat16
         ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, "no"),
         ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "bf16"),
         ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, "bf16"),
-        ({"architecture": "aarch64"}, "bf16"),
+        ({"architecture": "arm64", "bf16": True}, "bf16"),
+        ({"architecture": "arm64", "bf16": False}, "no"),
+        ({}, "bf16"),  # of a torch that does not tell
     ],
 )
-def test_only_an_x86_cpu_without_instructions_for_bfloat16_computes_in_float32(
+def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(
     monkeypatch, capsys, capabilities, precision
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
