@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import get_scheduler
 
+from roformer.kernels.conditions import bfloat16_is_emulated
 from train.loop.language_model import LanguageModel
 from train.settings import InputError, OptimSettings
 
@@ -55,13 +59,25 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
     return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest
 
 
+class _Float32InPlaceOfBfloat16(TorchFunctionMode):
+    """Turns calls of `Tensor.bfloat16` into copies in float32."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return function(*args, **(kwargs or {}))
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch's Muon for hidden matrices and AdamW for all other parameters, as one optimizer.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalises the momentum
     of a matrix. One list of groups and one state, so that schedule, checkpoints and sharding need
     not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it. Muon's
-    updates have a root mean square of `scale`, relative to the learning rate.
+    updates have a root mean square of `scale`, relative to the learning rate. torch orthogonalises
+    in bfloat16; a CPU that would emulate it does so in float32.
     """
 
     def __init__(
@@ -89,9 +105,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return
         parts = ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:]))
-        for part, groups in parts:
-            part.param_groups, part.state = groups, self.state  # load_state_dict replaces both
-            part.step()
+        is_emulated = self.param_groups[0]["params"][0].is_cpu and bfloat16_is_emulated()
+        with _Float32InPlaceOfBfloat16() if is_emulated else nullcontext():
+            for part, groups in parts:
+                part.param_groups, part.state = groups, self.state  # load_state_dict replaces both
+                part.step()
 
 
 def schedule_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:

@@ -75,6 +75,22 @@ def with_muon(model):
     return optim.MuonWithAdamW([model.weight], rest, 0.1, 0.01, 0.8)
 
 
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_muon_orthogonalises_in_float32_where_bfloat16_is_emulated(is_emulated, monkeypatch):
+    monkeypatch.setattr(optim, "bfloat16_is_emulated", lambda: is_emulated)
+    model = torch.nn.Linear(24, 16)
+    gradient = model.weight.grad = torch.randn(16, 24)
+    kept, x = gradient.clone(), gradient.double() / gradient.double().norm()
+    decayed = model.weight.detach().double() * (1 - 0.1 * 0.01)
+    with_muon(model).step()
+    for _ in range(5):  # Newton and Schulz, as Jordan et al. have it
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    update = (decayed - model.weight.detach()) / (0.1 * 0.8 * 24**0.5)
+    assert ((update - x).norm() / x.norm() < 1e-4) == is_emulated
+    assert torch.equal(gradient, kept)
+
+
 def finite_steps(folder, scaler=None, build=adamw_only):
     """A small model with its optimizer, and what the steps of it report."""
     accelerator, reports = Accelerator(cpu=True), []
