@@ -17,8 +17,8 @@ setup: .venv/installed ## make .venv with everything that the other targets use
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune both, compare them
-	@echo '4 to 6 minutes on 2 CPU cores: pretrains a RoFormer and a BERT on documentation of installed packages (1 minute each),' \
-	  'then fine-tunes them, with and without pretraining, to tell a sentence from its words backwards (8 runs of 5 to 10 seconds)'
+	@echo '4 to 5 minutes on 2 CPU cores, 12 without bfloat16 instructions: pretrains a RoFormer and a BERT on documentation of installed packages (1 to 4 minutes each),' \
+	  'then fine-tunes them, with and without pretraining, to tell a sentence from its words backwards (8 runs of 5 to 13 seconds)'
 	$(CPU) train/pretrain.py
 	$(CPU) train/pretrain.py --model.type bert --run.name demo-bert
 	$(BIN)/python -m finetune.demo_tasks --output runs/demo-tasks
