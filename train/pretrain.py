@@ -163,8 +163,7 @@ def train(
         settings, folder, language_model, optimizer.optimizer, accelerator, names
     )
     state = checkpoints.resume(total)
-    seconds = state["seconds"]
-    if state["step"] == total or seconds >= optim.seconds:
+    if state["step"] == total:
         return None
     peak = (
         measure_peak_flops(accelerator.device, compute_dtype(accelerator))
@@ -190,9 +189,8 @@ def train(
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
             torch.manual_seed(torch_seed(run.seed, step, accelerator.process_index))
-            step_rate = learning_rate(step, seconds / 3600)
-            set_learning_rate(optimizer, step_rate)
-            predicted, step_info = all_reduce_step_info(micro_batches, log, preemption, accelerator)
+            set_learning_rate(optimizer, learning_rate(step))
+            predicted, step_info = all_reduce_step_info(micro_batches, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
@@ -204,11 +202,10 @@ def train(
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
-            seconds, *stop_requests = step_info.wait()
-            finished = done == total or seconds >= optim.seconds
-            stopped = any(stop_requests)
+            stop_requests = step_info.wait()
+            finished, stopped = done == total, any(stop_requests)
             if done % run.log_every == 0 or finished:
-                log.report_training(done, step_rate, norm)
+                log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
                 with log.clock.paused():
                     scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
@@ -226,18 +223,16 @@ def train(
 
 def all_reduce_step_info(
     micro_batches: list[dict[str, Any]],
-    log: RunLog,
     preemption: PreemptionHandler,
     accelerator: Accelerator,
 ) -> tuple[Tensor, AsyncScalars]:
     """Reduce over processes what all of them have to know of a step, in one collective call.
 
-    Returns the number of predicted tokens of the step, at least 1, on the device; and seconds of
-    the run with the number of requests for each stop reason, for the host.
+    Returns the number of predicted tokens of the step, at least 1, on the device; and the number of
+    requests for each stop reason, for the host.
     """
     predicted = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
-    seconds = log.clock.seconds if accelerator.is_main_process else 0.0
-    values = [predicted, seconds, *preemption.stop_requests()]
+    values = [predicted, *preemption.stop_requests()]
     device = accelerator.device
     info = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     sums = accelerator.reduce(info.to(device, non_blocking=True))

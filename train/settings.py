@@ -177,21 +177,13 @@ class OptimSettings:
     micro_batch: int = 32
     """Sequences per forward pass of a process; gradients of several are accumulated."""
     steps: int | None = None
-    """Optimizer steps; give this, `tokens`, `hours` or stages."""
+    """Optimizer steps; give this, `tokens` or stages."""
     tokens: int | None = None
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
-    hours: float | None = None
-    """Hours of the training loop over all launches of the run, evaluations and saves included; the
-    learning-rate schedule is over elapsed time."""
-
-    @property
-    def seconds(self) -> float:
-        """`hours` in seconds; infinite for a budget of steps or tokens."""
-        return math.inf if self.hours is None else 3600 * self.hours
 
     def __post_init__(self) -> None:
         rates = ("learning_rate", "muon_scale", "epsilon", "clip_norm")
-        counts = ("batch_size", "micro_batch", "steps", "tokens", "hours")
+        counts = ("batch_size", "micro_batch", "steps", "tokens")
         rule = "must be positive and finite"
         check_fields(self, "optim.", lambda x: 0 < x < math.inf, rule, *rates, *counts)
         rule = "must not be negative"
@@ -283,7 +275,7 @@ class PretrainSettings:
     def __post_init__(self) -> None:
         optim = self.optim
         budgets: dict[str, object] = {"optim.steps": optim.steps, "optim.tokens": optim.tokens}
-        budgets |= {"optim.hours": optim.hours, "stages": self.stages or None}
+        budgets |= {"stages": self.stages or None}
         given = [name for name, value in budgets.items() if value is not None]
         if len(given) != 1:
             raise InputError(

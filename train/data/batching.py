@@ -320,15 +320,12 @@ class StagedDataset(Dataset):
     """Micro-batches of one process, by optimizer step of the run.
 
     Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
-    Chinese model. A run without stages is one stage. `total` is the number of steps of all stages;
-    it is None if the last stage does not end.
+    Chinese model. A run without stages is one stage. `total` is the number of steps of all stages.
     """
 
-    def __init__(self, stages: list[tuple[int | None, StepDataset]]) -> None:
+    def __init__(self, stages: list[tuple[int, StepDataset]]) -> None:
         self.stages = [dataset for _, dataset in stages]
-        steps = [stage_steps for stage_steps, _ in stages]
-        self.starts = [0, *itertools.accumulate(x or 0 for x in steps[:-1])]
-        self.total = None if steps[-1] is None else self.starts[-1] + steps[-1]
+        *self.starts, self.total = [0, *itertools.accumulate(steps for steps, _ in stages)]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         stage = bisect.bisect_right(self.starts, step) - 1

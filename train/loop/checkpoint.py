@@ -121,7 +121,7 @@ class Checkpoints:
     accelerator: Accelerator
     store_names: list[str]
 
-    def resume(self, total: int | None) -> dict[str, Any]:
+    def resume(self, total: int) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
 
         The metadata is written last, so that a launch that cannot continue changes nothing but the
@@ -154,14 +154,14 @@ class Checkpoints:
             write_metadata(
                 self.folder, self.settings, self.accelerator, state["step"], parameters, changed
             )
-            if state["step"] != total and state["seconds"] < self.settings.optim.seconds:
+            if state["step"] != total:
                 shutil.rmtree(self.folder / "model", ignore_errors=True)
         return state
 
-    def _check_resumable(self, state: dict[str, Any], total: int | None) -> None:
+    def _check_resumable(self, state: dict[str, Any], total: int) -> None:
         """Check that the run can go on from a state; a collective call."""
         trained = state["step"]
-        if total is not None and trained > total:
+        if trained > total:
             raise InputError(
                 f"optim must be a budget of at least the {trained} steps that the run has trained, "
                 f"got {total} steps; train longer, or choose another run.name"

@@ -4,7 +4,6 @@ import atexit
 import multiprocessing
 import resource
 import signal
-import sys
 from contextlib import suppress
 
 import torch
@@ -18,7 +17,6 @@ def make_loader(
     dataset: StagedDataset, start_step: int, workers: int, device: torch.device
 ) -> DataLoader:
     """Build a loader that yields the micro-batches of one step at a time, from `start_step` on."""
-    end = sys.maxsize if dataset.total is None else dataset.total  # None: ends by the clock
     if workers:
         # registered after multiprocessing's own exit function, so called before it
         atexit.register(kill_workers)
@@ -29,7 +27,7 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_size=None,
-        sampler=range(start_step, end),
+        sampler=range(start_step, dataset.total),
         num_workers=workers,
         worker_init_fn=ignore_signals,
         pin_memory=device.type == "cuda",  # required for non-blocking copies

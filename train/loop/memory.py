@@ -167,13 +167,13 @@ def dry_run(
     for stage, stage_steps in zip(stages, steps):
         rows, seconds = _measure_micro_batch(language_model, stage, accelerator)
         micro_batches.append(rows)
-        tokens += stage.optim.batch_size * stage.corpus.length * (stage_steps or 0)
+        tokens += stage.optim.batch_size * stage.corpus.length * stage_steps
         per_process = stage.optim.batch_size / rows / accelerator.num_processes
-        hours += (stage_steps or 0) * per_process * seconds / 3600
-    if settings.optim.tokens and settings.optim.warmup_steps >= (steps[0] or 0):
+        hours += stage_steps * per_process * seconds / 3600
+    if settings.optim.warmup_steps >= sum(steps):
         accelerator.print(
             f"warning: optim.warmup_steps is {settings.optim.warmup_steps}, and the run may have "
-            f"{steps[0]} steps only"
+            f"{sum(steps)} steps only"
         )
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
@@ -184,8 +184,8 @@ def dry_run(
         "tokens_per_step": [s.optim.batch_size * s.corpus.length for s in stages],
         # more steps if sequences are shorter than the longest
         "steps_at_least" if settings.optim.tokens else "steps": steps,
-        "tokens_at_most": tokens or None,
-        "hours": settings.optim.hours or round(hours, 2),
+        "tokens_at_most": tokens,
+        "hours": round(hours, 2),
         "memory_gb": round(memory_bytes / 1e9, 2),
         "checkpoints_gb": round(SAVED_BYTES * parameters * (settings.run.keep + 2) / 1e9, 2),
         "processes": accelerator.num_processes,

@@ -25,9 +25,6 @@ MAX_SKIPPED_STEPS_SCALED = 40
 MIN_LOSS_SCALE = 65_536 / 2**MAX_SKIPPED_STEPS_SCALED
 """The loss scale after so many skipped steps, from the initial scale of `GradScaler`."""
 
-SCHEDULE_RESOLUTION = 1_000_000
-"""Number of steps by which a schedule over hours is approximated."""
-
 
 def adamw(
     model: nn.Module,
@@ -123,32 +120,17 @@ def schedule_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[i
     return get_scheduler(name, optimizer, warmup_steps, steps).lr_lambdas[0]
 
 
-def learning_rate_schedule(
-    optim: OptimSettings, total: int | None
-) -> Callable[[int, float], float]:
-    """Return the learning rate as a function of the step, from 0, and the hours trained before it.
-
-    Without a total number of steps, when `optim.hours` limits the run, the decay follows the clock,
-    and only the warm-up the steps.
-    """
-    peak, warmup = optim.learning_rate, optim.warmup_steps
-    if total is not None:
-        factor = schedule_factor(optim.schedule, warmup, total + 1)  # 0 after the last step
-        return lambda step, hours: peak * factor(step + 1)
-    assert optim.hours is not None
-    budget, decay = optim.hours, schedule_factor(optim.schedule, 0, SCHEDULE_RESOLUTION + 1)
-
-    def timed(step: int, hours: float) -> float:
-        progress = int(SCHEDULE_RESOLUTION * min(1.0, hours / budget))
-        return peak * min(1.0, (step + 1) / max(1, warmup)) * decay(progress)
-
-    return timed
+def learning_rate_schedule(optim: OptimSettings, total: int) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step, from 0 to `total` - 1."""
+    factor = schedule_factor(optim.schedule, optim.warmup_steps, total + 1)  # 0 after the last step
+    return lambda step: optim.learning_rate * factor(step + 1)
 
 
-def count_steps(optim: OptimSettings, mean_length: float) -> int | None:
-    """Return the optimizer steps of a budget of steps or tokens; None for a budget of hours."""
-    if optim.tokens is None:
+def count_steps(optim: OptimSettings, mean_length: float) -> int:
+    """Return the optimizer steps of a budget of steps or tokens."""
+    if optim.steps is not None:
         return optim.steps
+    assert optim.tokens is not None  # as `PretrainSettings` has checked
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
 
 

@@ -83,7 +83,7 @@ class RunLog:
     Between two reports nothing synchronises with the device: device values are summed on the
     device, host values on the host. Micro-batches whose loss is not finite are left out of the
     mean loss and accuracy. The initial `state` is `step`, with `RunLog.state` at that step or
-    `INITIAL_STATE`. `steps` is None when the run ends by the clock; `peak_flops` is of one device.
+    `INITIAL_STATE`. `steps` is the number of steps of the run; `peak_flops` is of one device.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RunLog:
         accelerator: Accelerator,
         folder: Path,
         state: dict[str, Any],
-        steps: int | None,
+        steps: int,
         config: PreTrainedConfig,
         peak_flops: float,
     ) -> None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launched_runs import assert_close_runs
 from roformer import RoFormerConfig, RoFormerForMaskedLM
-from tiny import log_rows, refused, tiny_config
+from tiny import refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.loop.language_model import LanguageModel
@@ -196,24 +196,6 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, causal, tmp_pat
         rows = np.arange(first, first + 8)
         batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0, causal))
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
-
-
-def test_hours_are_a_budget_and_the_schedule_follows_the_clock(pretrain, monkeypatch):
-    flags = ["--optim.steps=null", "--optim.hours=0.0008"]
-    flags += ["--run.save_every=1000", "--run.validate_every=100000"]
-    run = pretrain(*flags)
-    rates, seconds = (log_rows(run, key) for key in ("learning_rate", "seconds"))
-    last = max(rates)
-    assert seconds[last] == pytest.approx(0.0008 * 3600, rel=0.5)
-    assert rates[last] < 0.2 * max(rates.values())
-    half = min(rates, key=lambda step: abs(seconds[step] - seconds[last] / 2))
-    assert rates[half] == pytest.approx(max(rates.values()) / 2, rel=0.4)
-    assert (run / "model" / "config.json").exists()
-    # a launch of the finished run that ends at once leaves the model
-    monkeypatch.setattr("train.pretrain.build_optimizer", lambda *rest: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pretrain(*flags)
-    assert (run / "model" / "config.json").exists()
 
 
 def test_options_of_speed_and_memory_change_no_loss(pretrain):
