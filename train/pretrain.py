@@ -255,10 +255,7 @@ def prepare_data(
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(*check_stores(stores, held_out), sep="\n")
-    training = [
-        SequenceIndex(store, stage.corpus.length, stage.corpus.weights)
-        for stage, store in zip(stages, stores)
-    ]
+    training = [SequenceIndex(store, stage.corpus.length) for stage, store in zip(stages, stores)]
     return tokenizer, training, SequenceIndex(held_out, corpus.length)
 
 

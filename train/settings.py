@@ -107,10 +107,7 @@ class CorpusSettings(TextSettings):
     """Training and held-out text, tokenizer, sequence length and masking."""
 
     train: str | list[str] = "embedded"
-    """Training text, in the same forms as held-out text."""
-    weights: list[float] | None = None
-    """How often an epoch reads each source, a name in `train`: 2 reads it twice, 0.5 reads half of
-    it and the other half in the next epoch; null reads everything once."""
+    """Training text, in the same forms as held-out text; a name given twice is read twice."""
     tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
     vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
@@ -139,13 +136,6 @@ class CorpusSettings(TextSettings):
         check_fields(self, "corpus.", lambda x: x >= 8, "must be at least 8", "length")
         rule = "must lie between 0 and 1"
         check_fields(self, "corpus.", lambda x: 0 < x < 1, rule, "mask_rate")
-        if self.weights is not None:
-            count = 1 if isinstance(self.train, str) else len(self.train)
-            if len(self.weights) != count or not all(0 < w < math.inf for w in self.weights):
-                raise InputError(
-                    f"corpus.weights must be a positive number for each of the {count} names of "
-                    f"corpus.train, got {self.weights}; give 1.0 where nothing changes"
-                )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ processes, so that the state of the loader is one integer. A batch has one of tw
 same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
-Four numbers of a sequence: `sequence_id` counts the sequences of the text, `epoch_index` those of
-an epoch before they are shuffled, `shuffled_index` those of an epoch after that, `sample_index`
-those of the run in the order of training. `epochs` of sequences are how often each was read before,
-which is the epoch unless the sources have weights.
+Three numbers of a sequence: `sequence_id` counts the sequences of the text, `shuffled_index` those
+of an epoch in its order, `sample_index` those of the run in the order of training.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
@@ -54,37 +52,22 @@ class SequenceIndex:
     Args:
         store: The tokens.
         length: Longest sequence in tokens, [CLS] and [SEP] included.
-        weights: How often an epoch reads each source of the store; None reads everything once.
 
     Attributes:
-        source_sizes: Sequences of each source with a weight of its own, [sources]; without weights
-            all sources count as one.
-        source_draws: Sequences that an epoch takes of each, [sources].
-        mean_length: Mean tokens per sequence of an epoch, special tokens included.
+        mean_length: Mean tokens per sequence, special tokens included.
     """
 
-    def __init__(self, store: TokenStore, length: int, weights: list[float] | None = None) -> None:
+    def __init__(self, store: TokenStore, length: int) -> None:
         self.store = store
         self.length = length
         self._content = length - SPECIALS_PER_SEQUENCE
         starts = np.concatenate([[0], store.document_ends])  # the last is the end of the text
         counts = -(-np.diff(starts) // self._content)  # sequences of each document, rounded up
         self._first_ids = np.concatenate([[0], np.cumsum(counts)])  # [documents + 1]
-        bounds = np.cumsum((0, *store.source_documents) if weights else (0, len(counts)))
-        self.source_sizes = np.diff(self._first_ids[bounds])
-        draws = np.rint(self.source_sizes * np.array(weights or [1.0]))
-        self.source_draws = np.maximum(draws, self.source_sizes > 0).astype(np.int64)
-        tokens = np.diff(starts[bounds])
-        mean = tokens / np.maximum(self.source_sizes, 1) @ self.source_draws / self.epoch_size
-        self.mean_length = SPECIALS_PER_SEQUENCE + float(mean)
+        self.mean_length = SPECIALS_PER_SEQUENCE + float(starts[-1] / len(self))
 
     def __len__(self) -> int:
-        return int(self.source_sizes.sum())
-
-    @property
-    def epoch_size(self) -> int:
-        """Sequences per epoch."""
-        return int(self.source_draws.sum())
+        return int(self._first_ids[-1])
 
     def locate(self, sequence_ids: Indices) -> tuple[Indices, Indices]:
         """Return start in the tokens of the store and number of tokens of each sequence, [n]."""
@@ -94,60 +77,36 @@ class SequenceIndex:
         start += (sequence_ids - self._first_ids[document]) * self._content
         return start, np.minimum(self._content, ends[document] - start)
 
-    def sequences_of_epoch(
-        self, epoch_index: Indices, epoch: int, seed: int
-    ) -> tuple[Indices, Indices]:
-        """Return sequences of an epoch [n], and how often each was taken before [n].
-
-        `epoch_index` [n] is in [0, epoch_size). With weights, each source is read cyclically in
-        one shuffled order, `source_draws` sequences per epoch, so that one half of a source is
-        followed by the other half.
-        """
-        if np.array_equal(self.source_draws, self.source_sizes):
-            return epoch_index, np.full_like(epoch_index, epoch)
-        source = np.searchsorted(np.cumsum(self.source_draws), epoch_index, side="right")
-        sequence_ids, epochs = np.empty_like(epoch_index), np.empty_like(epoch_index)
-        for number in np.unique(source).tolist():
-            chosen, size = source == number, int(self.source_sizes[number])
-            index_in_source = epoch_index[chosen] - self.source_draws[:number].sum()
-            count = epoch * self.source_draws[number] + index_in_source
-            epochs[chosen] = count // size
-            order = stateless_rng.permute(count % size, size, seed, number)
-            sequence_ids[chosen] = self.source_sizes[:number].sum() + order
-        return sequence_ids, epochs
-
 
 def training_order(
     sequences: SequenceIndex, sample_index: Indices, seed: int, bucket_size: int = MIN_BUCKET
 ) -> tuple[Indices, Indices]:
     """Return the sequences [n] at `sample_index` [n] of the run, and the epoch of each [n].
 
-    Epochs are counted as by `sequences_of_epoch`. Epoch e has the samples e*N to (e+1)*N - 1, N =
-    `epoch_size`. Each epoch is a permutation of its sequences. Within a window of it, sequences are
-    sorted by length and cut into buckets of `bucket_size`, and the buckets are shuffled.
+    Epoch e has the samples e*N to (e+1)*N - 1 for N sequences, which it permutes. Within a window
+    of it, sequences are sorted by length and cut into buckets of `bucket_size`, and the buckets are
+    shuffled.
     """
-    epoch, shuffled_index = np.divmod(sample_index, sequences.epoch_size)
-    window, index_in_window = np.divmod(shuffled_index, WINDOW)
-    sequence_ids, epochs = np.empty_like(sample_index), np.empty_like(sample_index)
-    for key in {(int(e), int(w)) for e, w in zip(epoch, window)}:
-        chosen = (epoch == key[0]) & (window == key[1])
-        order = _window_order(sequences, *key, seed, bucket_size)
-        sequence_ids[chosen], epochs[chosen] = (x[index_in_window[chosen]] for x in order)
+    epochs, shuffled_index = np.divmod(sample_index, len(sequences))
+    windows, index_in_window = np.divmod(shuffled_index, WINDOW)
+    sequence_ids = np.empty_like(sample_index)
+    for epoch, window in {(int(e), int(w)) for e, w in zip(epochs, windows)}:
+        chosen = (epochs == epoch) & (windows == window)
+        order = _window_order(sequences, epoch, window, seed, bucket_size)
+        sequence_ids[chosen] = order[index_in_window[chosen]]
     return sequence_ids, epochs
 
 
 def _window_order(
     sequences: SequenceIndex, epoch: int, window: int, seed: int, bucket_size: int
-) -> tuple[Indices, Indices]:
-    size = sequences.epoch_size
+) -> Indices:
+    size = len(sequences)
     shuffled_index = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
-    epoch_index = stateless_rng.permute(shuffled_index, size, seed, epoch)
-    sequence_ids, epochs = sequences.sequences_of_epoch(epoch_index, epoch, seed)
+    sequence_ids = stateless_rng.permute(shuffled_index, size, seed, epoch)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     buckets = [by_length[i : i + bucket_size] for i in range(0, len(by_length), bucket_size)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(buckets)))
-    order = np.concatenate([buckets[i] for i in np.argsort(keys)])
-    return sequence_ids[order], epochs[order]
+    return sequence_ids[np.concatenate([buckets[i] for i in np.argsort(keys)])]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,6 @@ class TokenStore:
         shards: Folders of the shards, in order.
         shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
         dtype: dtype of the ids on disk, uint16 or uint32.
-        source_documents: Number of documents of each source, a name in `corpus.train`, in order.
         name: Hash of what decides the tokens and their order.
     """
 
@@ -91,7 +90,6 @@ class TokenStore:
     shards: tuple[Path, ...]
     shard_starts: NDArray[np.int64]
     dtype: np.dtype
-    source_documents: tuple[int, ...]
     name: str
 
     def document_hashes(self) -> NDArray[np.uint64]:
@@ -121,10 +119,9 @@ def tokenize_corpus(
         desc=f"tokenizing {part}", unit=" documents", delay=1, mininterval=progress_interval()
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
-        shards = [
-            [x for file in files for x in _make_shards(file, corpus, part, tokenizer, state, bar)]
-            for files in find_files(corpus, part)
-        ]
+        shards: list[Path] = []
+        for file in find_files(corpus, part):
+            shards += _make_shards(file, corpus, part, tokenizer, state, bar)
     return _open_store(corpus, part, shards)
 
 
@@ -205,9 +202,8 @@ def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _open_store(corpus: TextSettings, part: str, shards_of_sources: list[list[Path]]) -> TokenStore:
-    """Join the shards of all sources, and check that they hold text that the tokenizer knows."""
-    shards = list(itertools.chain.from_iterable(shards_of_sources))
+def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenStore:
+    """Join shards, and check that they hold text that the tokenizer knows."""
     manifests = {shard: _read_manifest(shard) for shard in shards}  # copies of a file share them
     sizes = [manifests[x]["tokens"] for x in shards]
     if sum(sizes) == 0:
@@ -223,12 +219,10 @@ def _open_store(corpus: TextSettings, part: str, shards_of_sources: list[list[Pa
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # the ends in each shard's own tokens -> in the tokens of all shards
     ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
-    documents = [sum(manifests[x]["documents"] for x in found) for found in shards_of_sources]
-    # with weights, the order also depends on which shards belong to which source
-    weighted = isinstance(corpus, CorpusSettings) and corpus.weights
-    name = short_hash([x.name for x in shards], documents if weighted else None)
+    # None stands for a setting of earlier versions: the runs of these can be resumed
+    name = short_hash([x.name for x in shards], None)
     dtype = np.dtype(manifests[shards[0]]["dtype"])
-    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, tuple(documents), name)
+    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, name)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

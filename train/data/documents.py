@@ -7,7 +7,6 @@ empty files.
 import glob
 import hashlib
 import io
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -38,17 +37,17 @@ def source_names(corpus: TextSettings, part: str) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def find_files(corpus: TextSettings, part: str) -> list[list[TextFile]]:
-    """Return the sorted files of each source, a name in the setting of a part."""
+def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
+    """Return the files of a part: those of its first source, sorted, then those of the next."""
     if part == "validation" and corpus.held_out_share:
         part = "train"  # from which `read_file` draws the documents
     key, names = f"corpus.{part}", source_names(corpus, part)
     if not names or not all(names):  # "" would be every file below the working folder
         raise InputError(f"{key} must name a source, got {names!r}; give a folder or files")
-    sources: list[list[TextFile]] = []
+    found: list[TextFile] = []
     for name in names:
         if name == EMBEDDED:
-            sources.append([demo_corpus.corpus_file(part, corpus.cache)])
+            found.append(demo_corpus.corpus_file(part, corpus.cache))
             continue
         files = _match_files(name, key)
         if not files and looks_like_path(name):
@@ -58,8 +57,8 @@ def find_files(corpus: TextSettings, part: str) -> list[list[TextFile]]:
                 f"{key} must be files if corpus.validation is a share, got {name!r}, which does "
                 "not exist here; check the path, or name a hub data set for both parts"
             )
-        sources.append([*files] or [name])
-    return sources
+        found += files or [name]
+    return found
 
 
 def _match_files(name: str, key: str) -> list[Path]:
@@ -103,9 +102,8 @@ def read_documents(corpus: TextSettings, part: str) -> Iterator[str]:
     A row of parquet or jsonl is a document. A txt file holds documents separated by blank lines, as
     in BERT's own pretraining input.
     """
-    for files in find_files(corpus, part):
-        for file in files:
-            yield from read_file(file, part, corpus)
+    for file in find_files(corpus, part):
+        yield from read_file(file, part, corpus)
 
 
 def read_file(file: TextFile, part: str, corpus: TextSettings) -> Iterator[str]:
@@ -163,7 +161,7 @@ def check_disjoint_files(corpus: CorpusSettings) -> None:
     if corpus.train != EMBEDDED and not corpus.held_out_share:
         files: dict[str, set[Path]] = {}
         for part in ("train", "validation"):
-            found = itertools.chain.from_iterable(find_files(corpus, part))
+            found = find_files(corpus, part)
             files[part] = {file.resolve() for file in found if isinstance(file, Path)}
         shared = sorted(map(str, files["train"] & files["validation"]))
         if shared:

@@ -3,7 +3,6 @@
 The same text gives the same vocabulary, byte for byte, in every process and on every machine.
 """
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -122,8 +121,7 @@ def check_tokenizer_given(corpus: CorpusSettings) -> None:
 
 def _folder_of_text(corpus: CorpusSettings) -> str:
     """Folder in the cache of the vocabulary of this size that is learned from this text."""
-    files = itertools.chain.from_iterable(find_files(corpus, "train"))
-    text = [hash_file(file, "train", corpus) for file in files]
+    text = [hash_file(file, "train", corpus) for file in find_files(corpus, "train")]
     return str(Path(corpus.cache) / f"vocabulary-{short_hash(text, corpus.vocabulary_size)}")
 
 

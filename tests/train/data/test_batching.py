@@ -1,6 +1,5 @@
 """Sequences and steps: everything once, little padding, the same for any number of processes."""
 
-import dataclasses
 import tracemalloc
 
 import numpy as np
@@ -102,43 +101,6 @@ def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
     assert drawn.max() < batching.max_predictions(4096, 0.15) < 1.25 * 4096 * 0.15
 
 
-def taken(sequences, epoch) -> list[np.ndarray]:
-    """How often an epoch takes each sequence of each source."""
-    sample_index = epoch * sequences.epoch_size + np.arange(sequences.epoch_size)
-    index, _ = batching.training_order(sequences, sample_index, 0)
-    counts = np.bincount(index, minlength=len(sequences))
-    return np.split(counts, sequences.source_sizes.cumsum()[:-1])
-
-
-def test_weights_repeat_a_part_or_spread_it_over_epochs(tmp_path):
-    parts = (40, 31, 100)
-    lengths = np.random.default_rng(0).integers(0, 300, sum(parts))
-    tokens = dataclasses.replace(make_token_store(lengths, tmp_path), source_documents=parts)
-    sequences = SequenceIndex(tokens, 64, [2.0, 1.0, 0.5])
-    first, second = taken(sequences, 0), taken(sequences, 1)
-    expected = [-(part // 62).sum() for part in np.split(-lengths, np.cumsum(parts)[:-1])]
-    assert sequences.source_sizes.tolist() == expected
-    for epoch in (first, second):
-        assert set(epoch[0]) == {2}
-        assert set(epoch[1]) == {1}
-        assert set(epoch[2]) == {0, 1}
-        assert abs(epoch[2].mean() - 0.5) < 0.01
-    assert (first[2] + second[2] == 1).mean() > 0.99  # an odd one comes again
-    documents = np.add.reduceat(first[2], np.arange(0, len(first[2]), 20))
-    assert (documents > 0).all()  # the half is spread over the part
-    index, epoch = batching.training_order(sequences, np.arange(3 * sequences.epoch_size), 0)
-    assert len(set(zip(index.tolist(), epoch.tolist()))) == len(index)  # so each is masked anew
-
-
-def test_the_mean_length_is_that_of_an_epoch_and_weights_of_one_change_nothing(tmp_path):
-    tokens = make_token_store([10] * 50 + [30] * 50, tmp_path)
-    tokens = dataclasses.replace(tokens, source_documents=(50, 50))
-    found = [SequenceIndex(tokens, 64, weights) for weights in (None, [1.0, 1.0], [3.0, 1.0])]
-    assert [x.mean_length for x in found] == pytest.approx([2 + 20, 2 + 20, 2 + 15])
-    orders = [batching.training_order(x, np.arange(300), 0) for x in found[:2]]
-    np.testing.assert_array_equal(*orders)
-
-
 @pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
 def test_almost_nothing_is_padding_though_steps_see_all_lengths(sequences, batch, micro):
     steps = steps_of(sequences, batch, micro)
@@ -152,7 +114,10 @@ class Billion(SequenceIndex):
     """As many sequences as a corpus of 100 billion tokens has, of lengths made up on the spot."""
 
     def __init__(self) -> None:
-        self.source_sizes = self.source_draws = np.array([10**9])
+        pass
+
+    def __len__(self) -> int:
+        return 10**9
 
     def locate(self, index):
         return index * 126, (1 + stateless_rng.random_bits(7, index) % 126).astype(np.int64)
@@ -214,7 +179,7 @@ def test_masks_differ_in_every_epoch_and_with_every_seed(sequences):
 
 def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequences):
     def sizes(epoch, seed):
-        sample_index = epoch * sequences.epoch_size + np.arange(1024)
+        sample_index = epoch * len(sequences) + np.arange(1024)
         index, _ = batching.training_order(sequences, sample_index, seed)
         tenths = np.bincount(10 * index // len(sequences))
         assert tenths.min() > 0.5 * tenths.mean()  # from everywhere in the text

@@ -163,12 +163,12 @@ def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, 
     assert len(everything(store)) == len(" ".join(TEXTS).split())  # a word is a token
 
 
-def test_parts_follow_the_names_and_hub_data_sets_stand_among_files(written, tokenize, monkeypatch):
+def test_names_are_read_in_their_order_each_as_often_as_it_is_given(written, tokenize, monkeypatch):
     splits = {part: [{"text": "the moon"}] for part in ("train", "validation")}
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: splits)
-    names = [str(written), "owner/name", str(written / "c.txt")]
-    for weights in (None, [1.0, 2.0, 3.0]):
-        assert tokenize(names, weights=weights).source_documents == (9, 1, 3)
+    one, hub = (everything(tokenize([name])).tolist() for name in (str(written / "c.txt"), "a/b"))
+    store = tokenize([str(written / "c.txt"), "a/b", str(written / "c.txt")])
+    assert everything(store).tolist() == [*one, *hub, *one]
 
 
 @pytest.fixture
