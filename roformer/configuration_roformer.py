@@ -28,7 +28,7 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_f
 # a model with other than the defaults of these fields is a `roformer_plus`
 _PLUS_FIELDS = (
     "rope_interleave", "use_bias", "norm_type", "position_encoding", "linear_attention",
-    "random_features", "redraw_features",
+    "random_features",
 )  # fmt: skip
 
 
@@ -88,8 +88,6 @@ class RoFormerConfig(PreTrainedConfig):
         linear_attention: None for softmax attention, or the feature map of attention in O(L):
             "elu", "relu" or "favor" (Performer's random features); see `linear_attention`.
         random_features: Number of features of "favor", even.
-        redraw_features: Forward passes in training between two draws of the random features;
-            0 draws them once.
 
     Raises:
         ValueError: A field breaks its rule. The message gives key, rule and value.
@@ -127,7 +125,6 @@ class RoFormerConfig(PreTrainedConfig):
     position_encoding: str = "rope"
     linear_attention: str | None = None
     random_features: int = 256
-    redraw_features: int = 1000
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)  # fixed by the class; the saved one follows from the fields
@@ -277,7 +274,7 @@ _SCALED_ROPE_TYPES = ("yarn", "longrope")
 _INTEGERS = {  # and their minimum
     "vocab_size": 1, "hidden_size": 1, "embedding_size": 1, "num_hidden_layers": 1,
     "num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1,
-    "type_vocab_size": 0, "random_features": 4, "redraw_features": 0,
+    "type_vocab_size": 0, "random_features": 4,
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm_type": ("layer_norm", "rms_norm"),

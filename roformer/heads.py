@@ -150,12 +150,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
-        # then `generate` refuses an assistant model: no token can be taken out of a sum
-        self._is_stateful = self.config.linear_attention is not None
-
-    def _supports_default_dynamic_cache(self) -> bool:
-        """Whether `generate` hands in its own kind of cache: linear attention makes another."""
-        return not self._is_stateful
+        if self.config.linear_attention is not None:  # `generate` computes the whole text each time
+            self.generation_config.use_cache = False
 
     @can_return_tuple
     def forward(

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
 from .kernels.conditions import is_plain, is_traced
-from .linear_attention import LinearAttentionCache
 
 
 def check_inputs(
@@ -99,12 +98,10 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
     Raises:
         ValueError: The attention or the position encoding cannot use such a cache.
     """
-    is_linear = config.linear_attention is not None
-    if isinstance(cache, LinearAttentionCache) != is_linear:
-        needed = "a LinearAttentionCache" if is_linear else "a cache of keys and values"
+    if config.linear_attention is not None:
         raise ValueError(
-            f"past_key_values must be {needed}, got a {type(cache).__name__}; leave it out in the "
-            "first call"
+            f"past_key_values must be None with linear_attention, got a {type(cache).__name__}; "
+            "set use_cache=False"
         )
     if config.has_position_bias and cache.is_compileable:
         raise ValueError(

@@ -17,12 +17,11 @@ Legend: B batch, L tokens, E hidden size, H heads, D head size, M features, C to
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import Linear
@@ -31,47 +30,8 @@ from .rotary import apply_rotary, at_least_float32
 CHUNK_LENGTH = 64
 """Causal attention computes scores within chunks of so many tokens, and sums between chunks."""
 
-MIN_LOG_SCALE = -1e30
-"""Log scale of the sum over no keys; -inf would give nan in differences."""
-
 RELU_EPSILON = 1e-3
 """Added to relu, as in Performer, so that features are positive."""
-
-
-class KVState(NamedTuple):
-    """Sums over the keys and values so far, from which any later query is answered.
-
-    Attributes:
-        kv: sum_n R_n phi(k_n) v_n^T * exp(-log_scale), [B, H, M, D].
-        k_sum: sum_n phi(k_n) * exp(-log_scale), [B, H, M].
-        log_scale: [B, H]; 0 except for FAVOR+, whose features can overflow.
-    """
-
-    kv: Tensor
-    k_sum: Tensor
-    log_scale: Tensor
-
-
-class LinearAttentionCache(Cache):
-    """Cache of a decoder with linear attention: one `KVState` a layer, of constant size."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.states: dict[int, KVState] = {}
-        self.num_tokens = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens so far, padding included."""
-        return self.num_tokens
-
-    def reset(self) -> None:
-        """Empty the cache."""
-        self.states, self.num_tokens = {}, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows of the batch, in this order; for beam search."""
-        for layer, state in self.states.items():
-            self.states[layer] = KVState(*(x[beam_idx] for x in state))
 
 
 class FeatureMap(nn.Module):
@@ -88,15 +48,14 @@ class FeatureMap(nn.Module):
         """
         return self._features(query)
 
-    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute phi(k) * exp(-log_scale), [B, L, H, M], and log_scale, [B, H], for each key.
+    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Compute phi(k) up to a positive factor for each row and head, which cancels likewise.
 
-        Keys are [B, L, H, D]. The features of padding, where the [B, L] mask is False, are 0.
+        Keys are [B, L, H, D], features [B, L, H, M]. The features of padding, where the [B, L] mask
+        is False, are 0.
         """
         features = self._features(key)
-        if padding_mask is not None:
-            features = features * padding_mask[..., None, None]
-        return features, torch.zeros(key.shape[0], key.shape[2], device=key.device)
+        return features if padding_mask is None else features * padding_mask[..., None, None]
 
     def _features(self, x: Tensor) -> Tensor:
         x = x.to(at_least_float32(x.dtype))
@@ -109,63 +68,40 @@ class RandomFeatureMap(FeatureMap):
     phi(x) = exp(w x - |x|^2 / 2) for M orthogonal random vectors w; products of features estimate
     exp(q k / sqrt(D)), the kernel function of softmax.
 
-    The vectors are a function of a saved seed and of the number of forward passes so far: they are
-    redrawn every `redraw_features` forward passes in training mode. All keys of a row and head
-    share one scale: keys whose features are e^87 times smaller than the largest underflow to 0.
-    With gradient checkpointing, a redraw between a forward pass and its backward pass makes the
-    gradients wrong.
+    The vectors are drawn with the initial weights and saved with them; Performer can draw them
+    again in training. All keys of a row and head share one scale: keys whose features are e^87
+    times smaller than the largest underflow to 0.
     """
 
     vectors: Tensor
-    seed: Tensor
-    calls: Tensor
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
-        self.redraw_interval = config.redraw_features
         shape = (config.random_features, config.attention_head_size)
         self.register_buffer("vectors", torch.empty(shape))
-        self.register_buffer("seed", torch.zeros((), dtype=torch.long))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def reset_parameters(self) -> None:
-        """Draw a seed from torch's default generator, and the first vectors from the seed."""
-        self.seed.copy_(torch.randint(2**31, ()))
-        self.calls.zero_()
-        self.draw_vectors()
-
-    def draw_vectors(self) -> None:
-        """Set the vectors that belong to the seed and the number of calls."""
-        draws = int(self.calls) // self.redraw_interval if self.redraw_interval else 0
+        """Draw the vectors, with a seed from torch's default generator."""
         number, dim = self.vectors.shape
-        self.vectors.copy_(orthogonal_vectors(number, dim, int(self.seed) + 7919 * draws))
-
-    @torch.compiler.disable
-    def count_call(self) -> None:
-        """Count a forward pass in training mode, and redraw the vectors when it is time."""
-        self.calls += 1
-        if self.redraw_interval and int(self.calls) % self.redraw_interval == 0:
-            self.draw_vectors()
+        self.vectors.copy_(orthogonal_vectors(number, dim, int(torch.randint(2**31, ()))))
 
     def query_features(self, query: Tensor) -> Tensor:
         """Compute phi(q), divided by the largest feature of each query."""
         exponents = self._exponents(query)
         return (exponents - exponents.amax(dim=-1, keepdim=True).detach()).exp()
 
-    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def key_features(self, key: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Compute phi(k), divided by the largest feature of each row and head."""
         exponents = self._exponents(key)
         if padding_mask is not None:
             exponents = exponents.masked_fill(~padding_mask[..., None, None], -math.inf)
-        log_scale = exponents.amax(dim=(1, 3)).detach().clamp(min=MIN_LOG_SCALE)
-        return (exponents - log_scale[:, None, :, None]).exp(), log_scale
+        largest = exponents.amax(dim=(1, 3), keepdim=True).detach()
+        # of a row that is all padding it is -inf, and the difference would be nan
+        return (exponents - largest.clamp(min=torch.finfo(largest.dtype).min)).exp()
 
     def _exponents(self, x: Tensor) -> Tensor:
         x = x.to(at_least_float32(x.dtype)) * x.shape[-1] ** -0.25
-        vectors = self.vectors.to(x.dtype)
-        if self.training:  # the buffer may be overwritten before the backward pass
-            vectors = vectors.clone()
-        return x @ vectors.T - x.square().sum(-1, keepdim=True) / 2
+        return x @ self.vectors.to(x.dtype).T - x.square().sum(-1, keepdim=True) / 2
 
 
 def orthogonal_vectors(number: int, dim: int, seed: int) -> Tensor:
@@ -193,8 +129,7 @@ def linear_attention(
     interleave: bool = True,
     padding_mask: Tensor | None = None,
     is_causal: bool = False,
-    state: KVState | None = None,
-) -> tuple[Tensor, KVState]:
+) -> Tensor:
     """Compute equation 19.
 
     Args:
@@ -207,68 +142,54 @@ def linear_attention(
         interleave: Pair adjacent features.
         padding_mask: [B, L] bool, False for padding; None means no padding.
         is_causal: Token m attends to the tokens up to m.
-        state: Sums over the tokens of earlier calls; only with `is_causal`.
 
     Returns:
-        output: [B, L, H, D], dtype of `value`.
-        state: Sums over all tokens so far.
+        [B, L, H, D], dtype of `value`.
     """
     with torch.autocast(query.device.type, enabled=False):
         q = feature_map.query_features(query)
-        k, log_scale = feature_map.key_features(key, padding_mask)
+        k = feature_map.key_features(key, padding_mask)
         v = value.to(at_least_float32(value.dtype))
-        if state is not None:
-            common = torch.maximum(log_scale, state.log_scale)
-            k = k * (log_scale - common).exp()[:, None, :, None]
-            factor = (state.log_scale - common).exp()[..., None]
-            state = KVState(state.kv * factor[..., None], state.k_sum * factor, common)
-            log_scale = common
         rotated_q, rotated_k = q, k
         if position_embeddings is not None:
             rotated_q = apply_rotary(q, *position_embeddings, interleave)
             rotated_k = apply_rotary(k, *position_embeddings, interleave)
         if is_causal:
-            output, kv, k_sum = _causal(q, k, rotated_q, rotated_k, v, state)
-        else:
-            kv, k_sum = torch.einsum("blhm,blhd->bhmd", rotated_k, v), k.sum(dim=1)
-            numerator = torch.einsum("blhm,bhmd->blhd", rotated_q, kv)
-            output = _divide(numerator, torch.einsum("blhm,bhm->blh", q, k_sum))
-    return output.to(value.dtype), KVState(kv, k_sum, log_scale)
+            return _causal(q, k, rotated_q, rotated_k, v).to(value.dtype)
+        kv, k_sum = torch.einsum("blhm,blhd->bhmd", rotated_k, v), k.sum(dim=1)
+        numerator = torch.einsum("blhm,bhmd->blhd", rotated_q, kv)
+        denominator = torch.einsum("blhm,bhm->blh", q, k_sum)
+        return _divide(numerator, denominator).to(value.dtype)
 
 
-def _causal(
-    q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, state: KVState | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _causal(q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, v: Tensor) -> Tensor:
     """Scores within chunks, sums over all chunks before: O(L C) instead of O(L^2).
 
-    Returns the output, [B, L, H, D], and `kv` and `k_sum` over all tokens so far.
+    Returns the output, [B, L, H, D].
     """
     length = q.shape[1]
     chunk_length = min(CHUNK_LENGTH, length)
     tensors = (q, k, rotated_q, rotated_k, v)
     q, k, rotated_q, rotated_k, v = (_split_chunks(x, chunk_length) for x in tensors)
-    kv = torch.einsum("bclhm,bclhd->bchmd", rotated_k, v)
-    kv, kv_before = _running_sums(kv, None if state is None else state.kv)
-    k_sum, k_sum_before = _running_sums(k.sum(dim=2), None if state is None else state.k_sum)
+    kv_before = _sums_before(torch.einsum("bclhm,bclhd->bchmd", rotated_k, v))
+    k_sum_before = _sums_before(k.sum(dim=2))
     rotated_scores = torch.einsum("bclhm,bcshm->bchls", rotated_q, rotated_k).tril()
     scores = torch.einsum("bclhm,bcshm->bchls", q, k).tril()
     numerator = torch.einsum("bchls,bcshd->bclhd", rotated_scores, v)
     numerator = numerator + torch.einsum("bclhm,bchmd->bclhd", rotated_q, kv_before)
     denominator = scores.sum(-1).transpose(-1, -2)
     denominator = denominator + torch.einsum("bclhm,bchm->bclh", q, k_sum_before)
-    output = _divide(numerator, denominator).flatten(1, 2)[:, :length]
-    return output, kv[:, -1], k_sum[:, -1]
+    return _divide(numerator, denominator).flatten(1, 2)[:, :length]
 
 
-def _running_sums(chunk_sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sums up to and including each chunk, and before each chunk, [B, chunks, ...].
+def _sums_before(chunk_sums: Tensor) -> Tensor:
+    """Return the sums over all chunks before each chunk, [B, chunks, ...].
 
-    The sums before a chunk are not computed by subtraction: a large key would cancel the small
-    ones before it, and leak into the past.
+    They are not computed by subtraction: a large key would cancel the small ones before it, and
+    leak into the past.
     """
-    first = torch.zeros_like(chunk_sums[:, :1]) if initial is None else initial[:, None]
-    sums = torch.cat((first, chunk_sums), dim=1).cumsum(dim=1)
-    return sums[:, 1:], sums[:, :-1]
+    first = torch.zeros_like(chunk_sums[:, :1])
+    return torch.cat((first, chunk_sums[:, :-1]), dim=1).cumsum(dim=1)
 
 
 def _split_chunks(x: Tensor, chunk_length: int) -> Tensor:
@@ -287,13 +208,12 @@ class RoFormerLinearSelfAttention(nn.Module):
     """Self-attention with linear attention, in place of `RoFormerSelfAttention`.
 
     Its arguments are the same, except that `attention_mask` is the padding mask, [B, L] bool, and
-    the cache a `LinearAttentionCache`. There are no attention probabilities to return.
+    there is no cache. There are no attention probabilities to return.
     """
 
-    def __init__(self, config: RoFormerConfig, layer_idx: int) -> None:
+    def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
         self.config = config
-        self.layer_idx = layer_idx
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
         self.is_causal = config.is_decoder
@@ -308,16 +228,13 @@ class RoFormerLinearSelfAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: None = None,
-        past_key_values: LinearAttentionCache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """[B, L, E] to [B, L, E] and None."""
         shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.attention_head_size)
         layers = (self.query, self.key, self.value)
         query, key, value = (layer(hidden_states).view(shape) for layer in layers)
-        cache = past_key_values
-        context, state = linear_attention(
+        context = linear_attention(
             query,
             key,
             value,
@@ -326,20 +243,5 @@ class RoFormerLinearSelfAttention(nn.Module):
             interleave=self.config.rope_interleave,
             padding_mask=attention_mask,
             is_causal=self.is_causal,
-            state=None if cache is None else cache.states.get(self.layer_idx),
         )
-        if cache is not None:
-            cache.states[self.layer_idx] = state
-            if self.layer_idx == 0:
-                cache.num_tokens += hidden_states.shape[1]
         return context.flatten(-2), None
-
-
-def count_training_call(encoder: nn.Module) -> None:
-    """Let random feature maps redraw their features on schedule.
-
-    Not done by the layers, which run twice with gradient checkpointing.
-    """
-    for module in encoder.modules():
-        if isinstance(module, RandomFeatureMap):
-            module.count_call()

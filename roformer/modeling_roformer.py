@@ -27,12 +27,7 @@ from .configuration_roformer import RoFormerConfig
 from .input_checks import check_cache, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.attention import softmax_attention
-from .linear_attention import (
-    LinearAttentionCache,
-    RandomFeatureMap,
-    RoFormerLinearSelfAttention,
-    count_training_call,
-)
+from .linear_attention import RandomFeatureMap, RoFormerLinearSelfAttention
 from .padding import BatchMetadata, describe_batch
 from .position_encodings import (
     RelativePositions,
@@ -259,7 +254,7 @@ class RoFormerAttention(nn.Module):
         if config.linear_attention is None:
             self.self = RoFormerSelfAttention(config, layer_idx, is_cross_attention)
         else:
-            self.self = RoFormerLinearSelfAttention(config, layer_idx)
+            self.self = RoFormerLinearSelfAttention(config)
         self.output = RoFormerOutput(config, config.hidden_size)
 
     def forward(
@@ -277,8 +272,8 @@ class RoFormerAttention(nn.Module):
             hidden_states,
             attention_mask,
             position_embeddings,
-            encoder_hidden_states,
-            past_key_values,
+            encoder_hidden_states=encoder_hidden_states,
+            past_key_values=past_key_values,
             **kwargs,
         )
         return self.output(context, hidden_states)
@@ -446,8 +441,12 @@ class RoFormerPreTrainedModel(PreTrainedModel):
             RoFormerSelfAttention, index=1, layer_name="crossattention"
         ),
     }
-    # transformers saves its table of sines, which is computed here
-    _keys_to_ignore_on_load_unexpected = [r"encoder\.embed_positions\.weight"]  # noqa: RUF012
+    # transformers saves its table of sines, which is computed here; earlier versions of linear
+    # attention saved when to draw random features again
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"encoder\.embed_positions\.weight",
+        r"features\.(seed|calls)$",
+    ]
 
     def __init__(self, config: RoFormerConfig, *args: Any, **kwargs: Any) -> None:
         config = _convert_config(config)
@@ -630,8 +629,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # 4. remove padding, or give each document a row: the layout of the implementation
         hidden_states, position_embeddings = attention.to_layout(hidden_states, position_embeddings)
         # 5. encoder
-        if self.training and config.linear_attention is not None:
-            count_training_call(self.encoder)  # random features are drawn again now and then
         hidden_states = self.encoder(
             hidden_states,
             attention.attention_mask,
@@ -675,10 +672,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if past_key_values is not None:
             check_cache(past_key_values, config)
             return past_key_values
-        if not (use_cache and config.is_decoder):
+        if not (use_cache and config.is_decoder and config.linear_attention is None):
             return None
-        if config.linear_attention is not None:
-            return LinearAttentionCache()
         cache = DynamicCache(config=config)
         if encoder_hidden_states is None:
             return cache
@@ -701,4 +696,4 @@ def _drop_cache_of_packed_rows(
             "out"
         )
     is_known = batch.cu_seqlens is not None or not torch.compiler.is_compiling()
-    return None if is_known or isinstance(cache, LinearAttentionCache) else cache
+    return None if is_known else cache

@@ -22,7 +22,7 @@ from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
-FAVOR = {"linear_attention": "favor", "random_features": 16, "redraw_features": 3}
+FAVOR = {"linear_attention": "favor", "random_features": 16}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 

@@ -23,7 +23,6 @@ SIZES = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
         ("norm_type", {"norm_type": "rms"}),
         ("add_cross_attention", {"add_cross_attention": True}),
         ("random_features", {"random_features": 7}),
-        ("redraw_features", {"redraw_features": -1}),
         ("position_encoding", {"position_encoding": "rotary"}),
         ("rotary_value", {"position_encoding": "t5", "rotary_value": True}),
         ("linear_attention", {"linear_attention": "softmax"}),

@@ -8,8 +8,7 @@ from transformers import EncoderDecoderModel, StaticCache
 
 import roformer
 from roformer import RoFormerForCausalLM
-from roformer.configuration_roformer import POSITION_BIASES
-from roformer.linear_attention import CHUNK_LENGTH
+from roformer.configuration_roformer import FEATURE_MAPS, POSITION_BIASES
 from tiny import (
     ROPES,
     STOCK_IS_CAUSAL,
@@ -22,11 +21,11 @@ from tiny import (
     tiny_config,
 )
 
-WITH_CACHE = VARIANTS | {
+WITH_CACHE = {name: x for name, x in VARIANTS.items() if name not in FEATURE_MAPS} | {
     "rotary_value": {"rotary_value": True},
     **{rope: {"rope_parameters": ROPES[rope]} for rope in ("linear", "yarn", "llama3")},
 }
-"""What can generate with a cache: all but the rope types that depend on the length."""
+"""What has a cache: neither linear attention nor the rope types that depend on the length."""
 
 
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
@@ -64,7 +63,7 @@ def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids():
 
 @pytest.mark.parametrize("fields", WITH_CACHE.values(), ids=WITH_CACHE)
 def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(fields, kernel):
-    length = CHUNK_LENGTH + 30  # more than a chunk of linear attention
+    length = 94
     config = tiny_config(max_position_embeddings=length, **fields)
     model = build(RoFormerForCausalLM, config, kernel)
     ids = torch.randint(0, 60, (2, length))
@@ -84,14 +83,14 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(fields, kernel
     ("fields", "how"),
     [
         pytest.param(fields, how, id=f"{name} {how}")
-        for name, fields in WITH_CACHE.items()
+        for name, fields in (VARIANTS | WITH_CACHE).items()
         for how in (
             {},
             {"num_beams": 3},
             {"do_sample": True, "temperature": 0.7},
             {"cache_implementation": "static"},
         )
-        if not ("cache_implementation" in how and name in POSITION_BIASES)  # refused
+        if not ("cache_implementation" in how and name in (*POSITION_BIASES, *FEATURE_MAPS))
     ],
 )
 def test_neither_a_cache_nor_padding_on_the_left_changes_a_generated_token(fields, how):

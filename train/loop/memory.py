@@ -95,14 +95,13 @@ def fit_micro_batch(
     tried, each at most half of the one before, because all processes must compute the same number
     of micro-batches per step; the rest is accumulated. This happens before the first step, because
     a process that runs out of memory later would leave the others waiting. Losses stay the same,
-    except with dropout, and with the random features of FAVOR+, which are redrawn after a number of
-    forward passes.
+    except with dropout.
 
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
     """
     language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    size, before = micro_batch, [buffer.clone() for buffer in language_model.buffers()]
+    size = micro_batch
     while True:
         batch = largest_batch(language_model, size, length, mask_rate)
         fits = _fits(model, optimizer, batch, accelerator)
@@ -113,8 +112,6 @@ def fit_micro_batch(
                 f"{length} tokens, which do not; lower it"
             )
         model.zero_grad(set_to_none=True)
-        for buffer, old in zip(language_model.buffers(), before):  # FAVOR+ counts its calls
-            buffer.copy_(old)
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
         if not any_process(not fits, accelerator):
