@@ -23,7 +23,7 @@ demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune bot
 	$(CPU) train/pretrain.py --model.type bert --run.name demo-bert
 	$(BIN)/python -m finetune.demo_tasks --output runs/demo-tasks
 	$(GRID) --config configs/glue/demo.yaml --glue_dir runs/demo-tasks --tasks '[demo-order]' \
-	  --models '[runs/demo-roformer/model,runs/demo-bert/model]' --random_control true --output runs/demo/results.jsonl
+	  --models '[runs/demo-roformer/model,runs/demo-bert/model]' --controls true --output runs/demo/results.jsonl
 	$(BIN)/python -m train.analysis.loss_curves --runs '[runs/demo-roformer, runs/demo-bert]' --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
 	$(BIN)/python -m finetune.report runs/demo/results.jsonl
 	@echo 'report: runs/demo/report.html (also .md .tex .csv); pictures: runs/demo/report-demo-*.png,' \

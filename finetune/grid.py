@@ -67,7 +67,7 @@ def main(settings: GridSettings) -> None:
     if changed:
         print(f"inputs changed since: {', '.join(sorted(changed))}; made again")
     check_runs(pending)
-    if settings.random_control:
+    if settings.controls:
         names = ("tasks", "glue_dir", "output", "test")
         score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
@@ -95,13 +95,13 @@ def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds:
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
     """List all combinations; all models meet a task before the next task."""
     common = {field.name: getattr(settings, field.name) for field in fields(CommonSettings)}
-    controls = (False, True) if settings.random_control else (False,)
+    random_weights = (False, True) if settings.controls else (False,)
     runs = []
-    for seed, task, rate, model, control in product(
-        settings.seeds, settings.tasks, settings.learning_rates, settings.models, controls
+    for seed, task, rate, model, random in product(
+        settings.seeds, settings.tasks, settings.learning_rates, settings.models, random_weights
     ):
         values = {**common, "learning_rate": rate, "model": model, "seed": seed}
-        runs.append(GlueSettings(**values, task=task, random_weights=control))
+        runs.append(GlueSettings(**values, task=task, random_weights=random))
     return list({run_key(asdict(run)): run for run in runs}.values())
 
 

@@ -139,7 +139,7 @@ class GridSettings(CommonSettings):
     """Seeds of fine-tuning, one run each."""
     learning_rates: list[float] = field(default_factory=lambda: [2e-5])
     """Peak learning rates, each with every seed."""
-    random_control: bool = False
+    controls: bool = False
     """Also make the controls without pretraining: each model from random initialisation, and
     simple features of the words (`finetune.simple_features`)."""
     workers: int = 1

@@ -6,7 +6,7 @@ A single text is the tf-idf vector of its words, where a Chinese character is a 
 texts is two numbers: the cosine of their tf-idf vectors and the share of their words that both have
 (Jaccard). A class is predicted by logistic regression, a value by linear regression, fitted to the
 training split with scikit-learn's defaults; nothing is selected. The grid makes these controls with
-`--random_control true`.
+`--controls true`.
 """
 
 import shlex

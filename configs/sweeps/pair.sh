@@ -20,7 +20,7 @@ tune() { # TASKS OPTIONS...: the pretrained models, then the controls too
   local grid=($launch -m finetune.grid --config "configs/glue/pair-$scale.yaml" --glue_dir "$glue" --workers 2
     --output "$folder/results.jsonl" --tasks "[${1// /,}]" "${@:2}")
   "${grid[@]}" --models "$(list "${runs[@]/%//model}")"
-  "${grid[@]}" --models "$(list "${runs[0]}/model" "${runs[1]}/model")" --random_control true
+  "${grid[@]}" --models "$(list "${runs[0]}/model" "${runs[1]}/model")" --controls true
 }
 
 for seed in "${seeds[@]}"; do

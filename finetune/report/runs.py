@@ -23,8 +23,8 @@ fields of the result of which some results lack some, and
 and texts, empty where there is nothing to tell apart:
 
     model_text        model, tokenizer if it is not the model's own, random weights
-    origin            initial weights, data and precision, of those that differ between runs that
-                      are otherwise alike
+    origin            initial weights, tokenizer files, data and precision, of those that differ
+                      between runs that are otherwise alike
     data_origin       the last two of it
     rate_text         the learning rate
     recipe_text       other fields of the recipe
@@ -56,8 +56,8 @@ GROUPS = {
 GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 RECORDED_COLUMNS = [
-    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "data",
-    "precision",
+    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights",
+    "tokenizer_files", "data", "precision",
 ]  # fmt: skip
 """Fields of a result that are columns of a group's runs."""
 CONTROLS = {
@@ -210,8 +210,8 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
 def _origins(networks: pd.DataFrame) -> pd.DataFrame:
     """Make `origin`, and `data_origin` for the controls, which have no initial weights.
 
-    A folder may hold other weights or data than when an earlier run read it. Runs of both are not
-    seeds of one configuration, so each gets the hash of what it read in its name.
+    A folder may hold other files than when an earlier run read it. Runs of both are not seeds of
+    one configuration, so each gets the hash of what it read in its name.
     """
     is_hashed = networks.groupby("label")["data"].transform("count") > 0
     networks = networks.assign(data=networks["data"].where(is_hashed, networks["glue_dir"]))
@@ -223,8 +223,9 @@ def _origins(networks: pd.DataFrame) -> pd.DataFrame:
         return texts.where(varies, "").fillna("")
 
     weights = differing("weights", "model", "random_weights")
+    tokenizers = differing("tokenizer_files", "model", "tokenizer")
     conditions = differing("data", "label"), differing("precision", "group")
-    origin = list(map(_join, weights, *conditions))
+    origin = list(map(_join, weights, tokenizers, *conditions))
     columns = {"origin": origin, "data_origin": list(map(_join, *conditions))}
     return pd.DataFrame(columns, index=networks.index)
 

@@ -139,8 +139,8 @@ def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(folder, monkeypa
 
 @pytest.mark.usefixtures("in_process")
 def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(folder, capsys):
-    grid.main(ask(folder, random_control=True))
-    more = ask(folder, seeds=[0, 1], random_control=True, models=[f"{folder}/./model/"])
+    grid.main(ask(folder, controls=True))
+    more = ask(folder, seeds=[0, 1], controls=True, models=[f"{folder}/./model/"])
     (last,) = (run for run in grid.list_runs(more) if run.seed == 1 and not run.random_weights)
     broken = prediction_file(more.output, asdict(last), "validation")
     broken.mkdir(parents=True)  # where this run will want to write a file
@@ -160,7 +160,7 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
 
 @pytest.mark.usefixtures("in_process")
 def test_every_field_of_a_line_is_documented(folder, monkeypatch):
-    settings = ask(folder, random_control=True)
+    settings = ask(folder, controls=True)
     grid.main(settings)
     monkeypatch.setattr(grid.glue, "run", lambda *rest: 1 / 0)
     refused(lambda: grid.main(replace(settings, seeds=[1])), "2 that failed")
@@ -216,7 +216,7 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     folder, capsys, monkeypatch
 ):
     models = [tiny_model(folder / name, "roformer") for name in ("model", "other")]
-    settings = ask(folder, models=models, random_control=True)
+    settings = ask(folder, models=models, controls=True)
     grid.main(settings)
     first = lines_of(settings)
     runs = [x for x in first if x["model"] in models]

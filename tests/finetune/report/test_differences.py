@@ -89,7 +89,7 @@ def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, size
 def test_one_model_is_not_compared_and_told_of_controls():
     found = report(seeds("runs/mine/model", "rte", (0.6, 0.7)))
     assert found.pairs == []
-    assert found.no_pairs.startswith("One model, no comparison; its controls: --random_control")
+    assert found.no_pairs.startswith("One model, no comparison; its controls: --controls")
     titles = [table.title for table in group_tables(found.group, [])]
     assert titles[0] == "GLUE, validation split: scores"
     assert not any("as printed" in title for title in titles)  # with two of its tasks

@@ -203,7 +203,7 @@ def test_a_table_needs_neither_a_roformer_nor_a_bert():
     assert made.no_pairs.startswith("No RoFormer − BERT: it takes one model of each, here are")  # noqa: RUF001
 
 
-@pytest.mark.parametrize("name", ["weights", "data"])
+@pytest.mark.parametrize("name", ["weights", "tokenizer_files", "data"])
 def test_runs_of_what_was_changed_in_place_share_no_cell(name):
     lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(4)]
     for number, (row, found) in enumerate(zip(lines, ("a", "a", "b", None))):
