@@ -54,10 +54,10 @@ docs: setup ## the documentation in site/; a broken link is an error
 	$(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest tests/project/test_docs.py
 pair: setup ## RoFormer and BERT over pretraining seeds, on GLUE: TEXT='FOLDER ...' GLUE=FOLDER (hours)
-	PATH=$(BIN):$$PATH configs/sweeps/pair.sh $(or $(PAIR),small) $(GLUE) $(TEXT)
+	PATH=$(BIN):$$PATH configs/sweeps/pair.sh small $(GLUE) $(TEXT)
 pair-smoke: setup ## every step of `make pair` in 2 to 4 minutes: tiny models, installed documentation, the demo's task
 	$(BIN)/python -m finetune.demo_tasks --output runs/pair-tiny/tasks --train_rows 300 --validation_rows 100
-	PATH=$(BIN):$$PATH TASKS=demo-order LONG= configs/sweeps/pair.sh tiny runs/pair-tiny/tasks
+	PATH=$(BIN):$$PATH TASKS=demo-order configs/sweeps/pair.sh tiny runs/pair-tiny/tasks
 encodings performer: setup ## position encodings; linear attention with and without RoPE: TEXT='FOLDER ...' (an hour)
 	PATH=$(BIN):$$PATH configs/sweeps/$@.sh $(or $(SCALE),small) $(TEXT)
 comparisons-smoke: setup ## every step of both in a minute: tiny models, installed documentation

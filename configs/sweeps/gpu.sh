@@ -120,7 +120,7 @@ pair() { # four minutes a model at 460,000 tokens/s; one checkpoint of each is k
 
 glue() { # several small runs share the GPU
   "$python" -m accelerate.commands.launch --quiet --config_file configs/accelerate/one_gpu.yaml -m finetune.grid --workers 6 \
-    --config configs/glue/pair-base.yaml --glue_dir "$GLUE" --tasks "[${TASKS:-cola,mrpc,stsb,rte,wnli,sst2}]" --seeds "[${SEEDS:-0}]" \
+    --config configs/glue/standard.yaml --learning_rates '[5e-5]' --glue_dir "$GLUE" --tasks "[${TASKS:-cola,mrpc,stsb,rte,wnli,sst2}]" --seeds "[${SEEDS:-0}]" \
     --models "[$folder/roformer/model,$folder/bert/model]" --cache $folder/tokens --output $folder/results.jsonl
   "$python" -m finetune.report $folder/results.jsonl
 }

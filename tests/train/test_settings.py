@@ -14,6 +14,7 @@ from train.analysis.length_extrapolation import LengthSettings
 from train.analysis.long_term_decay import DecaySettings
 from train.command_line import parse_settings, run_command
 from train.loop.evaluate import EvaluateSettings
+from train.loop.run_metadata import settings_dict
 from train.pretrain import DEFAULT_CONFIG, EXAMPLES, main
 from train.settings import CorpusSettings, PretrainSettings
 
@@ -45,6 +46,24 @@ def test_every_pretraining_config_parses_and_is_joined_by_every_model_config(run
         <= settings.model.config.items()
     )
     assert settings.optim == parse_settings(PretrainSettings, ["--config", str(run)]).optim
+
+
+@pytest.mark.parametrize("model", ["roformer", "bert"])
+def test_the_published_pair_was_made_with_the_settings_of_make_pair(model):
+    files = ["configs/pretrain/pair-small.yaml", f"configs/model/{model}-small.yaml"]
+    flags = [flag for file in files for flag in ("--config", str(ROOT / file))]
+    found = settings_dict(parse_settings(PretrainSettings, flags))
+    run = yaml.safe_load((ROOT / f"results/pair/{model}-0/settings.yaml").read_text())
+    for section, names in {
+        "optim": found["optim"].keys() - {"batch_size", "micro_batch"},  # those of the stages count
+        "model": ["type", "config"],
+        "corpus": ["length", "mask_rate", "whole_word", "vocabulary_size"],
+    }.items():
+        assert {x: found[section][x] for x in names} == {x: run[section][x] for x in names}
+    batches = {x: found["optim"][x] for x in ("batch_size", "micro_batch")}
+    defaults = batches | {"length": None, "train": None}
+    given = [{k: v for k, v in stage.items() if v is not None} for stage in found["stages"]]
+    assert [defaults | stage for stage in given] == run["stages"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "glue").glob("*.yaml")), ids=name_of)
