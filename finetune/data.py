@@ -83,7 +83,8 @@ def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
 def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing. Until
+    they are checked, infinity stands for a label that cannot be read and nan for a missing one.
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
@@ -139,7 +140,9 @@ def to_number(text: str | None) -> float:
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
     """Find the file of a split; None if there is none, or if the hub has it."""
     if task.is_own:
-        return None if task.hub else Path(str(getattr(task, split) or task.train))
+        is_held_out = split == "validation" and task.validation is None
+        file = task.train if is_held_out else getattr(task, split)
+        return None if task.hub or file is None else Path(file)
     files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
     return next((path for path in files if glue_dir and path.is_file()), None)
 

@@ -1,7 +1,7 @@
 """Fine-tune one model on one task with one seed.
 
     accelerate launch --quiet --config_file configs/accelerate/cpu.yaml finetune/glue.py \
-        --model FOLDER --task rte --glue_dir glue
+        --model FOLDER --task rte --learning_rate 2e-4 --glue_dir glue
 
 Read `main`, `run` and `fine_tune`: together they are the whole run. The score is that of the
 weights after the last epoch on the validation split; nothing is selected on the split that is
@@ -203,13 +203,16 @@ def check_memory(
     """
     longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
     rows = train.micro_batches(longest, max_tokens, accelerator.num_processes)[0]
+    trained = [p for p in model.parameters() if p.requires_grad]
     try:
+        moments = [torch.empty_like(p) for p in trained for _ in range(2)]  # of AdamW's first step
         compute_gradients(model, train, rows, max_tokens, accelerator)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         rule, remedy = "must fit into memory", "lower it, or shorten length"
         raise InputError(f"micro_batch_tokens {rule}, got {max_tokens}; {remedy}") from error
+    del moments
     model.zero_grad(set_to_none=True)
 
 

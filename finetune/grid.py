@@ -1,12 +1,13 @@
 """Many fine-tuning runs: models x tasks x learning rates x seeds.
 
     accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m finetune.grid \
-        --models '[FOLDER, FOLDER]' --tasks '[rte, cola]' --seeds '[0, 1]' --glue_dir glue
+        --config configs/glue/standard.yaml --models '[FOLDER, FOLDER]' --tasks '[rte, cola]' \
+        --learning_rates '[2e-4]' --glue_dir glue
 
 This process validates everything first and then hands out the runs to worker processes. A run that
-has a result is skipped, so the same command continues after any interruption, and
-several grids may share a results file. The launcher decides the precision; launch one process and
-set `--workers`, as a run is too small to gain from several processes.
+has a result is skipped, so the same command continues after any interruption, and several grids may
+share a results file. The launcher decides the precision; launch one process and set `--workers`, as
+a run is too small to gain from several processes.
 """
 
 import multiprocessing

@@ -40,9 +40,8 @@ and, unless it failed,
     threads, versions
     seconds                             how long it took
 
-Lines of earlier versions also have `mnli`; one that is not null is not read. Simple features lack
-tokenizer_files, settings, parameters, truncation, the losses and, but for versions, how they were
-computed.
+Simple features lack tokenizer_files, settings, parameters, truncation, the losses and, but for
+versions, how they were computed.
 """
 
 import functools
@@ -149,7 +148,7 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
-    """Whether a result has other hashes of its inputs; an unknown hash differs from none."""
+    """Whether a result has other hashes of its inputs; one that either lacks counts as equal."""
     names = ("weights", "tokenizer_files", "data", "test_data")
     pairs = [(hashes.get(name), result.get(name)) for name in names]
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
@@ -275,10 +274,6 @@ def read_results(path: str) -> list[Result]:
             earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
-            continue
-        # written when `--mnli` existed: the run started from a model fine-tuned on MNLI, not from
-        # `model`
-        if result.get("mnli") is not None:
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
             results[key] = result

@@ -23,6 +23,9 @@ from .padding import BatchMetadata, Layout, remove_padding, split_documents
 
 logger = logging.get_logger(__name__)
 
+OWN = (AUTO, UNPADDED)
+"""This package's implementations, which are one attention function and differ in `_may_unpad`."""
+
 
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -134,10 +137,8 @@ def _select_implementation(
 ) -> str:
     """Return the requested implementation, or one that can compute the call."""
     implementation = requested
-    if requested in (AUTO, UNPADDED):
-        is_plain_sdpa = not kernels_enabled() or (requested == AUTO and is_traced())
-        # one function serves both; `_may_unpad` decides whether padding is left out
-        implementation = "sdpa" if is_plain_sdpa else UNPADDED
+    if requested in OWN and (not kernels_enabled() or (requested == AUTO and is_traced())):
+        implementation = "sdpa"
     if output_attentions and implementation != "eager":
         if requested != AUTO:
             logger.warning_once(
@@ -145,7 +146,7 @@ def _select_implementation(
                 "with output_attentions=True are computed by eager attention"
             )
         return "eager"
-    if config.has_position_bias and implementation not in ("eager", "sdpa", UNPADDED):
+    if config.has_position_bias and implementation not in ("eager", "sdpa", *OWN):
         logger.warning_once(
             f"attn_implementation={implementation!r} takes no position bias, which "
             f"position_encoding {config.position_encoding} has; calls are computed by sdpa"
@@ -214,13 +215,13 @@ def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
-    if not (implementation == UNPADDED or _takes_lengths(implementation)):
+    if not (implementation in OWN or _takes_lengths(implementation)):
         return None
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
     # without a kernel for the device, lengths are read on the host, which no compiler follows
     can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
     is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
-    if cu_seqlens is None or batch.attention_mask is not None or not (can_read and is_one_row):
+    if not (cu_seqlens is not None and batch.attention_mask is None and can_read and is_one_row):
         if batch.padding_mask is None or not can_unpad:
             return None
         if batch.document_ids is None and batch.padding_mask.all():
@@ -228,7 +229,8 @@ def _varlen_inputs(
         unpadded = remove_padding(batch.padding_mask, batch.document_ids)
         if unpadded is None:
             return None
-        (layout, cu_seqlens), max_seqlen = unpadded, None
+        layout, cu_seqlens = unpadded
+        max_seqlen = None
     if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
@@ -328,6 +330,6 @@ def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -
         mask = mask.to(dtype).clamp(min=lowest)
     else:
         mask = mask.bool()
-        if implementation not in ("sdpa", UNPADDED):
+        if implementation not in ("sdpa", *OWN):
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
     return mask.expand(hidden_states.shape[0], -1, hidden_states.shape[1], -1)

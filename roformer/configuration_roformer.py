@@ -35,10 +35,9 @@ _PLUS_FIELDS = (
 class RoFormerConfig(PreTrainedConfig):
     """Configuration of every RoFormer model.
 
-    The defaults are those of transformers' `RoFormerConfig`, except `summary_type`: its default
-    here is "first", whereas a `config.json` without it means "last", as in transformers. The fields
-    after `sparse_prediction` are unknown to transformers' RoFormer: with any of them
-    changed a model is saved as `roformer_plus`. A checkpoint with the fields of both is
+    The defaults are those of transformers' `RoFormerConfig`. The fields after `sparse_prediction`
+    are unknown to transformers' RoFormer: with any of them changed a model is saved as
+    `roformer_plus`. A checkpoint with the fields of both is
     [junnyu/roformer_chinese_base](https://huggingface.co/junnyu/roformer_chinese_base).
 
     Attributes:
@@ -73,7 +72,7 @@ class RoFormerConfig(PreTrainedConfig):
         sparse_prediction: In training, `RoFormerForMaskedLM` computes logits at labelled tokens
             only, as ModernBERT does; loss and gradients are the same. transformers ignores it.
         rope_parameters: Rotation settings as in transformers: `rope_type` (default, linear,
-            dynamic, yarn, llama3 or longrope), `rope_theta`, `partial_rotary_factor` (the share of
+            dynamic, yarn or llama3), `rope_theta`, `partial_rotary_factor` (the share of
             each head that is rotated) and the keys of the type. None means the paper's: default,
             10,000, all of it. When they are replaced, by assignment or by an argument of
             `from_pretrained`, theta and share keep their values unless given. They are
@@ -112,7 +111,7 @@ class RoFormerConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     rotary_value: bool = False
-    summary_type: str = "first"
+    summary_type: str = "last"
     use_cache: bool = True
     is_decoder: bool = False
     add_cross_attention: bool = False
@@ -189,7 +188,7 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def has_dynamic_rope(self) -> bool:
         """Whether the frequencies of the rotation depend on the length of the row."""
-        return self._rope["rope_type"] in ("dynamic", "longrope")
+        return self._rope["rope_type"] == "dynamic"
 
     @property
     def is_transformers_compatible(self) -> bool:
@@ -213,11 +212,6 @@ class RoFormerConfig(PreTrainedConfig):
             fields.pop("sparse_prediction", None)
         is_compatible = self.is_transformers_compatible
         return fields | {"model_type": self.model_type if is_compatible else PLUS_MODEL_TYPE}
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Create a configuration from a dictionary; see `PreTrainedConfig.from_dict`."""
-        return super().from_dict({"summary_type": "last"} | config_dict, **kwargs)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -259,17 +253,13 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
-    "longrope": (
-        ("short_factor", "long_factor", "original_max_position_embeddings"),
-        ("factor", "attention_factor"),
-    ),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         (),
     ),
 }
-# types that multiply cos and sin by a factor: it scales scores, but would also scale values
-_SCALED_ROPE_TYPES = ("yarn", "longrope")
+# multiplies cos and sin by a factor: it scales scores, but would also scale values
+_SCALED_ROPE_TYPE = "yarn"
 
 _INTEGERS = {  # and their minimum
     "vocab_size": 1, "hidden_size": 1, "embedding_size": 1, "num_hidden_layers": 1,
@@ -334,7 +324,7 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
             yield not getattr(config, name), name, f"be False {attention}"
         rope_type = config._rope["rope_type"]
         rule = f"have no factor on cos and sin {attention}"
-        yield rope_type not in _SCALED_ROPE_TYPES, "rope_parameters.rope_type", rule
+        yield rope_type != _SCALED_ROPE_TYPE, "rope_parameters.rope_type", rule
     if config.linear_attention == "favor":
         # other types are defined for the coordinates of a head, and random features have no order
         yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
@@ -348,7 +338,7 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
     rule = f"be absent with position_encoding {config.position_encoding}"
     yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
-    is_scaled = rope_type in _SCALED_ROPE_TYPES
+    is_scaled = rope_type == _SCALED_ROPE_TYPE
     rule = f"be False with rope_type {rope_type}, which would scale the values"
     yield not (config.rotary_value and is_scaled), "rotary_value", rule
     uses_cache = config.is_decoder and config.use_cache
@@ -382,12 +372,6 @@ def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     is_valid = is_valid and int(dim * share) % 2 == 0 and int(dim * share) >= minimum
     rule = f"leave an even number >= {minimum} of the {dim} coordinates that can be rotated"
     yield is_valid, "rope_parameters.partial_rotary_factor", rule
-    pairs = config.rotary_dim // 2
-    for name in ("short_factor", "long_factor"):
-        rule = f"be a list of {pairs} positive numbers, one for each pair"
-        factors = rope.get(name, [1.0] * pairs)
-        is_valid = isinstance(factors, list | tuple) and len(factors) == pairs
-        yield is_valid and min(factors) > 0, f"rope_parameters.{name}", rule
 
 
 def _is_number(value: object) -> bool:

@@ -65,8 +65,8 @@ class FeatureMap(nn.Module):
 class RandomFeatureMap(FeatureMap):
     """FAVOR+ of Performer (Choromanski et al. 2020, arXiv:2009.14794, lemma 1).
 
-    phi(x) = exp(w x - |x|^2 / 2) for M orthogonal random vectors w; products of features estimate
-    exp(q k / sqrt(D)), the kernel function of softmax.
+    phi(x) = exp(w y - |y|^2 / 2) with y = x D^(-1/4), for M orthogonal random vectors w; products
+    of features estimate exp(q k / sqrt(D)), the kernel function of softmax.
 
     The vectors are drawn with the initial weights and saved with them; Performer can draw them
     again in training. All keys of a row and head share one scale: keys whose features are e^87

@@ -138,7 +138,8 @@ class RoFormerSelfAttention(nn.Module):
         self.relative = None  # Transformer-XL's bias; checkpoints have this name
         if config.position_encoding == "transformer_xl" and not is_cross_attention:
             self.relative = TransformerXLBias(config)
-        self.dropout = Dropout(config.attention_probs_dropout_prob)
+        # not called, but read: tools that switch dropout off look for modules
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.query = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -612,7 +613,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
             config=config,
-            requested=self.config._attn_implementation or "eager",
+            requested=self.config._attn_implementation,
             output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
             output_hidden_states=kwargs.get(
                 "output_hidden_states", self.config.output_hidden_states

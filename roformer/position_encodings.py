@@ -20,7 +20,7 @@ been divided by sqrt(D). Transformer-XL's term is divided by sqrt(D) together wi
 
 CONTRIBUTING.md says what to edit to add an encoding.
 
-Legend: B batch, L queries, S keys, K distances, E embedding size, H heads, D head size.
+Legend: B batch, L queries, S keys, K distances, E size of the vectors, H heads, D head size.
 """
 
 import math

@@ -5,7 +5,8 @@ default the pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the pa
 GPT-NeoX pair coordinate i with i + R/2; `convert_rope_layout` translates weights between the two
 layouts. Both compute the same rotation if the rows of query and key projections are permuted.
 
-Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head.
+Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head (a number,
+where the paper's R is the rotation matrix).
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | Non
 
     Args:
         dim: Number of rotated coordinates, even.
-        base: Base of the angles; 10,000 in the paper.
+        base: 10,000 in the paper; configurations call it `rope_theta`.
         device: Device of the result.
 
     Returns:
@@ -48,32 +49,19 @@ def compute_rope_parameters(
     Args:
         config: Configuration of the model.
         seq_len: [B, L], the length of the row (or of the packed document) that each token
-            belongs to, for the types dynamic and longrope; None for the others.
+            belongs to, for the type dynamic; None for the others.
         device: Device of the result.
 
     Returns:
         inv_freq: [R/2], or [B, L, R/2] if it depends on the length; radians per token.
-        attention_scaling: Factor on cos and sin; 1 except for yarn and longrope.
-
-    Raises:
-        ValueError: A length was given, and a type other than default has no branch for it here.
+        attention_scaling: Factor on cos and sin; 1 except for yarn.
     """
     rope = config.rope_parameters or {}
     rope_type = rope["rope_type"]
     if rope_type == "default":
         return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
     compute = ROPE_INIT_FUNCTIONS[rope_type]
-    if seq_len is None:
-        return compute(config, device)
-    if rope_type == "dynamic":
-        return compute(config, device, seq_len=seq_len[..., None])
-    if rope_type == "longrope":
-        trained_length = rope["original_max_position_embeddings"]
-        short, attention_scaling = compute(config, device, seq_len=trained_length)
-        long, _ = compute(config, device, seq_len=trained_length + 1)
-        is_long = (seq_len > trained_length)[..., None]
-        return torch.where(is_long, long, short), attention_scaling
-    raise ValueError(f"rope_type must be dynamic or longrope to take seq_len, got {rope_type}")
+    return compute(config, device, seq_len=None if seq_len is None else seq_len[..., None])
 
 
 def rotary_embeddings(
@@ -121,14 +109,15 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
     if interleave and use_kernel(x, cos, sin, devices=("cpu", "cuda")):
-        # (x0 + i x1) e^(i m theta), equation 12: a fifth of the time on a CPU, and a third of the
-        # kernels on a GPU; compilers fuse the other form
+        # (x0 + 1j x1) exp(1j m theta), equation 12: a fifth of the time on a CPU, and a third of
+        # the kernels on a GPU; compilers fuse the other form
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-    dim, shape = (-1, (-1, 2)) if interleave else (-2, (2, -1))  # of the coordinates of a pair
-    first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, shape).unbind(dim)
-    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
+    # [B, L, H, R/2, 2] of adjacent pairs, or [B, L, H, 2, R/2]
+    shape, pair_dim = ((-1, 2), -1) if interleave else ((2, -1), -2)
+    first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, shape).unbind(pair_dim)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=pair_dim)
     return rotated.flatten(-2).to(x.dtype)
 
 

@@ -157,10 +157,10 @@ def train(
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
-    names = [stage.sequences.store.name for stage in dataset.stages] + [held_out.store.name]
+    store_names = [stage.sequences.store.name for stage in dataset.stages] + [held_out.store.name]
     # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
-        settings, folder, language_model, optimizer.optimizer, accelerator, names
+        settings, folder, language_model, optimizer.optimizer, accelerator, store_names
     )
     state = checkpoints.resume(total)
     if state["step"] == total:

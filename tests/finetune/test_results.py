@@ -81,13 +81,3 @@ def test_a_record_made_before_the_protocol_had_a_head_is_that_of_the_models_own(
     assert read_results(str(file)) == [RUN]
     assert run_key(old) == run_key(RUN)
     assert prediction_file("x", old, "y") == prediction_file("x", RUN, "y")
-
-
-def test_results_of_versions_that_could_start_from_mnli_are_read(tmp_path):
-    """Plain runs are the same runs with the same predictions; starts from MNLI are left out."""
-    old = {**RUN, "mnli": None}
-    start = {**old, "seed": 1, "mnli": "runs/mnli"}
-    file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps(old) + "\n" + json.dumps(start) + "\n")
-    assert read_results(str(file)) == [old]
-    assert run_key(old) == run_key(RUN)

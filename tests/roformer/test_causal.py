@@ -54,11 +54,11 @@ def test_every_token_of_the_text_is_predicted_from_those_before_it(
         vocab = Vocab.from_tokenizer(tokenizer)
         batch_format = BatchFormat(vocab, 0.15, 0, causal=True, packed=packed)
         found = make_batch(sequences, rows, rows * 0, batch_format)
-        ids, label_positions = found["input_ids"].flatten(), found["label_positions"]
-        assert torch.equal(ids[label_positions + 1], found["labels"])
+        ids, label_indices = found["input_ids"].flatten(), found["label_indices"]
+        assert torch.equal(ids[label_indices + 1], found["labels"])
         text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        assert len(label_positions) == text.sum() == sequences.locate(rows)[1].sum()
-        assert text[label_positions + 1].all()
+        assert len(label_indices) == text.sum() == sequences.locate(rows)[1].sum()
+        assert text[label_indices + 1].all()
 
 
 def test_bytes_need_no_vocabulary_and_lose_nothing():

@@ -1,7 +1,6 @@
 """What a configuration refuses, and what later edits do to it; `test_variants.py` saves them."""
 
 import copy
-import json
 
 import pytest
 import transformers
@@ -62,8 +61,6 @@ def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size)
         ("default", "partial_rotary_factor", {"partial_rotary_factor": 0.45}),
         ("default", "partial_rotary_factor", {"partial_rotary_factor": "0.5"}),
         ("dynamic", "partial_rotary_factor", {"partial_rotary_factor": 0.125}),
-        ("longrope", "short_factor", {"short_factor": None}),
-        ("longrope", "long_factor", {"long_factor": [1.0]}),
     ],
 )
 def test_a_rope_setting_that_breaks_its_rule_is_named(rope, key, settings):
@@ -149,13 +146,3 @@ def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_pa
     assert model.config.rope_parameters == {"rope_type": "default"} | angles
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):
         RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
-
-
-def test_a_folder_without_summary_type_means_the_last_token(config, tmp_path):
-    config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "first"
-    fields = json.loads(path.read_text())
-    assert fields.pop("summary_type") == "first"
-    path.write_text(json.dumps(fields))
-    assert RoFormerConfig.from_pretrained(tmp_path).summary_type == "last"

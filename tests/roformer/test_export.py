@@ -85,8 +85,7 @@ def exported(
         (RoFormerModel, VARIANTS["elu"], True),
         (RoFormerModel, VARIANTS["favor"], True),
         *(  # lengths below and above both limits, 16 and 64
-            (RoFormerModel, {"rope_parameters": ROPES[rope]}, True)
-            for rope in ("dynamic", "longrope", "yarn")
+            (RoFormerModel, {"rope_parameters": ROPES[rope]}, True) for rope in ("dynamic", "yarn")
         ),
     ],
 )

@@ -41,7 +41,7 @@ def make_batch(lengths: tuple[int, ...], packed: bool) -> dict:
     if not packed:
         ids = torch.randint(5, 60, (len(lengths), max(lengths)))
         layout = {"attention_mask": torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]}
-    batch = {"input_ids": ids, "label_positions": torch.arange(8), "labels": ids.flatten()[:8]}
+    batch = {"input_ids": ids, "label_indices": torch.arange(8), "labels": ids.flatten()[:8]}
     return {k: v.cuda() if torch.is_tensor(v) else v for k, v in (batch | layout).items()}
 
 

@@ -131,7 +131,7 @@ def calls() -> Iterator[tuple[str, Callable[[], torch.nn.Module], dict[str, Any]
         yield f"packed rows, {features}", linear, packed
     bert = BertConfig(vocab_size=60, **TINY_MODEL | {"num_hidden_layers": 1})
     wanted = masked["labels"].flatten().ne(IGNORE_INDEX).nonzero()[::3, 0]
-    step = text() | {"label_positions": wanted, "labels": masked["input_ids"].flatten()[wanted]}
+    step = text() | {"label_indices": wanted, "labels": masked["input_ids"].flatten()[wanted]}
     yield "a step of RoFormer", lambda: LanguageModel(model("sdpa")()), step
     yield "a step of BERT", lambda: LanguageModel(BertForMaskedLM(bert)), step
 
@@ -181,7 +181,7 @@ def check_syncs() -> None:
     """A step never synchronises, neither with a mask nor without."""
     torch.manual_seed(0)
     objective = LanguageModel(RoFormerForMaskedLM(tiny_config(num_hidden_layers=1)))
-    step = text() | {"label_positions": torch.arange(9), "labels": torch.arange(9)}
+    step = text() | {"label_indices": torch.arange(9), "labels": torch.arange(9)}
     with FakeDeviceMode():
         objective, step = objective.to("fake:0"), to_fake_device(step)
         for _ in range(2):

@@ -42,13 +42,6 @@ ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
-        "original_max_position_embeddings": 16,
-        "factor": 4.0,
-    },
     "llama3": {
         "rope_type": "llama3",
         "factor": 4.0,

@@ -217,7 +217,7 @@ def test_the_loop_is_the_textbooks(kind, pretrain, tokenizer, tmp_path, monkeypa
         loss = 0.0
         for batch in micro_batches:
             inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-            scores = model.train()(**inputs).logits.flatten(0, 1)[batch["label_positions"]]
+            scores = model.train()(**inputs).logits.flatten(0, 1)[batch["label_indices"]]
             part = torch.nn.functional.cross_entropy(scores, batch["labels"], reduction="sum")
             (part / total).backward()
             loss += part.item() / total

@@ -114,7 +114,6 @@ MISTAKES = {
     "--optim.warmup_steps=-1": ("optim.warmup_steps must not be negative", "got -1"),
     "--optim.schedule=lin": ("optim.schedule must be one of linear", "got lin"),
     "--optim.name=sgd": ("optim.name must be one of adamw, muon", "got sgd"),
-    "--optim.muon_scale=0": ("optim.muon_scale must be positive",),
     "--optim.betas=[1.5,0.9]": ("optim.betas must be at least 0 and below 1",),
     "--corpus.length=4": ("corpus.length must be at least 8", "got 4"),
     "--corpus.mask_rate=1.5": ("corpus.mask_rate must lie between 0 and 1", "got 1.5"),

@@ -116,11 +116,11 @@ def packed_batch(workload: Workload) -> dict[str, Any]:
     batch = random_batch(workload)
     is_token = batch["attention_mask"].bool()
     labels = batch["labels"][is_token]
-    label_positions = (labels >= 0).nonzero()[:, 0]
+    label_indices = (labels >= 0).nonzero()[:, 0]
     inputs = packed_layout(workload.lengths()) | {
         "input_ids": batch["input_ids"][is_token][None],
-        "label_positions": label_positions,
-        "labels": labels[label_positions],
+        "label_indices": label_indices,
+        "labels": labels[label_indices],
     }
     return send_to_device(inputs, workload.device)
 

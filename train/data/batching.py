@@ -33,7 +33,7 @@ WINDOW = 2048
 """Sequences that are sorted by length together; more would save hardly any padding."""
 
 MIN_BUCKET = 8
-"""Least number of sequences in a bucket: sequences of similar length that stay neighbours."""
+"""Least number of sequences in a bucket, in which sequences of similar length stay together."""
 
 BUCKETS_PER_STEP = 4
 """A step of `batch_size` sequences has buckets of at least a quarter of them: it holds several
@@ -121,7 +121,7 @@ class BatchFormat:
             `mask_rate` is: for a decoder.
         whole_word: Whether whole words are masked instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
-        constant_shapes: Whether `label_positions` and `labels` are padded to a multiple of
+        constant_shapes: Whether `label_indices` and `labels` are padded to a multiple of
             `max_predictions`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
             The masks are the same.
 
@@ -156,7 +156,7 @@ def make_batch(
         input_ids: [B, L] or packed [1, T], int64, corrupted unless causal.
         attention_mask: [B, L] int64, 0 on padding; or for a packed row the entries of
             `packed_layout`.
-        label_positions: [n] int64, positions in the flattened input_ids that predict the labels:
+        label_indices: [n] int64, positions in the flattened input_ids that predict the labels:
             those of the masked tokens, or if causal those before the labels.
         labels: [n] int64, ids of the original tokens.
     """
@@ -177,15 +177,15 @@ def make_batch(
     if batch_format.packed:
         layout = packed_layout(lengths)
         inputs, chosen = inputs[is_token][None], chosen[is_token]
-    label_positions = np.flatnonzero(chosen)
+    label_indices = np.flatnonzero(chosen)
     if batch_format.constant_shapes:
         tokens = len(sequence_ids) * sequences.length
         multiple = tokens if batch_format.causal else max_predictions(tokens, rate)
-        count = max(1, math.ceil(len(label_positions) / multiple)) * multiple
-        padding = (0, count - len(label_positions))
-        label_positions = np.pad(label_positions, padding)
+        count = max(1, math.ceil(len(label_indices) / multiple)) * multiple
+        padding = (0, count - len(label_indices))
+        label_indices = np.pad(label_indices, padding)
         labels = np.pad(labels, padding, constant_values=IGNORE_INDEX)
-    tensors = {"input_ids": inputs, "label_positions": label_positions, "labels": labels}
+    tensors = {"input_ids": inputs, "label_indices": label_indices, "labels": labels}
     return layout | {name: torch.from_numpy(values) for name, values in tensors.items()}
 
 

@@ -3,6 +3,7 @@
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
 whole words, as in BERT's later checkpoints; the 80/10/10 choice is drawn per token in both cases.
+Step 4 calls it for each batch. CONTRIBUTING.md says what to edit to add a scheme.
 """
 
 from dataclasses import dataclass

@@ -213,7 +213,7 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
         backend.no_truncation()
         backend.no_padding()
         return backend.to_str()
-    except AttributeError:  # a slow tokenizer
+    except AttributeError:  # a slow tokenizer, which fine-tuning accepts
         pass
     except Exception as error:  # the Rust library raises this bare
         if "Custom" not in str(error):

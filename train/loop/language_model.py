@@ -97,10 +97,10 @@ class LanguageModel(nn.Module):
         config = self.model.config
         if not isinstance(self.model, RoFormerPreTrainedModel):
             return
-        needs_rows = config.has_position_bias or config.linear_attention is not None
+        needs_padded_rows = config.has_position_bias or config.linear_attention is not None
         dtype, head_dim = compute_dtype(accelerator), config.attention_head_size
         has_kernel = has_varlen_kernel(accelerator.device, dtype, head_dim)
-        if config._attn_implementation == AUTO and has_kernel and not needs_rows:
+        if config._attn_implementation == AUTO and has_kernel and not needs_padded_rows:
             self.model.set_attn_implementation(UNPADDED)
 
     def tie_weights(self) -> None:
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         self.model.tie_weights()
 
     def forward(
-        self, input_ids: Tensor, label_positions: Tensor, labels: Tensor, **layout: Any
+        self, input_ids: Tensor, label_indices: Tensor, labels: Tensor, **layout: Any
     ) -> tuple[Tensor, Tensor]:
         """Compute the summed cross-entropy and the number of correct predictions.
 
@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: [B, L], or packed [1, T].
-            label_positions: [n] positions in the flattened `input_ids` whose hidden states predict.
+            label_indices: [n] positions in the flattened `input_ids` whose hidden states predict.
             labels: [n] token ids to predict; -100 is ignored.
             **layout: `attention_mask` [B, L], or for a packed row `position_ids` [1, T],
                 `cu_seq_lens_q` [B + 1] and `max_length_q`; as from `batching.make_batch`.
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         if isinstance(self.model, RoFormerPreTrainedModel):
             layout["unpad"] = True
         hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
-        logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_positions))  # [n, V]
+        logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_indices))  # [n, V]
         return self.cross_entropy(logits, labels)
 
 
@@ -193,7 +193,7 @@ def build_config(
     with input_errors("model.config"):
         config = _config_of_settings(settings, tokenizer)
     if tokenizer is not None:
-        _require_vocabulary(settings, config, tokenizer)
+        _check_vocabulary(settings, config, tokenizer)
     check_length(config, length, key)
     return config
 
@@ -284,7 +284,7 @@ def load_config(folder: str, key: str) -> PreTrainedConfig:
         ) from error
 
 
-def _require_vocabulary(
+def _check_vocabulary(
     settings: ModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Check that the model's weights were trained with the vocabulary of the tokenizer."""
@@ -329,24 +329,26 @@ def build_model(
             model, report = auto_class.from_pretrained(
                 settings.init, config=config, output_loading_info=True, **options
             )
-            _require_weights(settings.init, saved, report["missing_keys"], require_all_weights)
+            _check_weights(settings.init, saved, report["missing_keys"], require_all_weights)
             return model.train()  # from_pretrained returns it in evaluation mode
         model = auto_class.from_config(config, **options)
         bert, report = AutoModelForMaskedLM.from_pretrained(
             settings.init, output_loading_info=True, dtype=torch.float32
         )
-        _require_weights(settings.init, saved, report["missing_keys"], require_all_weights)
+        _check_weights(settings.init, saved, report["missing_keys"], require_all_weights)
         load_bert_weights(model, bert)
     return model
 
 
-def _require_weights(
-    folder: str, saved: PreTrainedConfig, missing: Collection[str], includes_head: bool
+def _check_weights(
+    folder: str, saved: PreTrainedConfig, missing: Collection[str], require_all_weights: bool
 ) -> None:
-    """Refuse a checkpoint without weights of its own configuration, a head perhaps excepted."""
+    """Check that a checkpoint has all weights of its configuration, or all but the head's."""
     with torch.device("meta"):
         own = auto_model_class(saved).from_config(saved).state_dict()
-    lost = [x for x in sorted(own.keys() & missing) if includes_head or not x.startswith("cls.")]
+    lost = sorted(own.keys() & missing)
+    if not require_all_weights:
+        lost = [name for name in lost if not name.startswith("cls.")]
     if lost:
         raise InputError(
             "model must hold all weights of its configuration, "

@@ -61,7 +61,7 @@ def largest_batch(
     if not language_model.causal:
         predicted = max_predictions(rows * length, mask_rate)
     positions = torch.arange(predicted) * rows * length // predicted
-    batch: dict[str, Any] = {"label_positions": positions, "labels": ids.flatten()[positions]}
+    batch: dict[str, Any] = {"label_indices": positions, "labels": ids.flatten()[positions]}
     if not language_model.packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return batch | packed_layout(np.full(rows, length)) | {"input_ids": ids.view(1, -1)}

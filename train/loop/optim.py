@@ -26,6 +26,10 @@ MIN_LOSS_SCALE = 65_536 / 2**MAX_SKIPPED_STEPS_SCALED
 """The loss scale after so many skipped steps, from the initial scale of `GradScaler`."""
 
 
+MUON_SCALE = 0.8
+"""Root mean square of Muon's updates, relative to the learning rate."""
+
+
 def adamw(
     model: nn.Module,
     learning_rate: float,
@@ -53,7 +57,7 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
         hidden = [weight for weight in weights if weight.requires_grad]
     rate, decay = optim.learning_rate, optim.weight_decay
     rest = adamw(language_model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
-    return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest
+    return MuonWithAdamW(hidden, rest, rate, decay) if hidden else rest
 
 
 class _Float32InPlaceOfBfloat16(TorchFunctionMode):
@@ -72,9 +76,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalises the momentum
     of a matrix. One list of groups and one state, so that schedule, checkpoints and sharding need
-    not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it. Muon's
-    updates have a root mean square of `scale`, relative to the learning rate. torch orthogonalises
-    in bfloat16; a CPU that would emulate it does so in float32.
+    not know of it. `found_inf` is obeyed as by fused AdamW, but the host waits for it. torch
+    orthogonalises in bfloat16; a CPU that would emulate it does so in float32.
     """
 
     def __init__(
@@ -83,9 +86,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw: torch.optim.AdamW,
         learning_rate: float,
         weight_decay: float,
-        scale: float,
     ) -> None:
-        factor = scale / 0.2  # match_rms_adamw gives updates a root mean square of 0.2
+        factor = MUON_SCALE / 0.2  # match_rms_adamw gives updates a root mean square of 0.2
         self.adamw = adamw
         self.muon = torch.optim.Muon(
             hidden,

@@ -246,7 +246,7 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of a large matrix product, the best of six."""
     size = 8192 if device.type == "cuda" else 1024
-    layer = Linear(size, size, bias=False, device=device, dtype=dtype)
+    layer = Linear(size, size, bias=False, device=device, dtype=dtype)  # as fast as the model's
     rows = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     synchronize = torch.get_device_module(device).synchronize

@@ -43,10 +43,10 @@ def batch():
     ids = torch.randint(5, 500, (4, 64))
     mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
     row = ids[mask]
-    label_positions = torch.arange(0, len(row), 7)
+    label_indices = torch.arange(0, len(row), 7)
     packed = packed_layout(LENGTHS) | {"input_ids": row[None]}
     padded = {"input_ids": ids, "attention_mask": mask.long()}
-    return padded, packed, {"label_positions": label_positions, "labels": row[label_positions]}
+    return padded, packed, {"label_indices": label_indices, "labels": row[label_indices]}
 
 
 def objective(kernel: str = "unpadded", dropout: float = 0.1) -> LanguageModel:

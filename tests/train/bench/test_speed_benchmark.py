@@ -47,7 +47,7 @@ def test_every_model_computes_the_same_loss_on_the_same_tokens(padded, monkeypat
     packed = baselines.packed_batch(workload)
     assert int(batch["attention_mask"].sum()) == packed["input_ids"].numel() == workload.tokens
     assert packed["labels"].equal(batch["labels"][labelled])
-    predicted = packed["input_ids"][0, packed["label_positions"]]
+    predicted = packed["input_ids"][0, packed["label_indices"]]
     assert predicted.equal(batch["input_ids"][labelled])
 
     def with_zeros(model, *rest):

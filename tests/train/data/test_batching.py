@@ -29,7 +29,7 @@ def originals(batch) -> torch.Tensor:
     """Ids of a batch, masks undone."""
     ids = batch["input_ids"].flatten().clone()
     real = batch["labels"] != IGNORE_INDEX
-    ids[batch["label_positions"][real]] = batch["labels"][real]
+    ids[batch["label_indices"][real]] = batch["labels"][real]
     return ids.view_as(batch["input_ids"])
 
 
@@ -88,10 +88,10 @@ def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences, monk
         for free, fixed in zip(steps_of(sequences)[2], padded[2]):
             number = len(free["labels"])
             assert torch.equal(fixed["input_ids"], free["input_ids"])
-            assert torch.equal(fixed["label_positions"][:number], free["label_positions"])
+            assert torch.equal(fixed["label_indices"][:number], free["label_indices"])
             assert torch.equal(fixed["labels"][:number], free["labels"])
             assert (fixed["labels"][number:] == IGNORE_INDEX).all()
-            assert len(fixed["labels"]) == len(fixed["label_positions"])
+            assert len(fixed["labels"]) == len(fixed["label_indices"])
             assert 0 <= len(fixed["labels"]) - number < multiple
             assert len(fixed["labels"]) % multiple == 0
 
@@ -171,7 +171,7 @@ def test_masks_differ_in_every_epoch_and_with_every_seed(sequences):
     def masked(epoch, seed):
         epochs, batch_format = np.full(50, epoch), BatchFormat(VOCAB, 0.15, seed)
         batch = batching.make_batch(sequences, np.arange(50), epochs, batch_format)
-        return batch["label_positions"]
+        return batch["label_indices"]
 
     for other in (masked(1, 0), masked(0, 1)):
         assert torch.isin(masked(0, 0), other).float().mean() < 0.3

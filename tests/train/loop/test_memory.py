@@ -115,9 +115,9 @@ def limit_memory(monkeypatch):
         ("sdpa", False, 0.15, "input_ids", 4),
         ("unpadded", False, 0.15, "input_ids", 4),
         # as small as its predicted tokens need
-        ("sdpa", False, 0.15, "label_positions", 16),
-        ("sdpa", False, 0.3, "label_positions", 8),
-        ("sdpa", True, 0.15, "label_positions", 4),
+        ("sdpa", False, 0.15, "label_indices", 16),
+        ("sdpa", False, 0.3, "label_indices", 8),
+        ("sdpa", True, 0.15, "label_indices", 4),
     ],
 )
 def test_a_micro_batch_is_halved_until_it_fits(
@@ -191,7 +191,7 @@ def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(dry_run, limit_me
 def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, causal, tmp_path):
     sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 24)
     tried = largest_batch(objective(is_decoder=causal), 8, 24, rate)
-    assert tried["label_positions"].max() < tried["input_ids"].numel() == 8 * 24
+    assert tried["label_indices"].max() < tried["input_ids"].numel() == 8 * 24
     for first in range(0, 160, 8):
         rows = np.arange(first, first + 8)
         batch = make_batch(sequences, rows, rows * 0, BatchFormat(VOCAB, rate, 0, causal))
