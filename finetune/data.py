@@ -12,9 +12,9 @@ tokens of the longest text of a batch, T tokens of a split.
 import functools
 import hashlib
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
-from train.atomic_dir import report_full_disk
+from train.atomic_dir import report_full_disk, write_file_atomically
 from train.data import vocabulary
 from train.data.stateless_rng import permute
 from train.loop.language_model import check_length
@@ -150,13 +150,13 @@ def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None
 def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     """Hash the files of a task's labelled splits; None for the hub.
 
-    Of a task of your own the hash covers what decides how its files are read, too.
+    Of a task of your own the hash covers what decides how its files are read and scored, too.
     """
     files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
     content = hash_files(files)
     if not task.is_own:
         return content
-    others = ("name", "title", "metrics", "headline", "test")
+    others = ("name", "title", "test")
     source = {name: value for name, value in vars(task).items() if name not in others}
     return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
 
@@ -242,14 +242,27 @@ def _read_text(file: Path, task: Task) -> pyarrow.Table:
     # without types, text that looks like a date would be read as one
     types = {name: pyarrow.string() for name in task.columns}
     if file.suffix == ".jsonl":
-        read = json.ReadOptions(block_size=BLOCK_BYTES)
-        return json.read_json(file, read, json.ParseOptions(pyarrow.schema(types)))
+        return _read_jsonl(file, pyarrow.schema(types), task.label_column)
     # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
     parse = csv.ParseOptions(newlines_in_values=True)
     if file.suffix == ".tsv":
         parse = csv.ParseOptions(delimiter="\t", quote_char=False)
     convert = csv.ConvertOptions(column_types=types | {task.label_column: pyarrow.string()})
     return csv.read_csv(file, csv.ReadOptions(block_size=BLOCK_BYTES), parse, convert)
+
+
+def _read_jsonl(file: Path, schema: pyarrow.Schema, label: str) -> pyarrow.Table:
+    """Read a .jsonl file; if another column has values of several types, the others alone."""
+    read = json.ReadOptions(block_size=BLOCK_BYTES)
+    try:
+        return json.read_json(file, read, json.ParseOptions(schema))
+    except pyarrow.ArrowInvalid:
+        for kind in (pyarrow.string(), pyarrow.float64(), pyarrow.bool_()):
+            labelled = schema.append(pyarrow.field(label, kind))
+            options = json.ParseOptions(labelled, unexpected_field_behavior="ignore")
+            with suppress(pyarrow.ArrowInvalid):
+                return json.read_json(file, read, options)
+        raise
 
 
 @dataclass(frozen=True)
@@ -371,11 +384,8 @@ def tokenize(
                     parts[name] += [np.asarray(row, np.int32) for row in encoded[name]]
         arrays = {name: np.concatenate(rows) for name, rows in parts.items()}
         arrays["lengths"] = np.array([len(row) for row in parts["input_ids"]], np.int32)
-        with report_full_disk(Path(cache), "cache"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = file.with_suffix(f".{os.getpid()}")  # other processes may write it too
+        with report_full_disk(Path(cache), "cache"), write_file_atomically(file) as unfinished:
             unfinished.write_bytes(save(arrays))
-            unfinished.replace(file)
     return load_file(file)
 
 

@@ -50,6 +50,9 @@ class DescribeSettings(TaskSettings):
             raise InputError(
                 f"output must be new or a file of this command, got {self.output}; choose another"
             )
+        if self.regression and self.labels is not None:
+            found = shorten_list(self.labels)
+            raise InputError(f"labels must be null for a regression, got {found}; leave one out")
         check_writable(path.parent, "output")
 
 
@@ -89,6 +92,11 @@ def find_classes(task: Task) -> tuple[str, ...]:
             f"got {shorten_list(fractions, 3)}; give --regression true for numbers"
         )
     are_numbers = all(map(math.isfinite, found.values()))
+    if are_numbers and len(set(found.values())) < len(found):
+        raise InputError(
+            f"{task.label_column} of {task.name}/train must write each number in one way, "
+            f"got {shorten_list(sorted(found))}; correct the file"
+        )
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 
 

@@ -86,7 +86,9 @@ def main(settings: GridSettings) -> None:
 
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
-    text = f"{run.task} {run.model} seed {run.seed}: made by another grid"
+    control = ", random weights," if run.random_weights else ""
+    text = f"{run.task} {run.model}{control} rate {run.learning_rate:g} seed {run.seed}"
+    text += ": made by another grid"
     if result is not None:
         text = format_result(result)
     erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar

@@ -16,7 +16,8 @@ A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Eve
     length, schedule, warmup_share,
     weight_decay, clip_norm, pooling,
     pair_encoding
-    weights, tokenizer_files            hashes of the model and the tokenizer; null for the hub
+    weights, config, tokenizer_files    hashes of the model's and the tokenizer's files; null for
+                                        the hub
     data, test_data                     hashes of the labelled splits, and of your own test rows
     description                         of a task of your own: its fields, as in its YAML file
     status                              done, diverged or failed
@@ -40,8 +41,8 @@ and, unless it failed,
     threads, versions
     seconds                             how long it took
 
-Simple features lack tokenizer_files, settings, parameters, truncation, the losses and, but for
-versions, how they were computed.
+Simple features lack config, tokenizer_files, settings, parameters, truncation, the losses and, but
+for versions, how they were computed.
 """
 
 import functools
@@ -149,7 +150,7 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
 
 def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:
     """Whether a result has other hashes of its inputs; one that either lacks counts as equal."""
-    names = ("weights", "tokenizer_files", "data", "test_data")
+    names = ("weights", "config", "tokenizer_files", "data", "test_data")
     pairs = [(hashes.get(name), result.get(name)) for name in names]
     return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
@@ -276,6 +277,7 @@ def read_results(path: str) -> list[Result]:
             torn.append(str(number))
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
+            results.pop(key, None)  # the last line is that of the last run
             results[key] = result
     if torn:
         print(f"warning: {path} is torn at line {', '.join(torn)}; ignored", file=sys.stderr)

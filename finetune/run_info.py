@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
     """Hash weights, tokenizer and data of a run; None for what is on the hub or not read."""
     return {
         "weights": hash_weights(settings.model, settings.random_weights),
+        "config": hash_files([Path(settings.model) / "config.json"]),
         "tokenizer_files": hash_tokenizer(settings.tokenizer or settings.model),
         **hash_data(load_task(settings.task), settings.glue_dir, settings.test),
     }

@@ -94,6 +94,17 @@ class Task(TaskSettings):
                 "columns must be one or two text columns beside the label column, "
                 f"got {', '.join(columns)}; name other columns"
             )
+        if {"prediction", "probability"} & set(self.columns):
+            raise InputError(
+                "columns must have other names than prediction and probability, which the file of "
+                f"predictions adds, got {', '.join(self.columns)}; rename the column"
+            )
+        low, high = self.value_range or (0.0, 1.0)
+        if low >= high or (self.value_range and not self.is_regression):
+            raise InputError(
+                f"value_range must rise, and be null for classes, got {self.value_range}; "
+                "leave it out"
+            )
         if unknown := [name for name in metrics if name not in known]:
             raise InputError(
                 f"metrics must be of {', '.join(known)}, got {', '.join(unknown)}; "

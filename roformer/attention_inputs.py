@@ -193,7 +193,7 @@ def _linear_attention_inputs(
     if batch.padding_mask is None:
         raise ValueError(
             "attention_mask must be [B, S] with linear_attention, got four dimensions; pass the "
-            "padding mask, in generate without cache_implementation"
+            "padding mask"
         )
     if batch.document_ids is None:
         return AttentionInputs(implementation, batch.padding_mask)

@@ -65,7 +65,8 @@ class RoFormerConfig(PreTrainedConfig):
         rotary_value: Rotate the values as well as queries and keys.
         summary_type: Token that `RoFormerForMultipleChoice` reads, "first" or "last" (of those that
             are not padding). `RoFormerForSequenceClassification` always reads the first.
-        use_cache: Whether a decoder returns a cache of keys and values.
+        use_cache: Whether a decoder returns a cache of keys and values. Linear attention and the
+            rope type "dynamic" have none.
         is_decoder: Causal attention.
         add_cross_attention: Add cross-attention to the layers of a decoder.
         tie_word_embeddings: Share the word embeddings with the language-model decoder.
@@ -189,6 +190,15 @@ class RoFormerConfig(PreTrainedConfig):
     def has_dynamic_rope(self) -> bool:
         """Whether the frequencies of the rotation depend on the length of the row."""
         return self._rope["rope_type"] == "dynamic"
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a decoder can keep keys and values for later calls.
+
+        Linear attention computes none. Those that a longer row would need are rotated by other
+        frequencies where these depend on its length.
+        """
+        return self.linear_attention is None and not self.has_dynamic_rope
 
     @property
     def is_transformers_compatible(self) -> bool:
@@ -341,9 +351,6 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     is_scaled = rope_type == _SCALED_ROPE_TYPE
     rule = f"be False with rope_type {rope_type}, which would scale the values"
     yield not (config.rotary_value and is_scaled), "rotary_value", rule
-    uses_cache = config.is_decoder and config.use_cache
-    rule = f"be False in a decoder with rope_type {rope_type}, whose frequencies change with length"
-    yield not (uses_cache and config.has_dynamic_rope), "use_cache", rule
 
 
 def _rope_key_rules(rope: dict[str, Any]) -> Iterator[_Rule]:

@@ -150,8 +150,14 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
-        if self.config.linear_attention is not None:  # `generate` computes the whole text each time
-            self.generation_config.use_cache = False
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Let `generate` compute the whole text for each token where there is no cache."""
+        if not self.config.has_cache:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     @can_return_tuple
     def forward(

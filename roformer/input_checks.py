@@ -98,21 +98,16 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
     Raises:
         ValueError: The attention or the position encoding cannot use such a cache.
     """
-    if config.linear_attention is not None:
+    if not config.has_cache:
         raise ValueError(
-            f"past_key_values must be None with linear_attention, got a {type(cache).__name__}; "
-            "set use_cache=False"
+            "past_key_values must be None with linear_attention and with rope_type dynamic, "
+            f"got a {type(cache).__name__}; leave it out"
         )
     if config.has_position_bias and cache.is_compileable:
         raise ValueError(
             "past_key_values must be a cache that grows, because position_encoding "
             f"{config.position_encoding} has a position bias, got a {type(cache).__name__}; leave "
             "cache_implementation out"
-        )
-    if config.has_dynamic_rope:
-        raise ValueError(
-            "past_key_values must be None where the rotation depends on the length, because "
-            "cached keys were rotated for a shorter row, got a cache; set use_cache=False"
         )
 
 

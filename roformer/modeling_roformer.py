@@ -673,7 +673,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         if past_key_values is not None:
             check_cache(past_key_values, config)
             return past_key_values
-        if not (use_cache and config.is_decoder and config.linear_attention is None):
+        if not (use_cache and config.is_decoder and config.has_cache):
             return None
         cache = DynamicCache(config=config)
         if encoder_hidden_states is None:
@@ -693,8 +693,8 @@ def _drop_cache_of_packed_rows(
     if cache_given:
         name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
         raise ValueError(
-            f"{name} must hold one document beside past_key_values, got several; leave the cache "
-            "out"
+            f"{name} must not divide rows into documents beside past_key_values, got such; leave "
+            "the cache out"
         )
     is_known = batch.cu_seqlens is not None or not torch.compiler.is_compiling()
     return None if is_known else cache

@@ -3,8 +3,10 @@
 import errno
 import glob
 import os
+import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +71,8 @@ def write_file_atomically(file: Path) -> Iterator[Path]:
     The file is always the old or the new one. After an error the temporary file is deleted.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several processes may write it
+    # processes of several machines may write it, and have the same id
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         _fsync(temporary)  # after a power cut the file is the old or the new one, too
@@ -86,8 +89,10 @@ def write_text_atomically(file: Path, text: str) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Check that a folder can be created and written, by making a folder there for a moment."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = folder
     try:  # permissions alone do not tell: root may do all, but nobody may write into /proc
+        while not (existing.exists() or existing.is_symlink()):  # a link may be broken
+            existing = existing.parent
         tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing).cleanup()
     except OSError as error:
         raise InputError(
@@ -101,10 +106,14 @@ def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
     """Turn errors of a full disk, quota or file-size limit into an `InputError` for a setting."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except InputError:
+        raise
+    except Exception as error:  # the Rust library of tokenizers raises it bare
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise InputError(
-            f"{key} must have room, got {os.strerror(error.errno)} in {folder}; make some, "
+            f"{key} must have room, got {os.strerror(number)} in {folder}; make some, "
             "the same command goes on"
         ) from error

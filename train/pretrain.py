@@ -157,10 +157,10 @@ def train(
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
-    store_names = [stage.sequences.store.name for stage in dataset.stages] + [held_out.store.name]
+    stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
     # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
-        settings, folder, language_model, optimizer.optimizer, accelerator, store_names
+        settings, folder, language_model, optimizer.optimizer, accelerator, stores
     )
     state = checkpoints.resume(total)
     if state["step"] == total:

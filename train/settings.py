@@ -122,7 +122,8 @@ class CorpusSettings(TextSettings):
     10 % a random token, 10 % stay; the held-out loss is always with 15 % single tokens. Unused by a
     decoder (model.config.is_decoder), which predicts every next token."""
     whole_word: bool = False
-    """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token."""
+    """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token.
+    Unused by a decoder."""
 
     def __post_init__(self) -> None:
         share = self.held_out_share
@@ -174,8 +175,9 @@ class OptimSettings:
         counts = ("batch_size", "micro_batch", "steps", "tokens")
         rule = "must be positive and finite"
         check_fields(self, "optim.", lambda x: 0 < x < math.inf, rule, *rates, *counts)
-        rule = "must not be negative"
-        check_fields(self, "optim.", lambda x: x >= 0, rule, "warmup_steps", "weight_decay")
+        rule = "must not be negative, and finite"
+        names = ("warmup_steps", "weight_decay")
+        check_fields(self, "optim.", lambda x: 0 <= x < math.inf, rule, *names)
         rule = "must be at least 0 and below 1"
         check_fields(self, "optim.", lambda x: 0 <= min(x) <= max(x) < 1, rule, "betas")
         rule = f"must be one of {', '.join(OPTIMIZERS)}"
@@ -257,7 +259,7 @@ class PretrainSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    stages: list[StageSettings] | None = None
+    stages: list[StageSettings] = field(default_factory=list)
     """Consecutive stages, instead of optim.steps; the schedule spans all of them."""
 
     def __post_init__(self) -> None:
@@ -268,9 +270,14 @@ class PretrainSettings:
         if len(given) != 1:
             raise InputError(
                 f"optim needs one of {', '.join(budgets)}, got {', '.join(given) or 'none'}; "
-                "set one and null the others"
+                "set one, and the others to null or stages to []"
             )
-        split_stages(self)  # which checks each stage
+        stages = split_stages(self)  # which checks each stage
+        if self.corpus.held_out_share and any(x.corpus.train != self.corpus.train for x in stages):
+            raise InputError(
+                "corpus.validation must name text where stages have their own, "
+                f"got {self.corpus.validation}; divide the text into files"
+            )
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
@@ -285,11 +292,11 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
         return dataclasses.replace(section, **{k: v for k, v in values.items() if v is not None})
 
     stages = []
-    for index, stage in enumerate(settings.stages or ()):
+    for index, stage in enumerate(settings.stages):
         try:
             corpus = replace(settings.corpus, stage, "length", "train")
             optim = replace(settings.optim, stage, "batch_size", "micro_batch", "steps")
         except InputError as error:
             raise InputError(f"stages[{index}]: {error}") from error
-        stages.append(dataclasses.replace(settings, stages=None, corpus=corpus, optim=optim))
+        stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))
     return stages or [settings]

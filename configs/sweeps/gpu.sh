@@ -113,7 +113,7 @@ peers() { "$python" -m train.bench --device cuda --rounds 3 --scale $scale --out
 pair() { # four minutes a model at 460,000 tokens/s; one checkpoint of each is kept
   for MODEL in roformer bert; do
     pretrain one_gpu_compiled "$MODEL" --optim.tokens "$tokens" --optim.batch_size $((4 * rows)) \
-      --optim.warmup_steps $((3 * steps)) --corpus.mask_rate 0.15 --run.save_every 100000 --run.keep 1
+      --optim.warmup_steps 180 --corpus.mask_rate 0.15 --run.save_every 100000 --run.keep 1
   done
   logged roformer bert
 }

@@ -137,7 +137,8 @@ def latex_tables(tables: Iterable[Table]) -> str:
     for table in tables:
         columns = "l" + "r" * (len(table.frame.columns) - 1)
         options = {"index": False, "escape": True, "column_format": columns}
-        texts.append(table.frame.to_latex(**options, caption=table.title))
+        caption = re.sub(r"([_%&#$])", r"\\\1", table.title)
+        texts.append(table.frame.to_latex(**options, caption=caption))
     text = "\n".join([LATEX_HEAD, *texts]).replace(MINUS, "$-$")
     return re.sub(r"(?<![\w{])-(?=\d)", "$-$", text)
 

@@ -23,9 +23,10 @@ fields of the result of which some results lack some, and
 and texts, empty where there is nothing to tell apart:
 
     model_text        model, tokenizer if it is not the model's own, random weights
-    origin            initial weights, tokenizer files, data and precision, of those that differ
-                      between runs that are otherwise alike
-    data_origin       the last two of it
+    origin            initial weights, configuration, tokenizer files, data and precision, of
+                      those that differ between runs that are otherwise alike
+    data_text         the data of it
+    data_origin       data and precision of it
     rate_text         the learning rate
     recipe_text       other fields of the recipe
     protocol          origin, rate and recipe: how the model was fine-tuned
@@ -56,7 +57,7 @@ GROUPS = {
 GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 RECORDED_COLUMNS = [
-    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights",
+    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "config",
     "tokenizer_files", "data", "precision",
 ]  # fmt: skip
 """Fields of a result that are columns of a group's runs."""
@@ -112,7 +113,7 @@ def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
         return []
     order = [*TASKS, *(result["task"] for result in results)]
     runs = _labelled_runs(sorted(results, key=lambda x: (order.index(x["task"]), x["seed"])))
-    runs = runs.join(_origins(runs[runs["kind"] != "features"]))
+    runs = runs.join(_origins(runs))
     groups = dict(iter(runs.groupby("group")))
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
 
@@ -207,35 +208,40 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
     return pd.DataFrame(rows, results.index, ["metrics", "score", "glue_score"])
 
 
-def _origins(networks: pd.DataFrame) -> pd.DataFrame:
-    """Make `origin`, and `data_origin` for the controls, which have no initial weights.
+def _origins(runs: pd.DataFrame) -> pd.DataFrame:
+    """Make `origin`, and its parts `data_text` and `data_origin` for the controls.
 
     A folder may hold other files than when an earlier run read it. Runs of both are not seeds of
     one configuration, so each gets the hash of what it read in its name.
     """
-    is_hashed = networks.groupby("label")["data"].transform("count") > 0
-    networks = networks.assign(data=networks["data"].where(is_hashed, networks["glue_dir"]))
+    is_hashed = runs.groupby("label")["data"].transform("count") > 0
+    runs = runs.assign(data=runs["data"].where(is_hashed, runs["glue_dir"]))
 
     def differing(name: str, *keys: str) -> pd.Series:
         """The text "NAME VALUE" where the column varies among the rows with the same keys."""
-        varies = networks.groupby(list(keys))[name].transform("nunique") > 1
-        texts = networks[name].map(f"{name} {{}}".format, na_action="ignore")
+        varies = runs.groupby(list(keys))[name].transform("nunique") > 1
+        texts = runs[name].map(f"{name} {{}}".format, na_action="ignore")
         return texts.where(varies, "").fillna("")
 
-    weights = differing("weights", "model", "random_weights")
-    tokenizers = differing("tokenizer_files", "model", "tokenizer")
-    conditions = differing("data", "label"), differing("precision", "group")
-    origin = list(map(_join, weights, tokenizers, *conditions))
-    columns = {"origin": origin, "data_origin": list(map(_join, *conditions))}
-    return pd.DataFrame(columns, index=networks.index)
+    model = differing("weights", "model", "random_weights"), differing("config", "model")
+    tokenizer = differing("tokenizer_files", "model", "tokenizer")
+    data, precision = differing("data", "label"), differing("precision", "group")
+    origin = list(map(_join, *model, tokenizer, data, precision))
+    columns = {
+        "origin": origin,
+        "data_text": data,
+        "data_origin": list(map(_join, data, precision)),
+    }
+    return pd.DataFrame(columns, index=runs.index)
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     """Name the configurations of a group; add the best of several rates and the majority class."""
     is_features = runs["kind"] == "features"
-    features, majority = runs[is_features].drop_duplicates("label", keep="last"), _majority(runs)
-    baselines = pd.concat([features, majority])
-    baselines = baselines.assign(protocol="", configuration=baselines["kind"].map(CONTROLS))
+    features = runs[is_features].drop_duplicates(["label", "data_text"], keep="last")
+    baselines = pd.concat([features, _majority(runs)])
+    names = list(map(_join, baselines["kind"].map(CONTROLS), baselines["data_text"]))
+    baselines = baselines.assign(protocol="", configuration=names)
     runs = runs[~is_features].copy()
     by_task = _fields_by_task(runs)
     titles = _titles(pd.concat([runs, features]), by_task)
@@ -251,6 +257,10 @@ def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
     runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
     runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
+    # the same data may have been read from two folders: a seed counts once, best a scored run
+    scored_last = runs["score"].notna().argsort(kind="stable")
+    same = ["configuration", "label", "seed"]
+    runs = runs.iloc[scored_last].drop_duplicates(same, keep="last").sort_index()
     runs["task_count"] = runs.groupby("configuration")["label"].transform("nunique")
     order = ["random_weights", "model_text", "origin", "best_of", "task_count", *identity]
     runs = runs.sort_values(order, ascending=[name != "task_count" for name in order])
@@ -323,7 +333,8 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     """The majority class as a configuration: its scores are part of every result with scores."""
-    last = runs[runs["status"] == "done"].drop_duplicates("label", keep="last")
+    done = runs[runs["status"] == "done"]
+    last = done.drop_duplicates(["label", "data_text"], keep="last")
     scores = _scores(last["result"], "majority_metrics")
     return last.assign(kind="majority", collapsed=False, **scores)
 

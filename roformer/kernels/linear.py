@@ -68,10 +68,10 @@ def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.ndim < 2:
         return False
+    if torch.is_autocast_enabled("cpu") or not use_kernel(x, weight, bias):
+        return False
     # torch reports wrong shapes, and is faster for a single row
     if x.shape[-1] != weight.shape[1] or x.numel() <= weight.shape[1]:
-        return False
-    if torch.is_autocast_enabled("cpu") or not use_kernel(x, weight, bias):
         return False
     is_contiguous = bias is None or bias.is_contiguous()
     return is_contiguous and bool(torch.backends.mkldnn.enabled) and _prefers_onednn()

@@ -253,7 +253,9 @@ def test_a_line_that_does_not_say_its_weights_counts(folder):
 
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("place", ["model", "words"])
-def test_another_tokenizer_of_the_same_size_is_noticed(folder, control, place):
+def test_another_tokenizer_of_the_same_size_and_an_edited_configuration_are_noticed(
+    folder, control, place
+):
     tiny_tokenizer().save_pretrained(folder / "words")
     tokenizer = None if place == "model" else str(folder / "words")
     run = run_settings(folder, random_weights=control, tokenizer=tokenizer)
@@ -261,7 +263,12 @@ def test_another_tokenizer_of_the_same_size_is_noticed(folder, control, place):
     old = {name: value for name, value in line.items() if name != "tokenizer_files"}
     key = run_key(line)
     assert grid.is_finished(run, {key: line})
-    file = folder / place / "tokenizer.json"
+    config, file = folder / "model" / "config.json", folder / place / "tokenizer.json"
+    before = config.read_text()
+    config.write_text(before.replace('"hidden_dropout_prob": 0.', '"hidden_dropout_prob": 0.4'))
+    assert not grid.is_finished(run, {key: line})
+    config.write_text(before)
+    assert grid.is_finished(run, {key: line})
     file.write_text(
         re.sub("good|bad", lambda x: {"good": "bad"}.get(x[0], "good"), file.read_text())
     )

@@ -17,7 +17,7 @@ import yaml
 from sklearn.metrics import accuracy_score, f1_score
 
 from finetune import data, glue
-from finetune.data import hash_task_files, read_split_columns
+from finetune.data import hash_task_files, read_rows, read_split_columns
 from finetune.describe_task import DescribeSettings, main
 from finetune.metrics import is_collapsed, score_splits
 from finetune.publish.model_card import finetuned_card
@@ -133,6 +133,14 @@ def test_the_byte_order_mark_of_a_spreadsheet_is_no_part_of_a_name():
     assert describe("own.csv", validation="own.csv").columns == ("text",)
 
 
+@pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [0.5, 1.5], [True, False]])
+def test_unused_columns_of_jsonl_may_hold_anything(labels):
+    rows = [{"text": x, "color": y, "meta": z} for x, y, z in zip("ab", labels, (1, {"x": "y"}))]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Task(name="own", columns=("text",), label_column="color", train="own.jsonl")
+    assert read_rows(task, "train", None) == {"text": ["a", "b"], "color": labels}
+
+
 def test_ids_are_read_where_the_rows_have_no_names():
     train = write("own.csv", {"text": TEXTS, "color": [0, 1, 2] * 4})
     task = describe(train, labels=("blue", "green", "red"), validation=train)
@@ -172,6 +180,10 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
         (GOOD, {"validation": "none.csv"}, ["none.csv", "No such file"]),
         (GOOD, {"validation": "own.txt"}, ["own.txt", ".csv"]),
         (GOOD, {"name": "rte"}, ["name", "rte"]),
+        (GOOD, {"labels": ("red", "blue"), "regression": True}, ["labels must be null"]),
+        (GOOD, {"value_range": (0.0, 5.0)}, ["value_range must", "null for classes"]),
+        ({**GOOD, "color": ["1", "1.0", "2"] * 4}, {}, ["color of own/train", "number in one way"]),
+        ({"prediction": TEXTS, "color": COLORS}, {"columns": ("prediction",)}, ["columns must"]),
         ({"text": ["a", "a"], "color": ["x", "y"]}, {}, ["train of own", "different texts"]),
     ],
 )
@@ -297,13 +309,14 @@ def test_a_regression_of_any_range_is_scored_and_predicted():
         assert ranged.is_missing(np.array([math.nan, -1.0])).tolist() == [True, missing]
 
 
-def test_the_hash_covers_what_decides_the_rows():
+def test_the_hash_covers_what_decides_the_rows_and_their_scores():
     file = write("own.csv", GOOD)
-    same = [describe(file), describe(file, title="Own"), describe(file, metrics=("matthews",))]
+    same = [describe(file), describe(file, title="Own")]
     other = [describe(file, split_seed=1), describe(file, labels=("green", "red", "blue"))]
+    other.append(describe(file, metrics=("matthews",)))
     hashes = [hash_task_files(task, None) for task in (*same, *other)]
-    assert len({*hashes[:3]}) == 1
-    assert len({*hashes}) == 3
+    assert len({*hashes[:2]}) == 1
+    assert len({*hashes}) == 4
     Path("own.csv").write_text(Path("own.csv").read_text() + "more,red\n")
     assert hash_task_files(same[0], None) not in hashes
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import EncoderDecoderModel, StaticCache
 
 import roformer
-from roformer import RoFormerForCausalLM
+from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
 from roformer.configuration_roformer import FEATURE_MAPS, POSITION_BIASES
 from tiny import (
     ROPES,
@@ -32,7 +32,6 @@ WITH_CACHE = {name: x for name, x in VARIANTS.items() if name not in FEATURE_MAP
 @pytest.mark.parametrize("how", ["plain", "padded", "cached"])
 def test_no_token_sees_the_future(how, kernel, rope):
     config = rope_config(rope)
-    config.use_cache = False
     model = build(RoFormerForCausalLM, config, kernel)
     ids = torch.randint(1, 60, (2, 20))
     changed = ids.clone()
@@ -153,17 +152,22 @@ def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(config):
         causal(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 3, 6]))
 
 
-def test_caches_are_refused_where_the_rotation_depends_on_the_length():
-    config = rope_config("dynamic")
-    with pytest.raises(ValueError, match="use_cache must"):
-        RoFormerForCausalLM(config)
-    config.use_cache = False
-    model = build(RoFormerForCausalLM, config)
+@pytest.mark.parametrize("fields", [{"rope_parameters": ROPES["dynamic"]}, VARIANTS["elu"]])
+def test_the_whole_text_is_computed_for_each_token_where_there_is_no_cache(fields, tmp_path):
+    """Also by a model from a folder that says nothing of generation."""
+    RoFormerForMaskedLM(tiny_config(**fields)).save_pretrained(tmp_path)
+    model = RoFormerForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(1, 60, (1, 60))
-    tokens = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
-    assert tokens[0, -1] == model(tokens[:, :-1]).logits[0, -1].argmax()
-    with pytest.raises(ValueError, match="past_key_values must"):
-        model(ids, past_key_values=transformers.DynamicCache(config=config))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for more in ({}, {"use_cache": True}):
+        tokens = model.generate(ids, **options, **more)
+        for end in range(60, 68):
+            assert tokens[0, end] == model(tokens[:, :end]).logits[0, -1].argmax()
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
+    assert torch.equal(embedded, tokens[:, 60:])
+    assert model(ids, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match="past_key_values must be None"):
+        model(ids, past_key_values=transformers.DynamicCache(config=model.config))
 
 
 def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):

@@ -216,6 +216,17 @@ def test_a_compiled_training_step_has_no_graph_break_and_the_same_gradients(give
     torch._dynamo.reset()
 
 
+def test_a_sparse_loss_is_compiled_without_a_graph_break(config):
+    config.sparse_prediction = True
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model, batch = build(RoFormerForMaskedLM, config).train(), example()
+    inputs = {name: batch[name] for name in ("input_ids", "labels")}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).loss, model(**inputs).loss)
+    torch._dynamo.reset()
+
+
 def test_a_hook_on_any_module_acts_in_training(config):
     """Linear layers whose inputs are set to zero have weights without gradients."""
     model, called = build(RoFormerForMaskedLM, config).train(), []

@@ -72,10 +72,10 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
     return known | {"status": "failed", "error": "worker died: SIGKILL"}
 
 
-def simple_features(task: str, score: float) -> dict[str, Any]:
+def simple_features(task: str, score: float, **changes: Any) -> dict[str, Any]:
     """A line of finetune.simple_features, which has no recipe and no settings."""
     recipe = dict.fromkeys(RECIPE)
-    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe)
+    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe, **changes)
     del result["settings"]
     return result
 

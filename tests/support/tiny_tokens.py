@@ -29,4 +29,4 @@ def make_token_store(lengths, tmp_path) -> TokenStore:
     ends = np.cumsum(lengths)
     ids = np.dtype(np.uint32)
     np.arange(5, 5 + ends[-1], dtype=ids).tofile(tmp_path / "tokens.bin")
-    return TokenStore(ends, (tmp_path,), np.zeros(1, np.int64), ids, "made")
+    return TokenStore(ends, (tmp_path,), np.zeros(1, np.int64), ids, "made", "made")

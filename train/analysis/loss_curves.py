@@ -49,6 +49,8 @@ class CurvesSettings:
     """Title of the figure."""
 
     def __post_init__(self) -> None:
+        if not self.runs:
+            raise InputError("runs must name a folder, got none; write [runs/a-0, runs/b-0]")
         check_figure_path(self.output)
 
 

@@ -84,6 +84,7 @@ class TokenStore:
         shard_starts: Start of each shard in the tokens of all shards, [shards], int64.
         dtype: dtype of the ids on disk, uint16 or uint32.
         name: Hash of what decides the tokens and their order.
+        tokenizer: Hash of the tokenizer.
     """
 
     document_ends: NDArray[np.int64]
@@ -91,6 +92,7 @@ class TokenStore:
     shard_starts: NDArray[np.int64]
     dtype: np.dtype
     name: str
+    tokenizer: str
 
     def document_hashes(self) -> NDArray[np.uint64]:
         """Read a hash of the tokens of each document, [documents]."""
@@ -147,6 +149,7 @@ def _make_shards(
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
+        _is_intact(folder)  # removes one that is damaged: the writer below keeps what is there
         with write_dir_atomically(folder) as unfinished:
             shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
             counts = _write_shard(shard, unfinished, tokenizer, bar)
@@ -208,7 +211,9 @@ def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenSto
     sizes = [manifests[x]["tokens"] for x in shards]
     if sum(sizes) == 0:
         names = ", ".join(source_names(corpus, part))
-        remedy = "raise the share" if corpus.held_out_share else "check the files"
+        remedy = "check the files"
+        if corpus.held_out_share:
+            remedy = f"{'raise' if part == 'validation' else 'lower'} the share"
         raise InputError(f"corpus.{part} must hold text, got {names} with none; {remedy}")
     unknown = sum(manifests[x]["unknown"] for x in shards) / sum(sizes)
     if unknown > 0.5:
@@ -221,8 +226,9 @@ def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenSto
     ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
     # None stands for a setting of earlier versions: the runs of these can be resumed
     name = short_hash([x.name for x in shards], None)
-    dtype = np.dtype(manifests[shards[0]]["dtype"])
-    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, name)
+    first = manifests[shards[0]]
+    dtype, tokenizer = np.dtype(first["dtype"]), first["tokenizer"]
+    return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, name, tokenizer)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def source_names(corpus: TextSettings, part: str) -> list[str]:
 
 def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
     """Return the files of a part: those of its first source, sorted, then those of the next."""
-    if part == "validation" and corpus.held_out_share:
+    is_share = part == "validation" and corpus.held_out_share
+    if is_share:
         part = "train"  # from which `read_file` draws the documents
     key, names = f"corpus.{part}", source_names(corpus, part)
     if not names or not all(names):  # "" would be every file below the working folder
@@ -58,7 +59,7 @@ def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
                 "not exist here; check the path, or name a hub data set for both parts"
             )
         found += files or [name]
-    return found
+    return list(dict.fromkeys(found)) if is_share else found
 
 
 def _match_files(name: str, key: str) -> list[Path]:
@@ -128,8 +129,7 @@ def hash_file(file: TextFile, part: str, corpus: TextSettings) -> str:
     """Hash the text of a file and how it is read."""
     if isinstance(file, str):  # a hub data set may change: its first state is cached
         return short_hash(file, part, corpus.text_column)
-    with wrap_read_errors(file, f"corpus.{part}"):
-        digest = _content_hash(file, Path(corpus.cache))
+    digest = _content_hash(file, f"corpus.{part}", Path(corpus.cache))
     draw = [part, corpus.held_out_share] if corpus.held_out_share else []
     return short_hash(digest, known_suffix(file), corpus.text_column, *draw)
 
@@ -139,13 +139,14 @@ def short_hash(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _content_hash(file: Path, cache: Path) -> str:
+def _content_hash(file: Path, key: str, cache: Path) -> str:
     """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
-    state = file.stat()
+    with wrap_read_errors(file, key):
+        state = file.stat()
     entry = cache / "hashes" / short_hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
     if entry.exists():
         return entry.read_text()
-    with file.open("rb") as stream:
+    with wrap_read_errors(file, key), file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     write_text_atomically(entry, digest)
     return digest
@@ -158,11 +159,13 @@ def check_disjoint_files(corpus: CorpusSettings) -> None:
             f"corpus.validation must be {EMBEDDED!r} for both parts or neither, got train "
             f"{corpus.train!r} and validation {corpus.validation!r}; name held-out text of yours"
         )
-    if corpus.train != EMBEDDED and not corpus.held_out_share:
-        files: dict[str, set[Path]] = {}
-        for part in ("train", "validation"):
-            found = find_files(corpus, part)
-            files[part] = {file.resolve() for file in found if isinstance(file, Path)}
+    if corpus.train == EMBEDDED:
+        return
+    files: dict[str, set[Path]] = {}
+    for part in ("train", "validation"):
+        found = find_files(corpus, part)
+        files[part] = {file.resolve() for file in found if isinstance(file, Path)}
+    if not corpus.held_out_share:
         shared = sorted(map(str, files["train"] & files["validation"]))
         if shared:
             raise InputError(

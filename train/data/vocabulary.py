@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from train.atomic_dir import check_writable, write_dir_atomically
+from train.atomic_dir import check_writable, report_full_disk, write_dir_atomically
 from train.data.documents import find_files, hash_file, looks_like_path, read_documents, short_hash
 from train.settings import CorpusSettings, InputError, first_line
 
@@ -80,15 +80,11 @@ def train_if_missing(corpus: CorpusSettings) -> str:
         InputError: The size is missing or too small, the existing vocabulary is larger, or the name
             of the folder could be a hub id.
     """
-    check_tokenizer_given(corpus)
+    check_tokenizer_settings(corpus)
     size = corpus.vocabulary_size
     folder = _folder_of_text(corpus) if corpus.tokenizer is None else corpus.tokenizer
     if size is None:
         return folder
-    if folder == BYTES:
-        raise InputError(
-            f"corpus.vocabulary_size must be null for bytes, got {size}; set it to null"
-        )
     if Path(folder).exists():
         tokens = len(load_tokenizer(folder))
         if tokens > size:
@@ -102,17 +98,24 @@ def train_if_missing(corpus: CorpusSettings) -> str:
             f"corpus.tokenizer must name a folder to learn a vocabulary into, got {folder!r}; "
             f"write ./{folder}, or set corpus.vocabulary_size to null to take the one of a hub id"
         )
-    if size < 100:
-        raise InputError(f"corpus.vocabulary_size must be at least 100, got {size}; 8192 is small")
     check_writable(Path(folder), "corpus.tokenizer")
     print(f"learning a vocabulary of {size} pieces into {folder}")
-    save_tokenizer(train_wordpiece(lambda: read_documents(corpus, "train"), size), folder)
+    pieces = train_wordpiece(lambda: read_documents(corpus, "train"), size)
+    with report_full_disk(Path(folder), "corpus.tokenizer"):
+        save_tokenizer(pieces, folder)
     return folder
 
 
-def check_tokenizer_given(corpus: CorpusSettings) -> None:
-    """Check that a tokenizer is named, or the size of one to learn."""
-    if corpus.tokenizer is None and corpus.vocabulary_size is None:
+def check_tokenizer_settings(corpus: CorpusSettings) -> None:
+    """Check that a tokenizer is named, or a possible size of one to learn."""
+    size = corpus.vocabulary_size
+    if size is not None and corpus.tokenizer == BYTES:
+        raise InputError(
+            f"corpus.vocabulary_size must be null for bytes, got {size}; set it to null"
+        )
+    if size is not None and size < 100:
+        raise InputError(f"corpus.vocabulary_size must be at least 100, got {size}; 8192 is small")
+    if corpus.tokenizer is None and size is None:
         raise InputError(
             "corpus.tokenizer must be given, or corpus.vocabulary_size to learn one, "
             "got null for both; 8192 is a small size"

@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import UNFINISHED, write_dir_atomically
+from train.data.corpus import TokenStore
 from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
 from train.loop.run_log import INITIAL_STATE, RunLog
@@ -109,9 +110,10 @@ class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
     The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the
-    store names at the last save), and `RunLog.state`, among it its `seconds`.
+    store names at the last save), `tokenizer` (its hash) and `RunLog.state`, among it its
+    `seconds`.
 
-    `store_names` are the names of the token stores, which are hashes of text and tokenizer.
+    `stores` are the token stores of all stages and of the held-out text.
     """
 
     settings: PretrainSettings
@@ -119,7 +121,11 @@ class Checkpoints:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
-    store_names: list[str]
+    stores: list[TokenStore]
+
+    def __post_init__(self) -> None:
+        names = [store.name for store in self.stores]
+        self.inputs = {"data": names, "tokenizer": self.stores[-1].tokenizer}
 
     def resume(self, total: int) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
@@ -127,7 +133,7 @@ class Checkpoints:
         The metadata is written last, so that a launch that cannot continue changes nothing but the
         names of damaged checkpoints and the tracker's files. The model of a run that was finished
         earlier and now continues to `total` steps is removed.
-        Returns `step`, `data` and `RunLog.state` to continue from.
+        Returns the state to continue from.
 
         Raises:
             InputError: Settings, text or vocabulary differ from those at the beginning of the run,
@@ -140,7 +146,7 @@ class Checkpoints:
         )
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
             path = recover_latest(self.folder)
-        state = INITIAL_STATE | {"step": 0, "data": self.store_names}
+        state = INITIAL_STATE | {"step": 0} | self.inputs
         if path is not None:
             state |= json.loads((path / STATE).read_text())
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
@@ -148,8 +154,8 @@ class Checkpoints:
             load_tensors(path, self.model, self.optimizer)
             self.accelerator.print(f"going on after step {state['step']}")
         if self.accelerator.is_main_process:
-            if state["data"] != self.store_names:
-                changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.store_names
+            if state["data"] != self.inputs["data"]:
+                changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.inputs["data"]
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
             write_metadata(
                 self.folder, self.settings, self.accelerator, state["step"], parameters, changed
@@ -166,16 +172,16 @@ class Checkpoints:
                 f"optim must be a budget of at least the {trained} steps that the run has trained, "
                 f"got {total} steps; train longer, or choose another run.name"
             )
-        is_changed = state["data"] != self.store_names
-        if is_changed and not self.settings.run.allow_drift:
+        if state["data"] != self.inputs["data"] and not self.settings.run.allow_drift:
             raise InputError(
                 f"{TEXT_KEYS} must give the tokens {state['data']} the run began with, "
-                f"got {self.store_names}; choose another run.name, or set run.allow_drift true"
+                f"got {self.inputs['data']}; choose another run.name, or set run.allow_drift true"
             )
-        if is_changed and self.settings.corpus.tokenizer is None:
+        if state["tokenizer"] != self.inputs["tokenizer"]:
             raise InputError(
-                "corpus.tokenizer must name the run's vocabulary where its text changes, got null; "
-                "null learns another; give the folder printed at the start of the run"
+                "corpus.tokenizer must be the vocabulary that the run began with, "
+                f"got {self.settings.corpus.tokenizer or 'null, which learns one of each text'}; "
+                "give the folder printed at the start of the run"
             )
         steps = {*gather_object([trained])}
         if len(steps) != 1:
@@ -193,7 +199,7 @@ class Checkpoints:
             InputError: The final checkpoint could not be written; of others this is a warning.
         """
         error = ""
-        state = run_log.state() | {"data": self.store_names}
+        state = run_log.state() | self.inputs
         tensors = gather_tensors(self.model, self.optimizer)
         if self.accelerator.is_main_process:
             try:
@@ -247,7 +253,7 @@ def save_model(
                 language_model.model.save_pretrained(temporary, state_dict=weights)
                 tokenizer.save_pretrained(temporary)
             print(f"model and tokenizer: {model_folder}")
-        except (OSError, SafetensorError) as failure:
+        except Exception as failure:  # the Rust library's, on a full disk, is bare
             error = " ".join(str(failure).split())
     _check_written(error, "the model", accelerator)
 

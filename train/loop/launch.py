@@ -85,7 +85,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
         InitProcessGroupKwargs(timeout=timedelta(hours=12)),
-        # every process computes the same buffers, those of FAVOR+ too: a broadcast only costs time
+        # buffers never change: a broadcast only costs time
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
     ]
     try:
@@ -98,8 +98,9 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     _check_launch(accelerator)
     # cuDNN makes a plan for every new shape of a batch
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Inductor, on the softmax over the vocabulary
+    # Inductor, on the softmax over the vocabulary; torch 2.13, on what Accelerate passes
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     if accelerator.is_fsdp2:
         keep_float32(accelerator.state.fsdp_plugin)
     return accelerator

@@ -193,7 +193,7 @@ def dry_run(
 def _untrained_model(settings: PretrainSettings) -> LanguageModel:
     """Build the run's model with random weights, and the vocabulary size it would get."""
     corpus, model, tokenizer = settings.corpus, settings.model, None
-    vocabulary.check_tokenizer_given(corpus)
+    vocabulary.check_tokenizer_settings(corpus)
     name, size = corpus.tokenizer, corpus.vocabulary_size
     if name is not None and (size is None or Path(name).exists()):
         tokenizer = vocabulary.load_tokenizer(name)

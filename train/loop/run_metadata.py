@@ -63,7 +63,7 @@ def _changed_settings(
     before = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
     changed: dict[str, tuple[Any, Any]] = {}
     now = settings_dict(settings)
-    stages = [_decisive(stage) for stage in now.pop("stages") or []]
+    stages = [_decisive(stage) for stage in now.pop("stages")]
     stages_before = [_decisive(stage) for stage in before.get("stages") or []]
     for section, values in now.items():
         # a run that began before a setting was added had its default

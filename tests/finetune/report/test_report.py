@@ -7,10 +7,22 @@ import numpy as np
 import pytest
 
 from finetune.report.__main__ import ReportSettings, latex_tables, main
+from finetune.report.differences import control_gains
 from finetune.report.runs import GLUE_TASKS, average, build_groups
 from finetune.report.tables import DASH, group_tables, paper_table, problem_table, score_table
 from tiny import refused
-from tiny_results import BERT, ROFORMER, diverged, failed, line, report, seeds, texts, write
+from tiny_results import (
+    BERT,
+    ROFORMER,
+    diverged,
+    failed,
+    line,
+    report,
+    seeds,
+    simple_features,
+    texts,
+    write,
+)
 from train.tables import escape_cell, markdown_table
 
 
@@ -203,7 +215,7 @@ def test_a_table_needs_neither_a_roformer_nor_a_bert():
     assert made.no_pairs.startswith("No RoFormer − BERT: it takes one model of each, here are")  # noqa: RUF001
 
 
-@pytest.mark.parametrize("name", ["weights", "tokenizer_files", "data"])
+@pytest.mark.parametrize("name", ["weights", "config", "tokenizer_files", "data"])
 def test_runs_of_what_was_changed_in_place_share_no_cell(name):
     lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed) for seed in range(4)]
     for number, (row, found) in enumerate(zip(lines, ("a", "a", "b", None))):
@@ -213,6 +225,23 @@ def test_runs_of_what_was_changed_in_place_share_no_cell(name):
     assert found[f"small-bert, {name} a"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
     assert found[f"small-bert, {name} b"]["RTE, accuracy"] == "70.0 (1)"
     assert found["small-bert"]["RTE, accuracy"] == "80.0 (1)"
+
+
+def test_a_seed_counts_once_however_its_data_were_named():
+    lines = [line(BERT, "rte", 0.5 + 0.1 * seed, seed=seed, data="a") for seed in range(2)]
+    lines += [x | {"glue_dir": None, "data": None} for x in lines]
+    lines.append(failed(BERT, "rte", seed=1, glue_dir="elsewhere"))
+    assert scores(lines)["small-bert"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
+
+
+def test_controls_of_other_data_are_other_rows_and_no_controls():
+    lines = [line(BERT, "rte", 0.8, seed=seed, data="a") for seed in range(2)]
+    lines += [simple_features("rte", 0.6, data="a"), simple_features("rte", 0.95, data="b")]
+    rows, gains = scores(lines), control_gains(report(lines).group)
+    assert rows["simple features, data a"]["RTE, accuracy"] == "60.0"
+    assert rows["simple features, data b"]["RTE, accuracy"] == "95.0"
+    assert (gains["control"] == "features").all()
+    assert gains["gain"].tolist() == pytest.approx([20.0])
 
 
 def test_the_printed_table_names_the_split_of_every_row():

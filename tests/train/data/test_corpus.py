@@ -127,6 +127,9 @@ def test_a_damaged_file_is_made_again(corpus_folder, tokenize, small_shards, mon
     for file in files:
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
         assert contents(tokenize(corpus_folder / "validation.jsonl")) == before
+    for file in files:  # several at once
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    assert contents(tokenize(corpus_folder / "validation.jsonl")) == before
 
 
 def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(written, tokenize):
@@ -237,6 +240,9 @@ def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer
     again = corpus(copy, tmp_path, validation="20%")
     found = [text.strip().lower() for text in read_documents(again, "validation")]
     assert found == parts[1][::-1]
+    twice = corpus([str(file)] * 2, tmp_path, validation="20%")  # held out once
+    assert list(read_documents(twice, "validation")) == parts[1]
+    assert list(read_documents(twice, "train")) == 2 * parts[0]
     stores = [tokenize_corpus(settings, part, tokenizer) for part in ("train", "validation")]
     assert [len(store.document_ends) for store in stores] == [len(part) for part in parts]
     check_disjoint_files(settings)
