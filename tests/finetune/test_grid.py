@@ -268,7 +268,6 @@ def test_another_tokenizer_of_the_same_size_and_an_edited_configuration_are_noti
     config.write_text(before.replace('"hidden_dropout_prob": 0.', '"hidden_dropout_prob": 0.4'))
     assert not grid.is_finished(run, {key: line})
     config.write_text(before)
-    assert grid.is_finished(run, {key: line})
     file.write_text(
         re.sub("good|bad", lambda x: {"good": "bad"}.get(x[0], "good"), file.read_text())
     )

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from finetune.report.differences import AVERAGE, MINUS, control_gains
-from finetune.report.tables import DASH, Table, group_tables, verdicts
+from finetune.report.tables import DASH, Table, group_tables, score_table, verdicts
 from finetune.results import SIMPLE_FEATURES
 from tiny_results import BERT, ROFORMER, line, report, seeds, simple_features, texts
 
@@ -235,6 +235,15 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
         if run["model"] == "runs/bert-1/model":
             run["metrics"]["validation"]["matthews"] -= 0.2
     assert "helps both models on 0 of 1" in judge(lines)[0]
+
+
+def test_simple_features_of_other_data_are_no_control():
+    lines = [line(BERT, "rte", 0.8, seed=seed, data="a") for seed in range(2)]
+    lines += [simple_features("rte", 0.6, data="a"), simple_features("rte", 0.95, data="b")]
+    assert gains_of(lines)["small-bert, data a", "rte"][:2] == ("features", pytest.approx(20.0))
+    rows = texts(score_table(report(lines).group))
+    found = [rows[f"simple features, data {x}"]["RTE, accuracy"] for x in "ab"]
+    assert found == ["60.0", "95.0"]
 
 
 def test_random_weights_of_an_architecture_are_one_row_whoever_lent_them():

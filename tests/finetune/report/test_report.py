@@ -7,22 +7,10 @@ import numpy as np
 import pytest
 
 from finetune.report.__main__ import ReportSettings, latex_tables, main
-from finetune.report.differences import control_gains
 from finetune.report.runs import GLUE_TASKS, average, build_groups
 from finetune.report.tables import DASH, group_tables, paper_table, problem_table, score_table
 from tiny import refused
-from tiny_results import (
-    BERT,
-    ROFORMER,
-    diverged,
-    failed,
-    line,
-    report,
-    seeds,
-    simple_features,
-    texts,
-    write,
-)
+from tiny_results import BERT, ROFORMER, diverged, failed, line, report, seeds, texts, write
 from train.tables import escape_cell, markdown_table
 
 
@@ -232,16 +220,6 @@ def test_a_seed_counts_once_however_its_data_were_named():
     lines += [x | {"glue_dir": None, "data": None} for x in lines]
     lines.append(failed(BERT, "rte", seed=1, glue_dir="elsewhere"))
     assert scores(lines)["small-bert"]["RTE, accuracy"] == "55.0 ± 7.1 (2)"
-
-
-def test_controls_of_other_data_are_other_rows_and_no_controls():
-    lines = [line(BERT, "rte", 0.8, seed=seed, data="a") for seed in range(2)]
-    lines += [simple_features("rte", 0.6, data="a"), simple_features("rte", 0.95, data="b")]
-    rows, gains = scores(lines), control_gains(report(lines).group)
-    assert rows["simple features, data a"]["RTE, accuracy"] == "60.0"
-    assert rows["simple features, data b"]["RTE, accuracy"] == "95.0"
-    assert (gains["control"] == "features").all()
-    assert gains["gain"].tolist() == pytest.approx([20.0])
 
 
 def test_the_printed_table_names_the_split_of_every_row():

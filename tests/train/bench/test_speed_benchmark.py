@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,14 +121,6 @@ def test_trainer_gets_the_same_rows_for_both_models_and_no_option(task, monkeypa
     assert {x.args.max_steps * x.args.train_batch_size for x in trainers} == {6}
     sparse = [getattr(x.model.config, "sparse_prediction", False) for x in trainers]
     assert sparse == [False, False, True]
-
-
-def test_transformers_is_left_out_of_long_texts_where_memory_is_short(monkeypatch):
-    for gigabytes, fits in ((4, [False, False]), (6, [True, False]), (90, [True, True])):
-        memory = SimpleNamespace(available=gigabytes * 1e9)
-        monkeypatch.setattr(parts.psutil, "virtual_memory", lambda memory=memory: memory)
-        workload = Workload("small", 1, 8192)
-        assert [parts.stock_fits(workload, training) for training in (False, True)] == fits
 
 
 def test_datasets_evaluate_and_matplotlib_are_not_needed(tmp_path):
