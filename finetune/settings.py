@@ -5,7 +5,6 @@ Keys are flat. `CommonSettings` is what a run and a grid share; `GlueSettings` a
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from os.path import normpath
 from pathlib import Path
@@ -23,11 +22,6 @@ def normalize_paths(settings: Any, *names: str) -> None:
         is_list = isinstance(value, list)
         normal = [normpath(path) for path in value] if is_list else value and normpath(value)
         object.__setattr__(settings, name, normal)
-
-
-def check_rule(settings: Any, accept: Callable[[Any], bool], rule: str, *names: str) -> None:
-    """Apply one rule to several fields, which messages call by their names: keys are flat."""
-    check_fields(settings, "", accept, rule, *names)
 
 
 @dataclass(frozen=True)
@@ -71,17 +65,17 @@ class CommonSettings:
 
     def __post_init__(self) -> None:
         numbers = ("batch_size", "micro_batch_tokens", "epochs", "clip_norm")
-        check_rule(self, lambda x: 0 < x < math.inf, "must be positive and finite", *numbers)
-        check_rule(self, lambda x: x >= 8, "must be at least 8", "length")
-        check_rule(self, lambda x: x >= 0, "must not be negative", "weight_decay")
+        check_fields(self, lambda x: 0 < x < math.inf, "must be positive and finite", *numbers)
+        check_fields(self, lambda x: x >= 8, "must be at least 8", "length")
+        check_fields(self, lambda x: x >= 0, "must not be negative", "weight_decay")
         rule = "must be at least 0 and below 1"
-        check_rule(self, lambda x: 0 <= x < 1, rule, "warmup_share")
+        check_fields(self, lambda x: 0 <= x < 1, rule, "warmup_share")
         rule = f"must be one of {', '.join(SCHEDULES)}"
-        check_rule(self, lambda x: x in SCHEDULES, rule, "schedule")
+        check_fields(self, lambda x: x in SCHEDULES, rule, "schedule")
         rule = "must be own, first or mean"
-        check_rule(self, lambda x: x in ("own", "first", "mean"), rule, "pooling")
+        check_fields(self, lambda x: x in ("own", "first", "mean"), rule, "pooling")
         rule = "must be joint or separate"
-        check_rule(self, lambda x: x in ("joint", "separate"), rule, "pair_encoding")
+        check_fields(self, lambda x: x in ("joint", "separate"), rule, "pair_encoding")
         if self.pooling == "own" and self.pair_encoding != "joint":
             raise InputError(
                 f"pair_encoding must be joint for a model's own head, got {self.pair_encoding}; "
@@ -121,7 +115,7 @@ class GlueSettings(CommonSettings):
         normalize_paths(self, "model", "tokenizer", "task")
         load_task(self.task)
         rule = "must be positive and finite"
-        check_rule(self, lambda x: 0 < x < math.inf, rule, "learning_rate")
+        check_fields(self, lambda x: 0 < x < math.inf, rule, "learning_rate")
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
@@ -149,5 +143,5 @@ class GridSettings(CommonSettings):
         super().__post_init__()
         normalize_paths(self, "models", "tasks")
         rates, rule = "learning_rates", "must be positive and finite"
-        check_rule(self, lambda x: x and all(0 < y < math.inf for y in x), rule, rates)
-        check_rule(self, lambda x: x >= 1, "must be at least 1", "workers")
+        check_fields(self, lambda x: x and all(0 < y < math.inf for y in x), rule, rates)
+        check_fields(self, lambda x: x >= 1, "must be at least 1", "workers")

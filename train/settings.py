@@ -39,17 +39,15 @@ def check_seed(seed: int, key: str) -> None:
         raise InputError(f"{key} must be from 0 to 2^64 - 1, got {seed}; use 0, 1, 2, ...")
 
 
-def check_fields(
-    settings: Any, prefix: str, accept: Callable[[Any], bool], rule: str, *names: str
-) -> None:
+def check_fields(settings: Any, accept: Callable[[Any], bool], rule: str, *keys: str) -> None:
     """Apply one rule to several fields of a section; None, an option not used, is accepted.
 
-    Messages call a field by `prefix` and name.
+    Keys are as messages have them: "optim.steps", or "steps" of settings without sections.
     """
-    for name in names:
-        value = getattr(settings, name)
+    for key in keys:
+        value = getattr(settings, key.rpartition(".")[2])
         if value is not None and not accept(value):
-            raise InputError(f"{prefix}{name} {rule}, got {value}; leave it out for the default")
+            raise InputError(f"{key} {rule}, got {value}; leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,9 @@ class CorpusSettings(TextSettings):
                 "corpus.validation must be text, or a share above 0% and below 100%, "
                 f"got {self.validation}; 2% is usual"
             )
-        check_fields(self, "corpus.", lambda x: x >= 8, "must be at least 8", "length")
+        check_fields(self, lambda x: x >= 8, "must be at least 8", "corpus.length")
         rule = "must lie between 0 and 1"
-        check_fields(self, "corpus.", lambda x: 0 < x < 1, rule, "mask_rate")
+        check_fields(self, lambda x: 0 < x < 1, rule, "corpus.mask_rate")
 
 
 @dataclass(frozen=True)
@@ -171,19 +169,19 @@ class OptimSettings:
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
 
     def __post_init__(self) -> None:
-        rates = ("learning_rate", "epsilon", "clip_norm")
-        counts = ("batch_size", "micro_batch", "steps", "tokens")
+        rates = ("optim.learning_rate", "optim.epsilon", "optim.clip_norm")
+        counts = ("optim.batch_size", "optim.micro_batch", "optim.steps", "optim.tokens")
         rule = "must be positive and finite"
-        check_fields(self, "optim.", lambda x: 0 < x < math.inf, rule, *rates, *counts)
+        check_fields(self, lambda x: 0 < x < math.inf, rule, *rates, *counts)
         rule = "must not be negative, and finite"
-        names = ("warmup_steps", "weight_decay")
-        check_fields(self, "optim.", lambda x: 0 <= x < math.inf, rule, *names)
+        keys = ("optim.warmup_steps", "optim.weight_decay")
+        check_fields(self, lambda x: 0 <= x < math.inf, rule, *keys)
         rule = "must be at least 0 and below 1"
-        check_fields(self, "optim.", lambda x: 0 <= min(x) <= max(x) < 1, rule, "betas")
+        check_fields(self, lambda x: 0 <= min(x) <= max(x) < 1, rule, "optim.betas")
         rule = f"must be one of {', '.join(OPTIMIZERS)}"
-        check_fields(self, "optim.", lambda x: x in OPTIMIZERS, rule, "name")
+        check_fields(self, lambda x: x in OPTIMIZERS, rule, "optim.name")
         rule = f"must be one of {', '.join(SCHEDULES)}"
-        check_fields(self, "optim.", lambda x: x in SCHEDULES, rule, "schedule")
+        check_fields(self, lambda x: x in SCHEDULES, rule, "optim.schedule")
 
 
 @dataclass(frozen=True)
@@ -223,10 +221,11 @@ class RunSettings:
     """Accelerate tracker besides log.jsonl, or null."""
 
     def __post_init__(self) -> None:
-        counts = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
-        check_fields(self, "run.", lambda x: x >= 1, "must be at least 1", *counts)
-        check_fields(self, "run.", lambda x: x >= 0, "must not be negative", "workers")
-        check_fields(self, "run.", lambda x: x > 0, "must be positive", "max_hours", "peak_tflops")
+        names = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
+        counts = [f"run.{name}" for name in names]
+        check_fields(self, lambda x: x >= 1, "must be at least 1", *counts)
+        check_fields(self, lambda x: x >= 0, "must not be negative", "run.workers")
+        check_fields(self, lambda x: x > 0, "must be positive", "run.max_hours", "run.peak_tflops")
         if self.name in ("", ".", "..") or "/" in self.name:
             raise InputError(
                 f"run.name must be a plain folder name, got {self.name!r}; "

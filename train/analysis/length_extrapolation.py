@@ -59,9 +59,9 @@ class LengthSettings:
         if not self.models:
             raise InputError("models must name a folder, got none; write [runs/a-0/model]")
         rule = "must be at least 8"
-        check_fields(self, "", lambda x: min(x, default=0) >= 8, rule, "lengths")
-        check_fields(self, "", lambda length: length >= 8, rule, "trained")
-        check_fields(self, "", lambda x: x >= 1, "must be at least 1", "documents")
+        check_fields(self, lambda x: min(x, default=0) >= 8, rule, "lengths")
+        check_fields(self, lambda length: length >= 8, rule, "trained")
+        check_fields(self, lambda x: x >= 1, "must be at least 1", "documents")
         check_figure_path(self.output)
 
 

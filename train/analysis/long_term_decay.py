@@ -60,7 +60,7 @@ class DecaySettings:
     """Figure to write; the numbers are written beside it as .json."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "", lambda x: x >= 8, "must be at least 8", "length", "distances")
+        check_fields(self, lambda x: x >= 8, "must be at least 8", "length", "distances")
         check_figure_path(self.output)
 
 

@@ -50,8 +50,8 @@ class EvaluateSettings:
     """Attention implementation by transformers' name; null is the model's own default."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "", lambda x: x >= 8, "must be at least 8", "length")
-        check_fields(self, "", lambda x: x >= 1, "must be at least 1", "batch", "sequences")
+        check_fields(self, lambda x: x >= 8, "must be at least 8", "length")
+        check_fields(self, lambda x: x >= 1, "must be at least 1", "batch", "sequences")
 
 
 @torch.no_grad()
