@@ -9,7 +9,7 @@ GLUE. Results on a split without its official number of rows are not official ei
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ class Task(TaskSettings):
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        self._check_data()
+        self._check_scores(known)
+
+    def _check_data(self) -> None:
+        """Check how rows are read and divided."""
         columns, share = (*self.columns, self.label_column), self.validation_share
         if len(set(columns)) != len(columns) or len(columns) not in (2, 3):
             raise InputError(
@@ -99,35 +104,37 @@ class Task(TaskSettings):
                 "columns must have other names than prediction and probability, which the file of "
                 f"predictions adds, got {', '.join(self.columns)}; rename the column"
             )
+        if not 0 < share < 1:
+            raise InputError(
+                f"validation_share must be above 0 and below 1, got {share}; 0.1 is usual"
+            )
+        check_seed(self.split_seed, "split_seed")
+
+    def _check_scores(self, known: Sequence[str]) -> None:
+        """Check labels and metrics, which must be among the `known`."""
+        if self.labels is not None and not len(set(self.labels)) == len(self.labels) >= 2:
+            raise InputError(
+                "labels must be at least two different classes, "
+                f"got {', '.join(self.labels) or 'none'}; null is a regression"
+            )
         low, high = self.value_range or (0.0, 1.0)
         if low >= high or (self.value_range and not self.is_regression):
             raise InputError(
                 f"value_range must rise, and be null for classes, got {self.value_range}; "
                 "leave it out"
             )
-        if unknown := [name for name in metrics if name not in known]:
+        if unknown := [name for name in self.metrics if name not in known]:
             raise InputError(
                 f"metrics must be of {', '.join(known)}, got {', '.join(unknown)}; "
                 "leave it out for the default"
             )
-        if self.headline not in metrics:
-            raise InputError(
-                f"headline must be one of {', '.join(metrics)}, got {self.headline}; leave it out"
-            )
-        if self.labels is not None and not len(set(self.labels)) == len(self.labels) >= 2:
-            raise InputError(
-                "labels must be at least two different classes, "
-                f"got {', '.join(self.labels) or 'none'}; null is a regression"
-            )
-        if "f1" in metrics and self.num_labels != 2:
+        if self.headline not in self.metrics:
+            listed = ", ".join(self.metrics)
+            raise InputError(f"headline must be one of {listed}, got {self.headline}; leave it out")
+        if "f1" in self.metrics and self.num_labels != 2:
             raise InputError(
                 f"metrics must be macro_f1 here, got f1 for {self.num_labels} classes; correct it"
             )
-        if not 0 < share < 1:
-            raise InputError(
-                f"validation_share must be above 0 and below 1, got {share}; 0.1 is usual"
-            )
-        check_seed(self.split_seed, "split_seed")
 
     @property
     def splits(self) -> Mapping[str, int | None]:

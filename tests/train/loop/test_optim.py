@@ -71,7 +71,7 @@ def adamw_only(model):
 
 def with_muon(model):
     rest = optim.adamw(model, 0.1, 0.01, exclude=[model.weight])
-    return optim.MuonWithAdamW([model.weight], rest, 0.1, 0.01, 0.8)
+    return optim.MuonWithAdamW([model.weight], rest, 0.1, 0.01)
 
 
 @pytest.mark.parametrize("is_emulated", [True, False])

@@ -101,11 +101,11 @@ def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(beg
 
 def test_a_setting_added_after_a_run_began_had_its_default(begun):
     file = begun / "settings.yaml"
-    file.write_text(re.sub("  (name: adamw|muon_scale: .*)\n", "", file.read_text(), count=2))
+    file.write_text(re.sub("  (name: adamw|clip_norm: .*)\n", "", file.read_text(), count=2))
     assert "adamw" not in file.read_text()
     check_changed_settings(begun, SETTINGS, "no")
-    other = settings_of(muon_scale=0.5)
-    assert changes(begun, other) == {"optim.muon_scale": (0.8, 0.5)}
+    other = settings_of(clip_norm=0.5)
+    assert changes(begun, other) == {"optim.clip_norm": (1.0, 0.5)}
 
 
 def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
