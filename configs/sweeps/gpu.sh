@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} size=${SIZE:-base} folder=runs/gpu
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-rows=64 length=512 steps=${STEPS:-60} tokens=${TOKENS:-110_000_000} scale=full
-[ "$size" = tiny ] && rows=8 length=64 steps=12 tokens=100_000 scale=tiny
+rows=64 length=512 steps=${STEPS:-60} tokens=${TOKENS:-110_000_000} warmup=180 scale=full
+[ "$size" = tiny ] && rows=8 length=64 steps=12 tokens=100_000 warmup=10 scale=tiny
 mkdir -p $folder
 
 pretrain() { # HARDWARE NAME OPTIONS...
@@ -113,7 +113,7 @@ peers() { "$python" -m train.bench --device cuda --rounds 3 --scale $scale --out
 pair() { # four minutes a model at 460,000 tokens/s; one checkpoint of each is kept
   for MODEL in roformer bert; do
     pretrain one_gpu_compiled "$MODEL" --optim.tokens "$tokens" --optim.batch_size $((4 * rows)) \
-      --optim.warmup_steps 180 --corpus.mask_rate 0.15 --run.save_every 100000 --run.keep 1
+      --optim.warmup_steps $warmup --corpus.mask_rate 0.15 --run.save_every 100000 --run.keep 1
   done
   logged roformer bert
 }
