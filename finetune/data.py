@@ -140,9 +140,9 @@ def to_number(text: str | None) -> float:
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
     """Find the file of a split; None if there is none, or if the hub has it."""
     if task.is_own:
-        is_held_out = split == "validation" and task.validation is None
+        is_held_out = split == "validation" and not task.validation
         file = task.train if is_held_out else getattr(task, split)
-        return None if task.hub or file is None else Path(file)
+        return None if task.hub or not file else Path(file)
     files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
     return next((path for path in files if glue_dir and path.is_file()), None)
 
@@ -156,7 +156,9 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     content = hash_files(files)
     if not task.is_own:
         return content
-    others = ("name", "title", "test")
+    others = {"name", "title", "test"}
+    if (task.metrics, task.headline) == (task.default_metrics, task.default_metrics[0]):
+        others |= {"metrics", "headline"}  # so that hashes of earlier versions stay
     source = {name: value for name, value in vars(task).items() if name not in others}
     return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
 
@@ -257,11 +259,14 @@ def _read_jsonl(file: Path, schema: pyarrow.Schema, label: str) -> pyarrow.Table
     try:
         return json.read_json(file, read, json.ParseOptions(schema))
     except pyarrow.ArrowInvalid:
-        for kind in (pyarrow.string(), pyarrow.float64(), pyarrow.bool_()):
+        schema = schema.append(pyarrow.field("idx", pyarrow.int64()))  # of GLUE's test rows
+        for kind in (pyarrow.string(), pyarrow.int64(), pyarrow.float64(), pyarrow.bool_()):
             labelled = schema.append(pyarrow.field(label, kind))
             options = json.ParseOptions(labelled, unexpected_field_behavior="ignore")
             with suppress(pyarrow.ArrowInvalid):
-                return json.read_json(file, read, options)
+                table = json.read_json(file, read, options)
+                has_index = table["idx"].null_count < table.num_rows
+                return table if has_index else table.drop_columns("idx")
         raise
 
 

@@ -41,7 +41,8 @@ and, unless it failed,
     threads, versions
     seconds                             how long it took
 
-Simple features lack config, tokenizer_files, settings, parameters, truncation, the losses and, but
+Lines of earlier versions also have `mnli`; one that is not null is not read. Simple features lack
+config, tokenizer_files, settings, parameters, truncation, the losses and, but
 for versions, how they were computed.
 """
 
@@ -275,6 +276,8 @@ def read_results(path: str) -> list[Result]:
             earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
+            continue
+        if result.get("mnli") is not None:  # of a version whose runs could start from MNLI
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
             results.pop(key, None)  # the last line is that of the last run

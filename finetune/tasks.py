@@ -9,7 +9,7 @@ GLUE. Results on a split without its official number of rows are not official ei
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,7 @@ class Task(TaskSettings):
     """A task, a row of `TASKS` or a YAML file: `TaskSettings` checked, with defaults filled in."""
 
     def __post_init__(self) -> None:
-        known = VALUE_METRICS if self.is_regression else CLASS_METRICS
-        metrics = tuple(self.metrics or known[:2])
+        metrics = tuple(self.metrics or self.default_metrics)
         values = {
             "title": self.title or self.name,
             "columns": tuple(self.columns),  # a result has lists
@@ -89,7 +88,7 @@ class Task(TaskSettings):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_data()
-        self._check_scores(known)
+        self._check_scores()
 
     def _check_data(self) -> None:
         """Check how rows are read and divided."""
@@ -110,8 +109,9 @@ class Task(TaskSettings):
             )
         check_seed(self.split_seed, "split_seed")
 
-    def _check_scores(self, known: Sequence[str]) -> None:
-        """Check labels and metrics, which must be among the `known`."""
+    def _check_scores(self) -> None:
+        """Check labels, range and metrics."""
+        known = VALUE_METRICS if self.is_regression else CLASS_METRICS
         if self.labels is not None and not len(set(self.labels)) == len(self.labels) >= 2:
             raise InputError(
                 "labels must be at least two different classes, "
@@ -151,6 +151,11 @@ class Task(TaskSettings):
     def is_own(self) -> bool:
         """Whether the task names its data itself: neither GLUE's nor the demo's."""
         return self.train is not None
+
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        """Metrics of a task that names none; the first is its headline."""
+        return (VALUE_METRICS if self.is_regression else CLASS_METRICS)[:2]
 
     @property
     def is_regression(self) -> bool:

@@ -150,6 +150,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
+        # then `generate` refuses an assistant model, which needs a cache
+        self._is_stateful = not self.config.has_cache
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -101,7 +101,7 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
     if not config.has_cache:
         raise ValueError(
             "past_key_values must be None with linear_attention and with rope_type dynamic, "
-            f"got a {type(cache).__name__}; leave it out"
+            f"got a {type(cache).__name__}; leave it out, and in generate set use_cache=False"
         )
     if config.has_position_bias and cache.is_compileable:
         raise ValueError(

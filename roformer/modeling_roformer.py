@@ -613,7 +613,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
             config=config,
-            requested=self.config._attn_implementation,
+            requested=self.config._attn_implementation or "eager",  # None: replaced after building
             output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
             output_hidden_states=kwargs.get(
                 "output_hidden_states", self.config.output_hidden_states

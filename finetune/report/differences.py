@@ -127,7 +127,7 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
-    same += ["data_origin", "rate_text", "recipe_text"]  # the protocol but for the initial weights
+    same += ["control_origin", "rate_text", "recipe_text"]  # protocol but for the weights
     rows = []
     for (configuration, label), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":

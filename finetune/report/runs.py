@@ -25,8 +25,8 @@ and texts, empty where there is nothing to tell apart:
     model_text        model, tokenizer if it is not the model's own, random weights
     origin            initial weights, configuration, tokenizer files, data and precision, of
                       those that differ between runs that are otherwise alike
+    control_origin    all of it but the weights
     data_text         the data of it
-    data_origin       data and precision of it
     rate_text         the learning rate
     recipe_text       other fields of the recipe
     protocol          origin, rate and recipe: how the model was fine-tuned
@@ -209,7 +209,7 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
 
 
 def _origins(runs: pd.DataFrame) -> pd.DataFrame:
-    """Make `origin`, and its parts `data_text` and `data_origin` for the controls.
+    """Make `origin`, and its parts `control_origin` and `data_text` for the controls.
 
     A folder may hold other files than when an earlier run read it. Runs of both are not seeds of
     one configuration, so each gets the hash of what it read in its name.
@@ -223,15 +223,12 @@ def _origins(runs: pd.DataFrame) -> pd.DataFrame:
         texts = runs[name].map(f"{name} {{}}".format, na_action="ignore")
         return texts.where(varies, "").fillna("")
 
-    model = differing("weights", "model", "random_weights"), differing("config", "model")
+    weights, config = differing("weights", "model", "random_weights"), differing("config", "model")
     tokenizer = differing("tokenizer_files", "model", "tokenizer")
     data, precision = differing("data", "label"), differing("precision", "group")
-    origin = list(map(_join, *model, tokenizer, data, precision))
-    columns = {
-        "origin": origin,
-        "data_text": data,
-        "data_origin": list(map(_join, data, precision)),
-    }
+    control = list(map(_join, config, tokenizer, data, precision))
+    origin = list(map(_join, weights, control))
+    columns = {"origin": origin, "control_origin": control, "data_text": data}
     return pd.DataFrame(columns, index=runs.index)
 
 

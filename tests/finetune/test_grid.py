@@ -243,14 +243,6 @@ def test_new_weights_or_data_in_an_old_folder_are_run_again_and_another_precisio
     assert lines_of(settings) == made
 
 
-def test_a_line_that_does_not_say_its_weights_counts(folder):
-    (run,) = grid.list_runs(ask(folder))
-    key = run_key(asdict(run))
-    for weights, done in (({}, True), ({"weights": None}, True), ({"weights": "0" * 16}, False)):
-        line = {**asdict(run), "status": "diverged"} | weights
-        assert grid.is_finished(run, {key: line}) == done
-
-
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("place", ["model", "words"])
 def test_another_tokenizer_of_the_same_size_and_an_edited_configuration_are_noticed(

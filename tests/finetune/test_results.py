@@ -81,3 +81,9 @@ def test_a_record_made_before_the_protocol_had_a_head_is_that_of_the_models_own(
     assert read_results(str(file)) == [RUN]
     assert run_key(old) == run_key(RUN)
     assert prediction_file("x", old, "y") == prediction_file("x", RUN, "y")
+
+
+def test_a_run_that_started_from_mnli_is_no_plain_run(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.write_text("\n".join(json.dumps(RUN | {"mnli": x}) for x in (None, "runs/mnli")))
+    assert read_results(str(file)) == [RUN | {"mnli": None}]

@@ -62,8 +62,7 @@ def test_a_composed_model_with_a_resized_vocabulary_takes_the_new_ids():
 
 @pytest.mark.parametrize("fields", WITH_CACHE.values(), ids=WITH_CACHE)
 def test_token_by_token_with_a_cache_gives_the_logits_of_one_call(fields, kernel):
-    length = 94
-    config = tiny_config(max_position_embeddings=length, **fields)
+    length, config = 94, tiny_config(max_position_embeddings=94, **fields)
     model = build(RoFormerForCausalLM, config, kernel)
     ids = torch.randint(0, 60, (2, length))
     mask = torch.ones(2, length)
@@ -166,6 +165,8 @@ def test_the_whole_text_is_computed_for_each_token_where_there_is_no_cache(field
     embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
     assert torch.equal(embedded, tokens[:, 60:])
     assert model(ids, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match="stateful"):  # an assistant needs a cache
+        model.generate(ids, prompt_lookup_num_tokens=2, **options)
     with pytest.raises(ValueError, match="past_key_values must be None"):
         model(ids, past_key_values=transformers.DynamicCache(config=model.config))
 

@@ -59,7 +59,9 @@ def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
                 "not exist here; check the path, or name a hub data set for both parts"
             )
         found += files or [name]
-    return list(dict.fromkeys(found)) if is_share else found
+    if is_share:  # a document is held out once
+        found = list({x if isinstance(x, str) else x.resolve(): x for x in found}.values())
+    return found
 
 
 def _match_files(name: str, key: str) -> list[Path]:

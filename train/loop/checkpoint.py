@@ -148,7 +148,7 @@ class Checkpoints:
             path = recover_latest(self.folder)
         state = INITIAL_STATE | {"step": 0} | self.inputs
         if path is not None:
-            state |= json.loads((path / STATE).read_text())
+            state |= {"tokenizer": None} | json.loads((path / STATE).read_text())
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
         if path is not None:
             load_tensors(path, self.model, self.optimizer)
@@ -177,7 +177,11 @@ class Checkpoints:
                 f"{TEXT_KEYS} must give the tokens {state['data']} the run began with, "
                 f"got {self.inputs['data']}; choose another run.name, or set run.allow_drift true"
             )
-        if state["tokenizer"] != self.inputs["tokenizer"]:
+        is_other = state["tokenizer"] != self.inputs["tokenizer"]
+        if state["tokenizer"] is None:  # of an earlier version: null learns one of each text
+            is_null = self.settings.corpus.tokenizer is None
+            is_other = is_null and state["data"] != self.inputs["data"]
+        if is_other:
             raise InputError(
                 "corpus.tokenizer must be the vocabulary that the run began with, "
                 f"got {self.settings.corpus.tokenizer or 'null, which learns one of each text'}; "

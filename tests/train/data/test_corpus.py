@@ -169,9 +169,9 @@ def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, 
 def test_names_are_read_in_their_order_each_as_often_as_it_is_given(written, tokenize, monkeypatch):
     splits = {part: [{"text": "the moon"}] for part in ("train", "validation")}
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: splits)
-    one, hub = (everything(tokenize([name])).tolist() for name in (str(written / "c.txt"), "a/b"))
-    store = tokenize([str(written / "c.txt"), "a/b", str(written / "c.txt")])
-    assert everything(store).tolist() == [*one, *hub, *one]
+    file = str(written / "c.txt")
+    one, hub, all_of_them = (everything(tokenize(x)) for x in (file, "a/b", [file, "a/b", file]))
+    assert all_of_them.tolist() == [*one, *hub, *one]
 
 
 @pytest.fixture
@@ -242,7 +242,6 @@ def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer
     assert found == parts[1][::-1]
     twice = corpus([str(file)] * 2, tmp_path, validation="20%")  # held out once
     assert list(read_documents(twice, "validation")) == parts[1]
-    assert list(read_documents(twice, "train")) == 2 * parts[0]
     stores = [tokenize_corpus(settings, part, tokenizer) for part in ("train", "validation")]
     assert [len(store.document_ends) for store in stores] == [len(part) for part in parts]
     check_disjoint_files(settings)
