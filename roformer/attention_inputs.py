@@ -23,7 +23,7 @@ from .padding import BatchMetadata, Layout, remove_padding, split_documents
 
 logger = logging.get_logger(__name__)
 
-OWN = (AUTO, UNPADDED)
+OWN_IMPLEMENTATIONS = (AUTO, UNPADDED)
 """This package's implementations, which are one attention function and differ in `_may_unpad`."""
 
 
@@ -137,7 +137,9 @@ def _select_implementation(
 ) -> str:
     """Return the requested implementation, or one that can compute the call."""
     implementation = requested
-    if requested in OWN and (not kernels_enabled() or (requested == AUTO and is_traced())):
+    if requested in OWN_IMPLEMENTATIONS and (
+        not kernels_enabled() or (requested == AUTO and is_traced())
+    ):
         implementation = "sdpa"
     if output_attentions and implementation != "eager":
         if requested != AUTO:
@@ -146,7 +148,7 @@ def _select_implementation(
                 "with output_attentions=True are computed by eager attention"
             )
         return "eager"
-    if config.has_position_bias and implementation not in ("eager", "sdpa", *OWN):
+    if config.has_position_bias and implementation not in ("eager", "sdpa", *OWN_IMPLEMENTATIONS):
         logger.warning_once(
             f"attn_implementation={implementation!r} takes no position bias, which "
             f"position_encoding {config.position_encoding} has; calls are computed by sdpa"
@@ -215,7 +217,7 @@ def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
-    if not (implementation in OWN or _takes_lengths(implementation)):
+    if not (implementation in OWN_IMPLEMENTATIONS or _takes_lengths(implementation)):
         return None
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
     # without a kernel for the device, lengths are read on the host, which no compiler follows
@@ -330,6 +332,6 @@ def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -
         mask = mask.to(dtype).clamp(min=lowest)
     else:
         mask = mask.bool()
-        if implementation not in ("sdpa", *OWN):
+        if implementation not in ("sdpa", *OWN_IMPLEMENTATIONS):
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
     return mask.expand(hidden_states.shape[0], -1, hidden_states.shape[1], -1)

@@ -693,8 +693,8 @@ def _drop_cache_of_packed_rows(
     if cache_given:
         name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
         raise ValueError(
-            f"{name} must not divide rows into documents beside past_key_values, got such; leave "
-            "the cache out"
+            f"{name} must describe no packed documents beside past_key_values, got packed ones; "
+            "leave the cache out"
         )
     is_known = batch.cu_seqlens is not None or not torch.compiler.is_compiling()
     return None if is_known else cache

@@ -101,17 +101,24 @@ def check_writable(folder: Path, key: str) -> None:
         ) from error
 
 
+def full_disk_number(error: BaseException) -> int | None:
+    """Return the errno of an error of a full disk, quota or file-size limit; None of others."""
+    # the Rust libraries have it in the text alone
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else getattr(error, "errno", None)
+    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+
+
 @contextmanager
 def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
-    """Turn errors of a full disk, quota or file-size limit into an `InputError` for a setting."""
+    """Turn the errors of `full_disk_number` into an `InputError` for a setting."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # the Rust library of tokenizers raises it bare
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(found[1]) if found else getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:  # that of tokenizers is bare
+        number = full_disk_number(error)
+        if number is None:
             raise
         raise InputError(
             f"{key} must have room, got {os.strerror(number)} in {folder}; make some, "

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from finetune.metrics import METRICS, headline_score, is_collapsed, score, score_majority
-from finetune.tasks import CLASS_METRICS, METRIC_NAMES, TASKS, VALUE_METRICS
+from finetune.metrics import headline_score, is_collapsed, score, score_majority
+from finetune.tasks import TASKS
 from tiny_glue import SCORERS
 
 draw = np.random.default_rng(7)
@@ -22,10 +22,6 @@ def test_scores_equal_those_of_scikit_learn_and_scipy(task):
     result = score(task, guess, truth)
     assert list(result) == list(task.metrics)
     assert result == pytest.approx(expected, abs=1e-12)
-
-
-def test_every_metric_of_descriptions_has_a_function_and_a_name_in_print():
-    assert METRICS.keys() == METRIC_NAMES.keys() == {*CLASS_METRICS, *VALUE_METRICS}
 
 
 @pytest.mark.parametrize("constant", [0, 1])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from train.atomic_dir import write_dir_atomically, write_file_atomically
+from train.atomic_dir import report_full_disk, write_dir_atomically, write_file_atomically
+from train.settings import InputError
 
 
 def fill(target: Path, text: str, replace: bool) -> None:
@@ -52,3 +53,9 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there_and_nothing_else(tm
         write_half()
     assert file.read_text() == "new"
     assert [path.name for path in file.parent.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_one_line_whichever_library_meets_it(tmp_path):
+    for error in (OSError(28, "full"), Exception("File too large (os error 27)")):
+        with pytest.raises(InputError, match="run.folder must"), report_full_disk(tmp_path):
+            raise error

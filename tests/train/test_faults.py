@@ -1,7 +1,4 @@
-"""What clusters do to a run: real processes, real signals, real files.
-
-What ends a run early is in loop/test_preemption.py, kills during a save in loop/test_checkpoint.py.
-"""
+"""What clusters do to a run (see also loop/test_preemption.py): real processes and signals."""
 
 import json
 import os

@@ -331,6 +331,8 @@ MISFITS = {
     "--corpus.train=/nowhere/x": ("corpus.train must exist", "got '/nowhere/x'"),
     "--corpus.tokenizer={broken}": ("corpus.tokenizer must be a folder", "broken"),
     "--corpus.tokenizer=/nowhere --run.dry=true": ("corpus.tokenizer must be a folder", "/nowhere"),
+    "--corpus.train=/nowhere/x --corpus.validation=2% --run.dry=true": ("corpus.train must exist",),
+    "--corpus.vocabulary_size=50 --run.dry=true": ("corpus.vocabulary_size must be at least 100",),
     "--model.init=/nowhere/x": ("model.init must be a folder or hub id", "got '/nowhere/x'"),
     "--optim.steps=2": ("optim.warmup_steps", "got 2"),
 }

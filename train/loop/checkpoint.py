@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
-from train.atomic_dir import UNFINISHED, write_dir_atomically
+from train.atomic_dir import UNFINISHED, full_disk_number, write_dir_atomically
 from train.data.corpus import TokenStore
 from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
@@ -257,7 +257,10 @@ def save_model(
                 language_model.model.save_pretrained(temporary, state_dict=weights)
                 tokenizer.save_pretrained(temporary)
             print(f"model and tokenizer: {model_folder}")
-        except Exception as failure:  # the Rust library's, on a full disk, is bare
+        except Exception as failure:  # that of tokenizers is bare
+            is_known = isinstance(failure, OSError | SafetensorError)
+            if not is_known and full_disk_number(failure) is None:
+                raise
             error = " ".join(str(failure).split())
     _check_written(error, "the model", accelerator)
 
