@@ -148,9 +148,9 @@ def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None
 
 
 def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
-    """Hash the files of a task's labelled splits; None for the hub.
+    """Hash the files of a task's labelled splits; None for GLUE on the hub.
 
-    Of a task of your own the hash covers what decides how its files are read and scored, too.
+    Of a task of your own the hash covers what decides how its rows are found, read and scored, too.
     """
     files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
     content = hash_files(files)

@@ -1,8 +1,9 @@
 """Results files and predictions: what a fine-tuning run leaves.
 
     results.jsonl                               one line a run
-    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (-1 where there is none), logits
-    predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions
+    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (none: -1 or nan), logits
+    predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions,
+                                                except those of simple features
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
@@ -31,18 +32,18 @@ and, unless it failed,
                                         split -> number of rows
     model_type, parameters              the model's type in transformers, and its size
     truncation                          split -> shares of texts and tokens that are cut off
+    headline_metric                     the metric that tables show
     metrics, headline                   validation split -> metric -> score; mean over the splits
-                                        of the `headline_metric`; both null if the run diverged
+                                        of that metric's; both null if the run diverged
     majority_metrics, majority          the same of a constant answer
     test_metrics                        metric -> score, of your own test rows if all have labels
-    collapsed                           whether every row got the same answer
-    loss, losses                        mean training loss of the last epoch, and of each
     precision, device, processes,       how it was computed
     threads, versions
     seconds                             how long it took
+    collapsed                           whether every row got the same answer (if done, as the next)
+    loss, losses                        mean training loss of the last epoch, and of each
 
-Lines of earlier versions also have `mnli`; one that is not null is not read. Simple features lack
-config, tokenizer_files, settings, parameters, truncation, the losses and, but
+Simple features lack config, tokenizer_files, settings, parameters, truncation, the losses and, but
 for versions, how they were computed.
 """
 
@@ -166,7 +167,7 @@ def prediction_file(results: str, result: Result, split: str) -> Path:
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
     """Write labels [N] and logits [N, num_labels] in the row order of the split's file."""
     columns = {"row": np.arange(len(labels)), "label": labels, "logits": list(logits)}
-    with write_file_atomically(file) as unfinished:
+    with report_full_disk(file.parent, "output"), write_file_atomically(file) as unfinished:
         parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
 
 
@@ -177,14 +178,14 @@ def write_answers(
 
     Logits are [N, num_labels].
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = dict(texts)
     if names is None:
         columns["prediction"] = logits[:, 0]
     else:
         columns["prediction"] = [names[index] for index in logits.argmax(axis=1)]
         columns["probability"] = softmax(logits.astype(np.float64), axis=1).max(axis=1).round(4)
-    csv.write_csv(pyarrow.table(columns), file)
+    with report_full_disk(file.parent, "output"), write_file_atomically(file) as unfinished:
+        csv.write_csv(pyarrow.table(columns), unfinished)
 
 
 def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
@@ -276,8 +277,6 @@ def read_results(path: str) -> list[Result]:
             earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
-            continue
-        if result.get("mnli") is not None:  # of a version whose runs could start from MNLI
             continue
         if not (earlier and failed) or inputs_differ(result, earlier):
             results.pop(key, None)  # the last line is that of the last run

@@ -24,6 +24,13 @@ def normalize_paths(settings: Any, *names: str) -> None:
         object.__setattr__(settings, name, normal)
 
 
+def check_output(output: str) -> None:
+    """Check the path of a results file."""
+    if Path(output).is_dir():
+        raise InputError(f"output must name a file, got the folder {output}; add /results.jsonl")
+    check_writable(Path(output).parent, "output")
+
+
 @dataclass(frozen=True)
 class CommonSettings:
     """What a single run and a grid share: paths, and how a model is fine-tuned."""
@@ -81,11 +88,7 @@ class CommonSettings:
                 f"pair_encoding must be joint for a model's own head, got {self.pair_encoding}; "
                 "set pooling to first or mean"
             )
-        if Path(self.output).is_dir():
-            raise InputError(
-                f"output must name a file, got the folder {self.output}; add /results.jsonl"
-            )
-        check_writable(Path(self.output).parent, "output")
+        check_output(self.output)
         check_writable(Path(self.cache), "cache")
         normalize_paths(self, "glue_dir")
 
@@ -142,6 +145,7 @@ class GridSettings(CommonSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         normalize_paths(self, "models", "tasks")
+        check_fields(self, bool, "must not be empty", "models", "tasks", "seeds")
         rates, rule = "learning_rates", "must be positive and finite"
         check_fields(self, lambda x: x and all(0 < y < math.inf for y in x), rule, rates)
         check_fields(self, lambda x: x >= 1, "must be at least 1", "workers")

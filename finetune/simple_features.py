@@ -34,13 +34,13 @@ from finetune.results import (
     write_result,
 )
 from finetune.run_info import describe_data, hash_data
-from finetune.settings import normalize_paths
+from finetune.settings import check_output, normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.loop.run_metadata import git_commit
 from train.settings import InputError, first_line
 
-WORD = r"[\u3400-\u9fff]|\b\w\w+\b"
+WORD = r"[\u3400-\u9fff]|[^\W\u3400-\u9fff]{2,}"
 """scikit-learn's words, and each Chinese character, as between them there are no spaces."""
 
 
@@ -58,6 +58,7 @@ class SimpleFeaturesSettings:
     """Also predict the test rows of your own tasks."""
 
     def __post_init__(self) -> None:
+        check_output(self.output)
         normalize_paths(self, "glue_dir", "tasks")
         for task in self.tasks:
             load_task(task)

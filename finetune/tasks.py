@@ -33,6 +33,8 @@ METRIC_NAMES = {
     "pearson": ("pearsonr", "Pearson correlation"),
 }
 """Metric -> its name on the hub and in print."""
+RESERVED_COLUMNS = {"error", "label", "prediction", "probability", "row"}
+"""Names that no text column of your own may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class TaskSettings:
     value_range: tuple[float, float] | None = None
     """Lowest and highest label of a regression; null allows all numbers."""
     metrics: tuple[str, ...] = ()
-    """Scores to report: of accuracy, macro_f1, f1 (of class 1 of two) and matthews; for a
+    """Scores to report: of accuracy, macro_f1, f1 (of the second of two classes), matthews; for a
     regression of spearman and pearson. Empty means the first two."""
     headline: str = ""
     """The metric that tables show; empty means the first one."""
@@ -98,10 +100,10 @@ class Task(TaskSettings):
                 "columns must be one or two text columns beside the label column, "
                 f"got {', '.join(columns)}; name other columns"
             )
-        if {"prediction", "probability"} & set(self.columns):
+        if RESERVED_COLUMNS & set(self.columns):
             raise InputError(
-                "columns must have other names than prediction and probability, which the file of "
-                f"predictions adds, got {', '.join(self.columns)}; rename the column"
+                f"columns must have other names than {', '.join(sorted(RESERVED_COLUMNS))}, which "
+                f"tables of predictions add, got {', '.join(self.columns)}; rename the column"
             )
         if not 0 < share < 1:
             raise InputError(

@@ -80,10 +80,12 @@ def main(settings: ReportSettings) -> str:
         )
     if settings.pair is not None:
         runs = pd.concat([group.fine_tuned() for group in groups])
-        if not {*runs["model"], *runs["short_name"]} >= set(settings.pair):
+        short_names = dict(zip(runs["model"], runs["short_name"]))
+        found = {short_names.get(x, x) for x in settings.pair} & set(short_names.values())
+        if len(found) != 2:
             raise InputError(
-                f"pair must name models of the results, got {', '.join(settings.pair)}; "
-                f"they have {', '.join(sorted(set(runs['short_name'])))}"
+                f"pair must name two models of the results, got {', '.join(settings.pair)}; "
+                f"they have {', '.join(sorted(set(short_names.values())))}"
             )
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")

@@ -135,6 +135,8 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         scored = runs[runs["label"] == label].dropna(subset="score")
         wanted = runs.loc[cell.index, same].max()
         is_random = (scored["kind"] == "random") & (scored[same] == wanted).all(axis=1)
+        config = scored["config"]  # older results have no hash of it
+        is_random &= config.isin(cell["config"]) | config.isna() | cell["config"].isna().all()
         is_baseline = scored["kind"].isin(BASELINES) & scored["data_text"].isin(cell["data_text"])
         controls = scored[is_random | is_baseline]
         rows.append((configuration, label, *_gain(cell["score"], controls)))

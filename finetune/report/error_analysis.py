@@ -62,7 +62,7 @@ def main(settings: ErrorAnalysisSettings) -> str:
         f"Run: `{result['command']}`",
     ]
     if result["collapsed"]:
-        parts.append("**The run collapsed: it gives one answer for all rows of a split.**")
+        parts.append("**The run collapsed: it gives one answer for all rows.**")
     glue_dir = settings.glue_dir or result["glue_dir"]
     for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, result, split))

@@ -191,6 +191,7 @@ def test_a_learning_rate_that_cannot_train_is_refused(folder, rate):
     refused(lambda: ask(folder, learning_rates=[2e-5, rate]), f"learning_rates {rule}", f"{rate}]")
     refused(lambda: run_settings(folder, learning_rate=rate), f"learning_rate {rule}", f"{rate};")
     refused(lambda: ask(folder, learning_rates=[]), f"learning_rates {rule}", "got []")
+    refused(lambda: ask(folder, seeds=[]), "seeds must", "got []")
 
 
 def test_several_processes_are_sent_to_workers(monkeypatch, folder):

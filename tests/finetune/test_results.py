@@ -5,8 +5,16 @@ import resource
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
+
 from finetune import results
-from finetune.results import append_result, prediction_file, read_results, run_key
+from finetune.results import (
+    append_result,
+    prediction_file,
+    read_results,
+    run_key,
+    write_predictions,
+)
 from finetune.settings import GlueSettings
 from tiny import refused, soft_limit
 from tiny_glue import tiny_model
@@ -49,6 +57,9 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     append()
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
+    with soft_limit(resource.RLIMIT_FSIZE, 100):
+        write = partial(write_predictions, file.with_name("x"), np.zeros(9), np.zeros((9, 2)))
+        refused(write, "output must have room")
 
 
 def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tmp_path):
@@ -81,9 +92,3 @@ def test_a_record_made_before_the_protocol_had_a_head_is_that_of_the_models_own(
     assert read_results(str(file)) == [RUN]
     assert run_key(old) == run_key(RUN)
     assert prediction_file("x", old, "y") == prediction_file("x", RUN, "y")
-
-
-def test_a_run_that_started_from_mnli_is_no_plain_run(tmp_path):
-    file = tmp_path / "results.jsonl"
-    file.write_text("\n".join(json.dumps(RUN | {"mnli": x}) for x in (None, "runs/mnli")))
-    assert read_results(str(file)) == [RUN | {"mnli": None}]

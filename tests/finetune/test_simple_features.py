@@ -1,6 +1,7 @@
 """The control from simple features: its numbers are scikit-learn's, its records are results."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from finetune.metrics import score
 from finetune.results import SIMPLE_FEATURES, prediction_file, read_results
-from finetune.simple_features import SimpleFeaturesSettings, features, score_tasks
+from finetune.simple_features import WORD, SimpleFeaturesSettings, features, score_tasks
 from finetune.tasks import TASKS
 from tiny import refused
 from tiny_glue import predictions_of, write_split
@@ -27,6 +28,7 @@ def test_features_of_a_pair_are_cosine_and_share_of_common_words():
     vectors = [vectorizer.transform(texts).toarray() for texts in (first, second)]
     assert found[:, 0] == pytest.approx([a @ b for a, b in zip(*vectors)])
     assert found[:, 1] == pytest.approx([2 / 3, 0, 1])
+    assert re.findall(WORD, "2008年 NBA球, a day") == ["2008", "年", "NBA", "球", "day"]
 
 
 def test_records_hold_the_scores_of_the_predictions_beside_them(folder):

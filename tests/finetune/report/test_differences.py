@@ -238,8 +238,9 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
 
 
 def test_controls_of_other_data_or_another_configuration_are_none():
-    lines = [*seeds(BERT, "rte", (0.8, 0.8), data="a", config="a")]
-    lines += seeds(BERT, "rte", (0.7, 0.7), data="a", config="b", random_weights=True)
+    lines = [*seeds("runs/bert-0", "rte", (0.8, 0.8), data="a", config="a")]
+    for model in ("runs/bert-0", "runs/bert-1"):
+        lines += seeds(model, "rte", (0.7, 0.7), data="a", config="b", random_weights=True)
     lines += [simple_features("rte", 0.6, data="a"), simple_features("rte", 0.95, data="b")]
     (gain,) = gains_of(lines).values()
     assert gain[:2] == ("features", pytest.approx(20.0))

@@ -262,4 +262,6 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
     refused(lambda: main(ReportSettings(file, output=file)), "output must")
     wrong = ReportSettings(file, pair=["small-bert", "x"])
     refused(lambda: main(wrong), "pair must", "got small-bert, x;")
+    same = ReportSettings(file, pair=["small-bert", BERT])  # two names of one model
+    refused(lambda: main(same), "pair must")
     assert not (tmp_path / "report.md").exists()
