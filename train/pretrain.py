@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import check_writable, report_full_disk
@@ -43,7 +44,6 @@ from train.loop.language_model import (
     extend_max_positions,
 )
 from train.loop.launch import compute_dtype, is_compiled, start_accelerator
-from train.loop.loader import make_loader
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.optim import (
     AsyncScalars,
@@ -184,7 +184,9 @@ def train(
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
         guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
-        loader = make_loader(dataset, state["step"], run.workers, accelerator.device)
+        steps, is_cuda = range(state["step"], total), accelerator.device.type == "cuda"
+        # pinned memory is required for non-blocking copies
+        loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process

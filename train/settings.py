@@ -204,8 +204,6 @@ class RunSettings:
     """Optimizer steps between two checkpoints."""
     keep: int = 2
     """Number of newest checkpoints to keep; one is deleted only after a newer one is complete."""
-    workers: int = 0
-    """Processes, per training process, that make batches ahead of time."""
     max_hours: float | None = None
     """Hours after which this launch saves a checkpoint and ends, for machines with a time limit;
     the same command continues the run."""
@@ -224,7 +222,6 @@ class RunSettings:
         names = ("log_every", "validate_every", "validation_sequences", "save_every", "keep")
         counts = [f"run.{name}" for name in names]
         check_fields(self, lambda x: x >= 1, "must be at least 1", *counts)
-        check_fields(self, lambda x: x >= 0, "must not be negative", "run.workers")
         check_fields(self, lambda x: x > 0, "must be positive", "run.max_hours", "run.peak_tflops")
         if self.name in ("", ".", "..") or "/" in self.name:
             raise InputError(

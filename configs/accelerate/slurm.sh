@@ -16,7 +16,7 @@
 # SLURM sends the signal to the step and not to this shell, so the step exits with 75 to say that it is to be continued.
 set -uo pipefail
 export ACCELERATE_MIXED_PRECISION=bf16 # plain torchrun reads no configuration of Accelerate's
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from sbatch: data workers would share one core
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from sbatch
 export PYTORCH_ALLOC_CONF=expandable_segments:True # batches of many lengths leave no unusable gaps
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun bash -c '

@@ -18,7 +18,7 @@ pretrain() { # HARDWARE NAME OPTIONS...
     --config configs/pretrain/fast-base.yaml --config "configs/model/${MODEL:-roformer}-$size.yaml" --corpus.train "$TEXT/train*" \
     --corpus.validation "$TEXT/validation*" --corpus.tokenizer "$VOCABULARY" --corpus.length $length --corpus.cache $folder/tokens \
     --optim.micro_batch $rows --optim.batch_size $rows --optim.warmup_steps 10 --optim.tokens null --run.folder $folder \
-    --run.workers 4 --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
+    --run.log_every 10 --run.peak_tflops 790 --run.tracker null --run.name "$2" "${@:3}"
 }
 
 short() { # HARDWARE NAME OPTIONS...: a run of `steps` steps

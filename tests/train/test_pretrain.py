@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import signal
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,12 +18,11 @@ from safetensors.torch import load_file
 
 import launched_runs as runs
 import roformer
-from tiny import TINY_MODEL, command, log_rows, refused, soft_limit, tiny_config
+from tiny import TINY_MODEL, command, log_rows, refused, tiny_config
 from train.data import stateless_rng, vocabulary
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.language_model import build_config, build_model
-from train.loop.loader import make_loader
 from train.pretrain import all_reduce_step_info, send_to_device
 from train.settings import OPTIMIZERS, HeldOutSettings, InputError, ModelSettings, OptimSettings
 
@@ -368,13 +366,6 @@ def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain, monkeypatch):
     monkeypatch.setattr("train.pretrain.evaluate", spy)
     pretrain("--optim.steps=3")
     assert spy.call_args.kwargs["batch_size"] == 4
-
-
-def test_workers_may_open_as_many_files_as_the_machine_allows():
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with soft_limit(resource.RLIMIT_NOFILE, 100):
-        make_loader(Mock(total=3), 0, 1, torch.device("cpu"))
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_a_run_needs_no_pickle_no_socket_and_no_foreign_code(pretrain, tmp_path, monkeypatch):

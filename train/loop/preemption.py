@@ -131,8 +131,8 @@ class PreemptionHandler:
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
         the process prints its stack and exits, so that the launcher ends the other processes. The
-        first step, which compiles and starts workers, and that of a stage, of other lengths, have
-        no timeout. In an evaluation a batch follows instead of a step.
+        first step, which compiles, and that of a stage, of other lengths, have no timeout. In an
+        evaluation a batch follows instead of a step.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:

@@ -29,7 +29,7 @@ CHANGEABLE = {
     "optim": {"micro_batch"},
     "run": {
         "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
-        "keep", "tracker", "workers", "max_hours", "peak_tflops", "allow_drift", "dry",
+        "keep", "tracker", "max_hours", "peak_tflops", "allow_drift", "dry",
     },
 }  # fmt: skip
 """Keys that may change when a run is resumed: trained weights do not depend on them, except that

@@ -198,8 +198,7 @@ def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, causal, tmp_pat
         assert len(batch["labels"]) <= len(tried["labels"]) <= 8 * 24 + 8
 
 
-def test_options_of_speed_and_memory_change_no_loss(pretrain):
+def test_gradient_checkpointing_changes_no_loss(pretrain):
     plain = pretrain("--run.name=plain")
-    for option in ("--model.gradient_checkpointing=true", "--run.workers=2"):
-        name = option.partition("=")[0].rpartition(".")[2]
-        assert_close_runs(plain, pretrain(option, f"--run.name={name}"), "loss")
+    saved = pretrain("--model.gradient_checkpointing=true", "--run.name=checkpointing")
+    assert_close_runs(plain, saved, "loss")

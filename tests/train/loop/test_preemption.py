@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -47,17 +46,16 @@ def assert_saved_at_once(launch: runs.Launches, last: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same(launch):
-    for number, to, workers in (
-        (signal.SIGTERM, "group", 2),  # data workers receive it too
-        (signal.SIGUSR1, "group", 2),
-        (signal.SIGTERM, "rank 1", 0),
-        (signal.SIGUSR1, "rank 0", 0),
-        (signal.SIGHUP, "rank 1", 0),
-        (signal.SIGINT, "rank 0", 0),
+    for number, to in (
+        (signal.SIGTERM, "group"),
+        (signal.SIGUSR1, "group"),
+        (signal.SIGTERM, "rank 1"),
+        (signal.SIGUSR1, "rank 0"),
+        (signal.SIGHUP, "rank 1"),
+        (signal.SIGINT, "rank 0"),
     ):
-        both = launch.ranks(*runs.TWO_RANKS, f"--run.workers={workers}")
+        both = launch.ranks(*runs.TWO_RANKS)
         last = launch.train_until(both[0], 2)
-        assert all(len(psutil.Process(rank.pid).children()) >= workers for rank in both)
         if to == "group":
             os.killpg(both[0].pid, number)
         else:
@@ -171,10 +169,10 @@ def test_what_a_shell_started_without_a_launcher_outlives_it(pretrain_flags, tmp
 
 
 def test_ctrl_c_in_a_terminal_saves_and_again_ends_at_once(launch):
-    launcher = launch(*runs.ENDLESS, "--run.workers=2", launcher=runs.LAUNCH)
+    launcher = launch(*runs.ENDLESS, launcher=runs.LAUNCH)
     launch.train_until(launcher, 3)
     (process,) = psutil.Process(launcher.pid).children()
-    os.killpg(launcher.pid, signal.SIGINT)  # the launcher and the workers hear it too
+    os.killpg(launcher.pid, signal.SIGINT)  # the launcher hears it too
     assert launcher.wait(30) != 0
     assert process.wait(30) == 128 + signal.SIGINT
     assert launch.saved_step() == launch.logged_step() >= 3
@@ -289,16 +287,3 @@ def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(pretrain, l
     assert not runs.child_processes(launch.folder)
     assert launch.torchrun(*runs.TWO_RANKS).wait(runs.PATIENCE) == 0
     assert "going on after step" in launch.output()
-
-
-def test_a_data_worker_that_is_killed_stops_the_launch_and_the_next_goes_on(pretrain, launch):
-    flags = ["--optim.steps=80", "--run.save_every=2"]
-    first = launch(*flags, "--run.workers=2")
-    launch.train_until(first, 2)
-    psutil.Process(first.pid).children()[0].kill()
-    assert first.wait(60) not in (0, None)
-    # torch's words depend on who notices first: its signal handler, the queue, or the pipe
-    reason = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
-    assert re.search(rf"{reason}|multiprocessing/connection.py", launch.output())
-    assert not runs.child_processes(launch.folder)
-    runs.assert_same_run(pretrain(*flags, "--run.name=whole"), pretrain(*flags))
