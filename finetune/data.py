@@ -1,6 +1,6 @@
 """From the files of a task to batches: rows read and checked, tokenized once, bucketed by length.
 
-Local files are read by pyarrow, which makes no copies in a cache; the `datasets` library reads the
+Local files are read by pandas, which makes no copies in a cache; the `datasets` library reads the
 hub. Where a task has no validation rows, a share of its training rows is held out. Tokens are
 cached under a hash of the texts and the tokenizer, so that all runs of a grid share them. The order
 of examples is a pure function of (seed, epoch), for any number of processes.
@@ -9,22 +9,22 @@ Shapes: N examples, K texts of an example (2 where pairs are encoded separately,
 tokens of the longest text of a batch, T tokens of a split.
 """
 
+import csv
 import functools
 import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
+import pandas as pd
 import torch
 from numpy.typing import NDArray
-from pyarrow import csv, json, parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
@@ -38,8 +38,6 @@ from train.settings import InputError, first_line
 
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
-BLOCK_BYTES = 2**26
-"""Bytes of .csv, .tsv or .jsonl that are parsed at once; no row may be longer."""
 SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
@@ -60,9 +58,9 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
-    index = table.get("idx", []) if is_test else []
-    if index != list(range(len(index))):  # as the test server counts
-        shown = shorten_list([*map(str, index)])
+    index = [*map(str, table.get("idx", []))] if is_test else []
+    if index != [*map(str, range(len(index)))]:  # as the test server counts
+        shown = shorten_list(index)
         raise InputError(f"idx of {name} must count from 0, got {shown}; sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
     columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
@@ -170,25 +168,24 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
         InputError: The file, the data set or a column is missing.
     """
     if task.hub is not None or (not task.is_own and glue_dir is None):
-        source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
+        source, frame = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
     else:
         file = find_split_file(task, split, glue_dir)
         if file is None:
             rule = f"must hold {task.name}/{split} as one of {', '.join(SUFFIXES)}"
             raise InputError(f"glue_dir {rule}, got {glue_dir}; check the path")
-        source, table = str(file), _read_file(file, task)
-    names, label = table.column_names, task.label_column
+        source, frame = str(file), _read_file(file)
+    names, label = [*map(str, frame.columns)], task.label_column
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
-    if any(names.count(name) != 1 for name in wanted):
+    if not {*wanted} <= {*names}:
         raise InputError(
             f"{source} must have the columns {', '.join(wanted)}, got {', '.join(names)}; "
             "correct the file or the task's columns"
         )
-    if table.num_rows == 0:
+    if frame.empty:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
     index = ["idx"] if not task.is_own else []
-    kept = [name for name in (*task.columns, label, *index) if names.count(name) == 1]
-    return table.select(kept).to_pydict()
+    return frame[[x for x in (*task.columns, label, *index) if x in names]].to_dict("list")
 
 
 def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
@@ -208,7 +205,7 @@ def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
     return selected | {"label": columns["label"][kept]}
 
 
-def _read_hub(task: Task, split: str) -> pyarrow.Table:
+def _read_hub(task: Task, split: str) -> pd.DataFrame:
     name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
     part = split if not task.is_own else getattr(task, split) or task.train
     try:
@@ -218,56 +215,32 @@ def _read_hub(task: Task, split: str) -> pyarrow.Table:
             f"hub must hold {name}, split {part}, got {first_line(error)}; "
             "check the names, or name files (glue_dir for GLUE)"
         ) from error
-    table, feature = data.with_format("arrow")[:], data.features.get(task.label_column)
-    if task.hub is None or not isinstance(feature, datasets.ClassLabel):
-        return table
-    # -1 marks a missing label
-    labels = [None if x is None or x < 0 else feature.names[x] for x in data[task.label_column]]
-    index = table.column_names.index(task.label_column)
-    return table.set_column(index, task.label_column, pyarrow.array(labels, pyarrow.string()))
+    frame, feature = data.to_pandas(), data.features.get(task.label_column)
+    if task.hub is not None and isinstance(feature, datasets.ClassLabel):
+        names = dict(enumerate(feature.names))  # -1 marks a missing label
+        frame[task.label_column] = [names.get(x) for x in data[task.label_column]]
+    return frame
 
 
-def _read_file(file: Path, task: Task) -> pyarrow.Table:
+def _read_file(file: Path) -> pd.DataFrame:
     if file.suffix not in SUFFIXES:
         found = file.suffix or "no suffix"
         raise InputError(f"{file} must be one of {', '.join(SUFFIXES)}, got {found}; convert it")
     try:
-        table = parquet.read_table(file) if file.suffix == ".parquet" else _read_text(file, task)
-        table.validate(full=True)  # of jsonl the reader does not check that text is UTF-8
-        return table
-    except (pyarrow.ArrowException, OSError) as error:
+        if file.suffix == ".parquet":
+            return pd.read_parquet(file)
+        if file.suffix == ".jsonl":
+            with file.open(encoding="utf-8") as stream:
+                return pd.DataFrame([json.loads(line) for line in stream if line.strip()])
+        # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
+        tsv = {"sep": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
+        frame = pd.read_csv(file, dtype=str, keep_default_na=False, **tsv)
+        if not isinstance(frame.index, pd.RangeIndex):
+            raise ValueError("more values in a row than column names")
+        return frame
+    except (OSError, ValueError) as error:
         rule, found = f"must be readable as {file.suffix}", first_line(error)
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error
-
-
-def _read_text(file: Path, task: Task) -> pyarrow.Table:
-    # without types, text that looks like a date would be read as one
-    types = {name: pyarrow.string() for name in task.columns}
-    if file.suffix == ".jsonl":
-        return _read_jsonl(file, pyarrow.schema(types), task.label_column)
-    # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
-    parse = csv.ParseOptions(newlines_in_values=True)
-    if file.suffix == ".tsv":
-        parse = csv.ParseOptions(delimiter="\t", quote_char=False)
-    convert = csv.ConvertOptions(column_types=types | {task.label_column: pyarrow.string()})
-    return csv.read_csv(file, csv.ReadOptions(block_size=BLOCK_BYTES), parse, convert)
-
-
-def _read_jsonl(file: Path, schema: pyarrow.Schema, label: str) -> pyarrow.Table:
-    """Read a .jsonl file; if another column has values of several types, the others alone."""
-    read = json.ReadOptions(block_size=BLOCK_BYTES)
-    try:
-        return json.read_json(file, read, json.ParseOptions(schema))
-    except pyarrow.ArrowInvalid:
-        schema = schema.append(pyarrow.field("idx", pyarrow.int64()))  # of GLUE's test rows
-        for kind in (pyarrow.string(), pyarrow.int64(), pyarrow.float64(), pyarrow.bool_()):
-            labelled = schema.append(pyarrow.field(label, kind))
-            options = json.ParseOptions(labelled, unexpected_field_behavior="ignore")
-            with suppress(pyarrow.ArrowInvalid):
-                table = json.read_json(file, read, options)
-                has_index = table["idx"].null_count < table.num_rows
-                return table if has_index else table.drop_columns("idx")
-        raise
 
 
 @dataclass(frozen=True)
