@@ -154,9 +154,7 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     content = hash_files(files)
     if not task.is_own:
         return content
-    others = {"name", "title", "test"}
-    if (task.metrics, task.headline) == (task.default_metrics, task.default_metrics[0]):
-        others |= {"metrics", "headline"}  # so that hashes of earlier versions stay
+    others = ("name", "title", "test")
     source = {name: value for name, value in vars(task).items() if name not in others}
     return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
 

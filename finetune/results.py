@@ -84,10 +84,6 @@ RECIPE_FIELDS = {
 }
 """Fields that a protocol fixes for all its models, tasks and seeds, as tables print them."""
 
-RECIPE_DEFAULTS = {"pooling": "own", "pair_encoding": "joint"}
-"""Values of results made before these fields existed. They are left out of the key, so that old
-runs keep their names."""
-
 RUN_KEY = (
     "model", "tokenizer", "random_weights", "task", "glue_dir", "seed", *RECIPE_FIELDS,
 )  # fmt: skip
@@ -104,12 +100,7 @@ SIMPLE_FEATURES = "simple-features"
 
 def run_key(values: Mapping[str, Any]) -> tuple:
     """Get the key of a run from its result or its settings."""
-    defaults = RECIPE_DEFAULTS
-    return tuple(
-        values[name]
-        for name in RUN_KEY
-        if name not in defaults or values.get(name) not in (None, defaults[name])
-    )
+    return tuple(values[name] for name in RUN_KEY)
 
 
 def run_name(values: Mapping[str, Any]) -> str:
@@ -272,7 +263,7 @@ def read_results(path: str) -> list[Result]:
         if not line.strip():
             continue
         try:
-            result = RECIPE_DEFAULTS | json.loads(line)
+            result = json.loads(line)
             key, failed = run_key(result), result["status"] == "failed"
             earlier = results.get(key, {})
         except (ValueError, KeyError, TypeError):

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from argparse import SUPPRESS, ArgumentError, ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ def run_command(
     settings: type[SettingsT],
     argv: Sequence[str] | None = None,
     default_config: str | None = None,
-    examples: str = "",
 ) -> None:
     """Parse the settings, from `argv` or the command line, as `parse_settings`, and run a command.
 
@@ -41,7 +40,7 @@ def run_command(
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         flags = list(sys.argv[1:] if argv is None else argv)
-        parsed = parse_settings(settings, flags, default_config, examples)
+        parsed = parse_settings(settings, flags, default_config)
         if default_config is not None and not _split_flags(flags)[0] and is_local_main:
             values = yaml.safe_load(Path(default_config).read_text(encoding="utf-8"))
             print(f"no --config: flags change the settings of {default_config}:")
@@ -65,18 +64,6 @@ def progress_interval() -> float:
     return 0.1 if sys.stderr.isatty() else 30.0
 
 
-class _Parser(jsonargparse.ArgumentParser):
-    """Parser whose help begins with examples, and omits flags that read a section from a file."""
-
-    examples = ""
-
-    def format_help(self, *args: Any) -> str:
-        for action in self._actions:
-            if action.help == "Path to a configuration file.":
-                action.help = SUPPRESS
-        return self.examples + super().format_help(*args)
-
-
 def _split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the files that `--config` names, and all other flags."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -86,15 +73,11 @@ def _split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_settings(
-    settings: type[SettingsT],
-    flags: Sequence[str],
-    default_config: str | None = None,
-    examples: str = "",
+    settings: type[SettingsT], flags: Sequence[str], default_config: str | None = None
 ) -> SettingsT:
     """Fill a frozen dataclass from YAML files and flags.
 
-    The `default_config` is read if no `--config` is given; `--help`, which begins with the
-    `examples`, then shows its values.
+    The `default_config` is read if no `--config` is given; `--help` then shows its values.
 
     Raises:
         InputError: A key, type or value is wrong; the message is one line.
@@ -102,14 +85,13 @@ def parse_settings(
     types = dict(_field_types(settings))
     files, others = _split_flags(flags)
     merged = [f"--config={json.dumps(_read_configs(files))}"] if files else []
-    parser = _Parser(
+    parser = jsonargparse.ArgumentParser(
         default_config_files=[default_config] if default_config and not files else [],
         usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",
         description=settings.__doc__,
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.examples = examples
     parser.add_argument("--config", action="config", help="YAML file of settings; may be repeated.")
     parser.add_class_arguments(settings, as_group=False)
     try:

@@ -61,22 +61,6 @@ from train.settings import CorpusSettings, PretrainSettings, split_stages
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
-EXAMPLES = """\
-The demo: a small RoFormer on the documentation of the installed packages, 2 M tokens
-  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py
-
-Your own text, with its own vocabulary, 2 % of the documents held out
-  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py \\
-    --corpus.train 'text/*.txt' --corpus.validation 2% --run.name mine
-
-A larger model and budget; a dry run prints what it needs
-  accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train/pretrain.py \\
-    --config configs/pretrain/small.yaml --config configs/model/roformer-small.yaml \\
-    --corpus.train 'text/*.txt' --corpus.validation 2% --run.name large --run.dry true
-
-"""
-"""Beginning of `--help`."""
-
 
 def main(settings: PretrainSettings) -> Path:
     """Pretrain a model, or resume the run of the same name.
@@ -291,4 +275,4 @@ def build_dataset(
 
 
 if __name__ == "__main__":
-    run_command(main, PretrainSettings, default_config=DEFAULT_CONFIG, examples=EXAMPLES)
+    run_command(main, PretrainSettings, default_config=DEFAULT_CONFIG)

@@ -83,12 +83,3 @@ def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
     others = {"output", "cache", "test", "attention", "micro_batch_tokens", "save", "status"}
     for name in RUN:
         assert (run_key({**RUN, name: "other"}) == run_key(RUN)) == (name in others), name
-
-
-def test_a_record_made_before_the_protocol_had_a_head_is_that_of_the_models_own(tmp_path):
-    old = {name: RUN[name] for name in RUN.keys() - results.RECIPE_DEFAULTS.keys()}
-    file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps(old) + "\n")
-    assert read_results(str(file)) == [RUN]
-    assert run_key(old) == run_key(RUN)
-    assert prediction_file("x", old, "y") == prediction_file("x", RUN, "y")

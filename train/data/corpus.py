@@ -224,9 +224,7 @@ def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenSto
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     # the ends in each shard's own tokens -> in the tokens of all shards
     ends = [np.fromfile(x / "documents.bin", np.int64) + start for x, start in zip(shards, starts)]
-    # None stands for a setting of earlier versions: the runs of these can be resumed
-    name = short_hash([x.name for x in shards], None)
-    first = manifests[shards[0]]
+    first, name = manifests[shards[0]], short_hash([x.name for x in shards])
     dtype, tokenizer = np.dtype(first["dtype"]), first["tokenizer"]
     return TokenStore(np.concatenate(ends), tuple(shards), starts, dtype, name, tokenizer)
 
@@ -248,7 +246,7 @@ def _is_intact(folder: Path) -> bool:
         files = _read_manifest(folder)["files"].items()
         if all(_fingerprint(folder / name) == found for name, found in files):
             return True
-    except (OSError, ValueError, LookupError):  # no manifest, or one of an earlier version
+    except (OSError, ValueError, LookupError):  # no manifest, or a damaged one
         pass
     with suppress(FileNotFoundError):  # not made yet, or another process removed it first
         shutil.rmtree(folder)

@@ -62,8 +62,8 @@ TEXT_KEYS = "corpus.tokenizer, corpus.train and corpus.validation"
 def lock_run_dir(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock the run's folder for this launch; a collective call.
 
-    The kernel unlocks it however the main process ends. fcntl's locks are not inherited by forked
-    data workers, which may outlive a killed process; flock's are.
+    The kernel unlocks it however the main process ends. fcntl's locks are not inherited by
+    forked processes, which may outlive a killed one; flock's are.
 
     Raises:
         InputError: Another launch still holds the lock after `LOCK_TIMEOUT`.
@@ -148,7 +148,7 @@ class Checkpoints:
             path = recover_latest(self.folder)
         state = INITIAL_STATE | {"step": 0} | self.inputs
         if path is not None:
-            state |= {"tokenizer": None} | json.loads((path / STATE).read_text())
+            state |= json.loads((path / STATE).read_text())
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
         if path is not None:
             load_tensors(path, self.model, self.optimizer)
@@ -177,11 +177,7 @@ class Checkpoints:
                 f"{TEXT_KEYS} must give the tokens {state['data']} the run began with, "
                 f"got {self.inputs['data']}; choose another run.name, or set run.allow_drift true"
             )
-        is_other = state["tokenizer"] != self.inputs["tokenizer"]
-        if state["tokenizer"] is None:  # of an earlier version: null learns one of each text
-            is_null = self.settings.corpus.tokenizer is None
-            is_other = is_null and state["data"] != self.inputs["data"]
-        if is_other:
+        if state["tokenizer"] != self.inputs["tokenizer"]:
             raise InputError(
                 "corpus.tokenizer must be the vocabulary that the run began with, "
                 f"got {self.settings.corpus.tokenizer or 'null, which learns one of each text'}; "
