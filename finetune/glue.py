@@ -1,4 +1,4 @@
-"""Fine-tune one model on one task with one seed.
+"""Fine-tune one model on one task, of GLUE or your own, with one seed.
 
     accelerate launch --quiet --config_file configs/accelerate/cpu.yaml finetune/glue.py \
         --model FOLDER --task rte --learning_rate 2e-4 --glue_dir glue
@@ -31,11 +31,11 @@ from finetune.data import (
     make_examples,
     read_split_columns,
 )
-from finetune.metrics import score_splits
+from finetune.metrics import score_fields
 from finetune.models import load_config_and_tokenizer, load_model
 from finetune.publish.model_card import save_with_card
 from finetune.results import Result, prediction_file, write_answers, write_result
-from finetune.run_info import describe_run, describe_truncation, format_result
+from finetune.run_info import format_result, run_fields, truncation_lines
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
@@ -59,12 +59,12 @@ class DivergedError(ArithmeticError):
 
 
 def run(
-    settings: GlueSettings, accelerator: Accelerator | None = None, slot: int | None = None
+    settings: GlueSettings, accelerator: Accelerator | None = None, worker: int | None = None
 ) -> Result:
     """Fine-tune, score, write the predictions, append the result; no scores if the run diverged.
 
-    `slot` is the number of a grid's worker, None outside a grid: the progress bar is as many lines
-    below the cursor, and nothing else is printed, as the grid prints the results.
+    `worker` is the number of a grid's worker: the progress bar is as many lines below the cursor,
+    and nothing else is printed, as the grid prints the results. None is a run outside a grid.
 
     Raises:
         InputError: Settings, model and data do not fit together.
@@ -85,15 +85,15 @@ def run(
     model = load_model(settings, config)
     check_forward(model, data, task)
     labels = {split: examples.labels for split, examples in data.items()}
-    result = describe_run(settings, config.model_type, labels, accelerator)
+    result = run_fields(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    if slot is None:
-        for line in describe_truncation(result):
+    if worker is None:
+        for line in truncation_lines(result):
             accelerator.print(line)
     logits: Logits = {}
     try:
-        losses, logits = fine_tune(settings, model, data, accelerator, slot or 0)
-        result |= {"status": "done"} | score_splits(task, logits, labels)
+        losses, logits = fine_tune(settings, model, data, accelerator, worker or 0)
+        result |= {"status": "done"} | score_fields(task, logits, labels)
         result |= {"loss": losses[-1], "losses": losses}
     except DivergedError as error:
         result |= {"status": "diverged", "error": str(error), "metrics": None, "headline": None}
@@ -112,11 +112,11 @@ def run(
 
 
 def fine_tune(
-    settings: GlueSettings, model: nn.Module, data: Data, accelerator: Accelerator, slot: int = 0
+    settings: GlueSettings, model: nn.Module, data: Data, accelerator: Accelerator, worker: int = 0
 ) -> tuple[list[float], Logits]:
     """Train the model in place, then predict every split but train.
 
-    The progress bar of a grid's worker is `slot` lines below the cursor.
+    The progress bar of a grid's worker is `worker` lines below the cursor.
 
     Returns:
         Mean training loss of each epoch, and the logits of every split but train.
@@ -134,17 +134,17 @@ def fine_tune(
     scaler = optimizer.scaler  # fp16 only: it skips steps while it searches its scale
     model.train()
     check_memory(model, train, batch_size, max_tokens, accelerator)
-    control = ", random weights" if settings.random_weights else ""
-    title = f"{settings.task} seed {settings.seed} {settings.model}{control}"
+    suffix = ", random weights" if settings.random_weights else ""
+    title = f"{settings.task} seed {settings.seed} {settings.model}{suffix}"
     disable = True if rank else None  # None: where the output is a terminal
-    bar = tqdm(desc=title, total=total_steps, position=slot, leave=False, disable=disable)
+    bar = tqdm(desc=title, total=total_steps, position=worker, leave=False, disable=disable)
     step, losses = 0, []
     for epoch in range(settings.epochs):
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
             torch.manual_seed(torch_seed(settings.seed, step, rank))
-            # 0 in the first step, as in transformers' Trainer
+            # with a warm-up 0 in the first step, as in transformers' Trainer
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
             loss = compute_gradients(model, train, rows, max_tokens, accelerator)
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -271,9 +271,10 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
 
 
 def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]:
-    """Map names of predictions to (task, split) of the test splits that `glue_dir` holds.
+    """Map names of predictions to (task, split) of the test splits that exist.
 
-    AX belongs to MNLI. Reduced data may have no test splits.
+    Of your own task and of the hub all that the task has. AX belongs to MNLI. Reduced data may have
+    no test splits.
     """
     splits = {split: (task, split) for split in task.splits if split.startswith("test")}
     if task.name == "mnli":
@@ -296,11 +297,13 @@ def check_forward(model: nn.Module, data: Data, task: Task) -> None:
     order = np.argsort(examples.lengths, kind="stable")
     batch = examples.batch(order[[-1, 0]])
     batch.pop("labels")
+    expected = (2, task.num_labels)
     try:
-        found = str(tuple(model.eval()(**batch).logits.shape))
+        shape = tuple(model.eval()(**batch).logits.shape)
+        found = str(shape)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        found = first_line(error)
-    if found != str((2, task.num_labels)):
+        shape, found = None, first_line(error)
+    if shape != expected:
         raise InputError(
             f"model must take the tokenizer's {', '.join(batch)} and give {task.num_labels} logits "
             f"a row, got {found}; check that model and tokenizer belong together, or shorten length"

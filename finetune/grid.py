@@ -4,10 +4,11 @@
         --config configs/glue/standard.yaml --models '[FOLDER, FOLDER]' --tasks '[rte, cola]' \
         --learning_rates '[2e-4]' --glue_dir glue
 
-This process validates everything first and then hands out the runs to worker processes. A run that
-has a result is skipped, so the same command continues after any interruption, and several grids may
-share a results file. The launcher decides the precision; launch one process and set `--workers`, as
-a run is too small to gain from several processes.
+A run is one fine-tuning, given by its `GlueSettings`. This process validates everything first and
+then hands out the runs to worker processes. A run that has a result is skipped, so the same command
+continues after any interruption, and several grids may share a results file. The launcher decides
+the precision; launch one process and set `--workers`, as a run is too small to gain from several
+processes.
 """
 
 import multiprocessing
@@ -37,10 +38,10 @@ from finetune.results import (
     run_key,
     run_lock,
 )
-from finetune.run_info import format_result, hash_inputs, rerun_command
+from finetune.run_info import format_result, hash_inputs, rerun_command, run_title
 from finetune.settings import CommonSettings, GlueSettings, GridSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
-from finetune.tasks import load_task, task_description
+from finetune.tasks import description_field, load_task
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, replace_emulated_bfloat16, start_accelerator
 from train.settings import InputError, first_line
@@ -86,17 +87,13 @@ def main(settings: GridSettings) -> None:
 
 def print_outcome(run: GlueSettings, result: Result | None, count: str, seconds: float) -> None:
     """Print the outcome of a run, None if another grid made it, and the time left."""
-    control = ", random weights," if run.random_weights else ""
-    text = f"{run.task} {run.model}{control} rate {run.learning_rate:g} seed {run.seed}"
-    text += ": made by another grid"
-    if result is not None:
-        text = format_result(result)
+    text = format_result(result) if result else f"{run_title(asdict(run))}: made by another grid"
     erase = "\r\x1b[K" if sys.stdout.isatty() else ""  # a worker's progress bar
     print(f"{erase}[{count}] {text}; {seconds / 60:.0f} min left", flush=True)
 
 
 def list_runs(settings: GridSettings) -> list[GlueSettings]:
-    """List all combinations; all models meet a task before the next task."""
+    """List all combinations: seed by seed, within a seed task by task."""
     common = {field.name: getattr(settings, field.name) for field in fields(CommonSettings)}
     random_weights = (False, True) if settings.controls else (False,)
     runs = []
@@ -125,7 +122,7 @@ def has_changed(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
 
 
 def check_precision(runs: list[GlueSettings], finished: dict[tuple, Result]) -> None:
-    """Refuse to continue in another precision, which would mix precisions in one table."""
+    """Refuse to continue these runs in another precision, which would mix precisions in a cell."""
     precision = launch_precision()
     for run in runs:
         earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
@@ -164,17 +161,17 @@ def make_runs(
         A run that has ended, and its result as from `make_run`.
     """
     pending, count = deque(runs), min(workers, len(runs))
-    pools = {slot: start_worker(slot, count) for slot in range(count)}
+    pools = {worker: start_worker(worker, count) for worker in range(count)}
     running: dict[Future, tuple[int, GlueSettings]] = {}
     try:
         while pending or running:
-            idle = pools.keys() - {slot for slot, _ in running.values()}
-            for slot in list(idle)[: len(pending)]:
+            idle = pools.keys() - {worker for worker, _ in running.values()}
+            for worker in list(idle)[: len(pending)]:
                 try:
-                    future = pools[slot].submit(make_run, pending[0], slot)
-                    running[future] = slot, pending.popleft()
+                    future = pools[worker].submit(make_run, pending[0], worker)
+                    running[future] = worker, pending.popleft()
                 except BrokenProcessPool:  # its process has died
-                    pools[slot] = start_worker(slot, count)
+                    pools[worker] = start_worker(worker, count)
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 _, run = running.pop(future)
@@ -188,20 +185,20 @@ def make_runs(
             process.kill()
 
 
-def start_worker(slot: int, workers: int) -> ProcessPoolExecutor:
-    """Create a pool of one process: GPU `slot` modulo their number, its share of CPU threads."""
+def start_worker(worker: int, workers: int) -> ProcessPoolExecutor:
+    """Create a pool of one process: GPU `worker` modulo their number, its share of CPU threads."""
     threads = max(1, torch.get_num_threads() // workers)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    return ProcessPoolExecutor(1, context, initialize_worker, (slot, threads, os.getpid()))
+    return ProcessPoolExecutor(1, context, initialize_worker, (worker, threads, os.getpid()))
 
 
-def initialize_worker(slot: int, threads: int, parent: int) -> None:
+def initialize_worker(worker: int, threads: int, parent: int) -> None:
     """Prepare a worker process, which ends when its parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     end_with_parent(parent)
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        torch.cuda.set_device(slot % torch.cuda.device_count())
+        torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 def end_with_parent(parent: int | None) -> None:
@@ -216,7 +213,7 @@ def end_with_parent(parent: int | None) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def make_run(run: GlueSettings, slot: int) -> Result | None:
+def make_run(run: GlueSettings, worker: int) -> Result | None:
     """Make one run in a worker process; None if another grid is making it or has made it."""
     try:
         lock = run_lock(run.output, asdict(run)).acquire(blocking=False)
@@ -227,7 +224,7 @@ def make_run(run: GlueSettings, slot: int) -> Result | None:
             return None
         accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
         try:
-            return glue.run(run, accelerator, slot)
+            return glue.run(run, accelerator, worker)
         finally:
             accelerator.free_memory()
 
@@ -243,7 +240,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
     values = asdict(run)
     result = {
         **values,
-        **task_description(load_task(run.task)),
+        **description_field(load_task(run.task)),
         **hash_inputs(run),
         "status": "failed",
         "error": message,

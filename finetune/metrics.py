@@ -1,6 +1,6 @@
-"""GLUE's metrics as a metric of the `evaluate` library that works offline.
+"""The metrics of tasks: functions of scikit-learn and scipy behind the interface of `evaluate`.
 
-The functions are scikit-learn's and scipy's. A correlation with a constant is undefined and is 0.0
+A correlation with a constant is undefined and is 0.0
 here, like scikit-learn's Matthews correlation: a model that predicts one class scores 0, without a
 warning.
 """
@@ -57,14 +57,14 @@ class GlueMetric(evaluate.Metric):
         return {name: float(METRICS[name](*values)) for name in task.metrics}
 
 
-def score(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
+def compute_metrics(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:
     """Compute the task's metrics; predictions and labels are class ids or values, [N]."""
     # in memory: leaves no file, and concurrent runs do not wait for a lock
     metric = GlueMetric(keep_in_memory=True)
     return metric.compute(predictions=predictions, references=labels, task=task)
 
 
-def score_splits(
+def score_fields(
     task: Task, logits: Mapping[str, NDArray], labels: Mapping[str, NDArray]
 ) -> dict[str, Any]:
     """Score the validation splits, and a test split of your own whose rows all have labels.
@@ -80,7 +80,7 @@ def score_splits(
     for split in (*splits, "test") if is_scored else splits:
         values = logits[split]
         predictions = values[:, 0] if task.is_regression else values.argmax(axis=1)
-        scores[split] = score(task, predictions, labels[split])
+        scores[split] = compute_metrics(task, predictions, labels[split])
     test = {"test_metrics": scores.pop("test")} if is_scored else {}
     return {
         "collapsed": all(is_collapsed(task, logits[x], labels[x]) for x in splits),
@@ -94,7 +94,9 @@ def score_majority(
 ) -> dict[str, dict[str, float]]:
     """Score the constant prediction: the most frequent training class, or the mean value."""
     constant = train_labels.mean() if task.is_regression else np.bincount(train_labels).argmax()
-    return {split: score(task, np.full(len(x), constant), x) for split, x in labels.items()}
+    return {
+        split: compute_metrics(task, np.full(len(x), constant), x) for split, x in labels.items()
+    }
 
 
 def headline_score(task: Task, scores: Mapping[str, dict[str, float]]) -> float:

@@ -12,7 +12,7 @@ Lines are appended atomically, after their predictions. Several processes may ap
 A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Every line has
 
     model, tokenizer, random_weights,   the settings that identify the run, `RUN_KEY`; those of the
-    task, glue_dir, seed,               recipe are null for simple features
+    task, glue_dir, seed,               protocol are null for simple features
     learning_rate, epochs, batch_size,
     length, schedule, warmup_share,
     weight_decay, clip_norm, pooling,
@@ -70,7 +70,7 @@ from train.settings import InputError, first_line
 Result = dict[str, Any]
 """A line of results.jsonl; the module's docstring has its fields."""
 
-RECIPE_FIELDS = {
+PROTOCOL_FIELDS = {
     "learning_rate": "rate {:g}",
     "epochs": "{:g} epochs",
     "batch_size": "batch {:g}",
@@ -85,7 +85,7 @@ RECIPE_FIELDS = {
 """Fields that a protocol fixes for all its models, tasks and seeds, as tables print them."""
 
 RUN_KEY = (
-    "model", "tokenizer", "random_weights", "task", "glue_dir", "seed", *RECIPE_FIELDS,
+    "model", "tokenizer", "random_weights", "task", "glue_dir", "seed", *PROTOCOL_FIELDS,
 )  # fmt: skip
 """Fields that identify a run: runs that agree on all of them are the same run."""
 

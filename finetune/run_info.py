@@ -15,24 +15,24 @@ from finetune.data import find_split_file, hash_task_files
 from finetune.metrics import headline_score, score_majority
 from finetune.results import RUN_KEY, Result, hash_files, hash_tokenizer, hash_weights
 from finetune.settings import GlueSettings
-from finetune.tasks import Task, load_task, task_description
+from finetune.tasks import Task, description_field, load_task
 from train.loop.run_metadata import git_commit
 
 
-def describe_run(
+def run_fields(
     settings: GlueSettings,
     model_type: str,
     labels: Mapping[str, NDArray],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Describe a run: key, inputs, majority baseline, machine, versions, settings, command."""
+    """Make the fields of a result that are known before training."""
     task, values = load_task(settings.task), dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     return {
         **{name: values[name] for name in RUN_KEY},
         **hash_inputs(settings),
         "model_type": model_type,
-        **describe_data(task, labels),
+        **data_fields(task, labels),
         "precision": precision,
         "device": device,
         "processes": accelerator.num_processes,
@@ -47,8 +47,8 @@ def describe_run(
     }
 
 
-def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
-    """Describe the data of a result: name, rows, majority baseline.
+def data_fields(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
+    """Make the fields of a result that describe its data: name, rows, majority baseline.
 
     `labels` are those of train and the validation splits, [N] each; other splits are ignored.
     """
@@ -56,7 +56,7 @@ def describe_data(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
     rows = {split: len(labels[split]) for split in ("train", *validation)}
     majority = score_majority(task, labels["train"], validation)
     return {
-        **task_description(task),
+        **description_field(task),
         "label": task.result_label(rows),
         "official": task.is_official(rows),
         "rows": rows,
@@ -104,8 +104,8 @@ def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: 
     return shlex.join([*launch, "finetune/glue.py", *flags])
 
 
-def describe_truncation(result: Result) -> list[str]:
-    """Describe how much of each split the length of a run cuts off; nothing if all texts fit."""
+def truncation_lines(result: Result) -> list[str]:
+    """Say how much of each split the length of a run cuts off; no line if all texts fit."""
     return [
         f"{split}: {shares['texts']:.1%} of the texts are longer than {result['length']} tokens; "
         f"{shares['tokens']:.1%} of all tokens are cut off"
@@ -114,13 +114,16 @@ def describe_truncation(result: Result) -> list[str]:
     ]
 
 
+def run_title(values: Mapping[str, Any]) -> str:
+    """Name a run for the terminal, from its settings or its result."""
+    suffix = ", random weights," if values["random_weights"] else ""
+    rate = f"rate {values['learning_rate']:g}"
+    return f"{values['task']} {values['model']}{suffix} {rate} seed {values['seed']}"
+
+
 def format_result(result: Result) -> str:
     """Format a result for the terminal."""
-    control = ", random weights," if result["random_weights"] else ""
-    name = (
-        f"{result['task']} {result['model']}{control} rate {result['learning_rate']:g} "
-        f"seed {result['seed']}"
-    )
+    name = run_title(result)
     if result["status"] != "done":
         return f"{name}: {result['status']}: {result['error']}"
     collapsed = ", one answer for every row" if result["collapsed"] else ""

@@ -41,7 +41,7 @@ class SharedHead(nn.Module):
         hidden_size: E, of the encoder.
         num_labels: Number of outputs.
         pooling: State of a text: "first" token, or "mean" of its tokens.
-        texts: K.
+        texts: Number of texts of a row, K.
     """
 
     def __init__(self, hidden_size: int, num_labels: int, pooling: str, texts: int) -> None:

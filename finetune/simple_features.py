@@ -22,7 +22,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 
 from finetune.data import Columns, read_split_columns
-from finetune.metrics import score_splits
+from finetune.metrics import score_fields
 from finetune.results import (
     RUN_KEY,
     SIMPLE_FEATURES,
@@ -33,7 +33,7 @@ from finetune.results import (
     run_key,
     write_result,
 )
-from finetune.run_info import describe_data, hash_data
+from finetune.run_info import data_fields, hash_data
 from finetune.settings import check_output, normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
@@ -81,8 +81,11 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
             print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
 
 
-def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Result:
-    """Fit, score, write the predictions and append the result, which is returned."""
+def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -> Result:
+    """Fit, score, write the predictions and append the result, which is returned.
+
+    `identity` are the fields of its key and the hashes of its inputs.
+    """
     started = time.perf_counter()
     splits = ["train", *task.validation_splits]
     splits += ["test"] if settings.test and task.test is not None else []
@@ -94,16 +97,16 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, key: Result) -> Res
         rule, remedy = "must have words and two classes", "add rows, or leave out this control"
         raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
-    command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{key['task']}]", *folder]
-    command += ["--test", "true"] if "test" in splits else []
+    command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{identity['task']}]"]
+    command += [*folder, *(["--test", "true"] if "test" in splits else [])]
     result = {
-        **key,
+        **identity,
         "model_type": SIMPLE_FEATURES,
-        **describe_data(task, labels),
+        **data_fields(task, labels),
         "versions": {"scikit-learn": sklearn.__version__, "commit": git_commit()},
         "command": shlex.join(command),
         "status": "done",
-        **score_splits(task, logits, labels),
+        **score_fields(task, logits, labels),
         "seconds": round(time.perf_counter() - started, 2),
     }
     write_result(settings.output, result, labels, logits)
@@ -119,7 +122,7 @@ def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.flo
     train = columns["train"]
     texts = [text for name in task.columns for text in train[name]]
     vectorizer = TfidfVectorizer(token_pattern=WORD).fit(texts)
-    inputs = {split: features(vectorizer, task, texts) for split, texts in columns.items()}
+    inputs = {split: features(vectorizer, task, found) for split, found in columns.items()}
     rest = [split for split in columns if split != "train"]
     if task.is_regression:
         linear = LinearRegression().fit(inputs["train"], train["label"])

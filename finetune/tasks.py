@@ -217,7 +217,7 @@ OFFICIAL_ROWS: dict[str, dict[str, int | None]] = {
 """GLUE's tasks: split -> number of rows."""
 
 
-def _row(
+def _task(
     name: str,
     title: str,
     columns: tuple[str, ...],
@@ -228,25 +228,25 @@ def _row(
     return Task(name=name, title=title, columns=columns, labels=labels, metrics=metrics, **options)
 
 
-_PAIR = ("sentence1", "sentence2")
+_SENTENCES = ("sentence1", "sentence2")
 _NLI = ("premise", "hypothesis")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _ROWS = (
-    _row("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
-    _row("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
-    _row("mrpc", "MRPC", _PAIR, ("not_equivalent", "equivalent"), "f1", "accuracy"),
-    _row("stsb", "STS-B", _PAIR, None, "pearson", "spearman", headline="spearman",
+    _task("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
+    _task("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
+    _task("mrpc", "MRPC", _SENTENCES, ("not_equivalent", "equivalent"), "f1", "accuracy"),
+    _task("stsb", "STS-B", _SENTENCES, None, "pearson", "spearman", headline="spearman",
          value_range=(0, 5)),
-    _row("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
+    _task("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
          "f1", "accuracy"),
-    _row("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
-    _row("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
-    _row("rte", "RTE", _PAIR, ("entailment", "not_entailment"), "accuracy"),
-    _row("wnli", "WNLI", _PAIR, ("not_entailment", "entailment"), "accuracy"),
+    _task("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
+    _task("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    _task("rte", "RTE", _SENTENCES, ("entailment", "not_entailment"), "accuracy"),
+    _task("wnli", "WNLI", _SENTENCES, ("not_entailment", "entailment"), "accuracy"),
     # the diagnostic set, predicted by models fine-tuned on mnli
-    _row("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
-    _row("demo-order", "", ("sentence",), ("natural", "reversed"), "accuracy"),
+    _task("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
+    _task("demo-order", "", ("sentence",), ("natural", "reversed"), "accuracy"),
 )  # fmt: skip
 
 TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
@@ -295,6 +295,6 @@ def recorded_task(result: Mapping[str, Any]) -> Task:
     return TASKS.get(result["task"]) or Task(**result["description"])
 
 
-def task_description(task: Task) -> dict[str, Any]:
+def description_field(task: Task) -> dict[str, Any]:
     """Make the field `description` of a result; rows of `TASKS` need none."""
     return {} if task.name in TASKS else {"description": dataclasses.asdict(task)}

@@ -12,7 +12,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import SafetensorError
 
-from finetune.results import RECIPE_FIELDS, Result, run_name
+from finetune.results import PROTOCOL_FIELDS, Result, run_name
 from finetune.tasks import HUB_DATA, METRIC_NAMES, TASKS, recorded_task
 from train.atomic_dir import write_dir_atomically
 from train.settings import InputError
@@ -59,7 +59,7 @@ def render_card(template: str, data: ModelCardData, **values: Any) -> ModelCard:
 def finetuned_card(result: Result, model_type: str) -> ModelCard:
     """The card of a run; `model_type` is that of the saved config.json, which may be another."""
     task = recorded_task(result)
-    facts = {name: result[name] for name in ("seed", *RECIPE_FIELDS)}
+    facts = {name: result[name] for name in ("seed", *PROTOCOL_FIELDS)}
     facts |= {name: result[name] for name in ("precision", "device", "processes", "seconds")}
     facts |= {"tokenizer": result["tokenizer"] or "the model's", "training loss": result["loss"]}
     value = "a value from {:g} to {:g}".format(*task.value_range) if task.value_range else "a value"

@@ -183,7 +183,7 @@ def tsv(results: str, file: ServerFile, run: Result | None) -> str:
     Raises:
         InputError: The predictions are not those of the official split.
     """
-    shape = (file.rows, len(file.labels or "1"))
+    shape = (file.rows, 1 if file.labels is None else len(file.labels))
     logits = np.zeros(shape, np.float32)
     if run is not None:
         path = prediction_file(results, run, file.split)

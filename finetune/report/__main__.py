@@ -46,7 +46,7 @@ SEEDS = (
 )
 
 FigureRows = Mapping[str, tuple[str, Mapping[str, Sequence[float]]]]
-"""Name -> colour, and label of a task -> values over seeds."""
+"""Name -> colour, and dataset -> values over seeds."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder
     """
     sections = []
     for group in groups:
-        pairs, reason = pair_differences(group, pair)
+        differences, reason = pair_differences(group, pair)
         section: dict[str, Any] = {"name": group.name, "title": GROUPS[group.name]}
-        section["sentences"] = [*filter(None, [reason]), *verdicts(group, pairs)]
-        section["tables"] = group_tables(group, pairs)
-        section["pictures"] = draw_figures(group, pairs, folder)
+        section["sentences"] = [*filter(None, [reason]), *verdicts(group, differences)]
+        section["tables"] = group_tables(group, differences)
+        section["pictures"] = draw_figures(group, differences, folder)
         sections.append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -157,21 +157,23 @@ def csv_report(groups: Sequence[TaskGroup]) -> str:
     return table.join(fields[columns]).to_csv(index=False)
 
 
-def draw_figures(group: TaskGroup, pairs: Sequence[Difference], folder: Path) -> dict[str, str]:
+def draw_figures(
+    group: TaskGroup, differences: Sequence[Difference], folder: Path
+) -> dict[str, str]:
     """Write report-GROUP-{differences,scores}.png, as far as there is something to draw.
 
     Returns:
         File name -> caption.
     """
-    lines: dict[str, dict[str, float]] = {label: {} for label in group.titles}
+    lines: dict[str, dict[str, float]] = {dataset: {} for dataset in group.titles}
     for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
-        lines[run.label][LINES[run.kind]] = run.score
-    zeros = {label: {"-": 0.0} for label in (*group.titles, AVERAGE)}
+        lines[run.dataset][LINES[run.kind]] = run.score
+    zeros = {dataset: {"-": 0.0} for dataset in (*group.titles, AVERAGE)}
     caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."
-    differences = f"Differences. {SEEDS}; the line at 0 is no difference."
+    text_of_differences = f"Differences. {SEEDS}; the line at 0 is no difference."
     pictures = {}
     for name, rows, marks, text in (
-        ("differences", _difference_rows(pairs), zeros, differences),
+        ("differences", _difference_rows(differences), zeros, text_of_differences),
         ("scores", _score_rows(group.fine_tuned()), lines, caption),
     ):
         if any(values for _, cells in rows.values() for values in cells.values()):
@@ -188,25 +190,27 @@ def draw_panels(
     """Draw a panel for each task that has values, at most three in a row.
 
     Args:
-        titles: Label of a task -> title of its panel.
+        titles: Dataset -> title of its panel.
         rows: What is drawn, from the top.
-        lines: Label -> line style -> position of a vertical line.
+        lines: Dataset -> line style -> position of a vertical line.
     """
-    labels = [label for label in titles if any(cells.get(label) for _, cells in rows.values())]
+    datasets = [
+        dataset for dataset in titles if any(cells.get(dataset) for _, cells in rows.values())
+    ]
     names = [textwrap.fill(name, 36) for name in rows]
     height = 0.8 + 0.15 * sum(name.count("\n") + 1.6 for name in names)
-    panel_columns = min(3, len(labels))
-    panel_rows = -(-len(labels) // panel_columns)
+    panel_columns = min(3, len(datasets))
+    panel_rows = -(-len(datasets) // panel_columns)
     size = (2.9 * panel_columns + 2.2, panel_rows * height + 0.3)
     figure, axes = make_axes(panel_rows, panel_columns, *size, sharey=True)
-    for axis in axes[len(labels) :]:
+    for axis in axes[len(datasets) :]:
         axis.remove()
-    for axis, label in zip(axes, labels):
+    for axis, dataset in zip(axes, datasets):
         for position, (color, cells) in enumerate(rows.values()):
-            _draw_seeds(axis, position, cells.get(label, []), color)
-        for style, value in lines[label].items():
+            _draw_seeds(axis, position, cells.get(dataset, []), color)
+        for style, value in lines[dataset].items():
             axis.axvline(value, color="black", ls=style, lw=1)
-        axis.set(title=titles[label], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
+        axis.set(title=titles[dataset], xlabel=UNIT, ylim=(len(names) - 0.5, -0.5))
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.grid(visible=False, axis="y")
     return figure
@@ -227,19 +231,22 @@ def _score_rows(runs: pd.DataFrame) -> FigureRows:
     return {
         name: (
             colors[found["base_name"].iloc[0]],
-            {label: list(seed_scores(cell).values()) for label, cell in found.groupby("label")},
+            {
+                dataset: list(seed_scores(cell).values())
+                for dataset, cell in found.groupby("dataset")
+            },
         )
         for name, found in runs.groupby("configuration", sort=False)
     }
 
 
-def _difference_rows(pairs: Sequence[Difference]) -> FigureRows:
+def _difference_rows(differences: Sequence[Difference]) -> FigureRows:
     return {
-        pair.title(with_part=True): (
+        pair.title(with_seeds=True): (
             COLORS[2 if pair.is_over_pretraining_seeds else 0],
-            {label: list(c.differences.values()) for label, c in pair.tasks.items()},
+            {dataset: list(c.differences.values()) for dataset, c in pair.tasks.items()},
         )
-        for pair in pairs
+        for pair in differences
     }
 
 

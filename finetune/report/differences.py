@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from finetune.report.runs import BASELINES, CONTROLS, TaskGroup, average, seed_scores
+from finetune.report.runs import CONTROLS, WITHOUT_NETWORK, TaskGroup, average, seed_scores
 from train.intervals import Comparison, compare, holm_corrected
 from train.run_names import model_name
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
 AVERAGE = "average"
-"""Stands for a label in the comparison of averages over tasks."""
+"""Stands for a dataset in the comparison of averages over tasks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,57 +26,57 @@ class Difference:
 
     Attributes:
         names: Of the two models, or of what they stand for.
-        part: The pretraining seed, or over how many; empty for one model of each.
+        seeds_text: The pretraining seed, or over how many; empty for one model of each.
         first: Runs of the first configuration.
         second: Runs of the second.
-        tasks: Label -> comparison of the headline metric, for tasks on which a seed has a score of
-            both; and under `AVERAGE` that of GLUE's average over them, where it is defined.
+        tasks: Dataset -> comparison of the headline metric, where a seed has a score of both;
+            and under `AVERAGE` that of GLUE's average over them, where it is defined.
         is_over_pretraining_seeds: Whether there is a difference for each of them, not for each
             seed of fine-tuning.
     """
 
     names: Sequence[str]
-    part: str
+    seeds_text: str
     first: pd.DataFrame
     second: pd.DataFrame
     tasks: dict[str, Comparison]
     is_over_pretraining_seeds: bool = False
 
     @property
-    def protocol(self) -> str:
+    def conditions(self) -> str:
         """How both were fine-tuned."""
-        return self.first["protocol"].iloc[0]
+        return self.first["conditions"].iloc[0]
 
-    def title(self, with_part: bool = False) -> str:
-        """Name in print: both models, the part if it is asked for, and the protocol."""
-        part = self.part if with_part else ""
-        return ", ".join(filter(None, (f" {MINUS} ".join(self.names), part, self.protocol)))
+    def title(self, with_seeds: bool = False) -> str:
+        """Name in print: both models, on request the pretraining seeds, and the conditions."""
+        seeds = self.seeds_text if with_seeds else ""
+        return ", ".join(filter(None, (f" {MINUS} ".join(self.names), seeds, self.conditions)))
 
 
 def subtract(
-    names: Sequence[str], part: str, first: pd.DataFrame, second: pd.DataFrame
+    names: Sequence[str], seeds_text: str, first: pd.DataFrame, second: pd.DataFrame
 ) -> Difference:
     """Compare two configurations on every task both were run on; Holm's family are the tasks."""
     tasks, tried = {}, {}
-    for label in first["label"].unique():
-        cells = [runs[runs["label"] == label] for runs in (first, second)]
+    for dataset in first["dataset"].unique():
+        cells = [runs[runs["dataset"] == dataset] for runs in (first, second)]
         scores = [seed_scores(cell) for cell in cells]
         if scores[0].keys() & scores[1].keys():
-            tried[label] = {seed for cell in cells for seed in cell["seed"]}
-            tasks[label] = compare(scores[0], scores[1], len(tried[label]))
+            tried[dataset] = {seed for cell in cells for seed in cell["seed"]}
+            tasks[dataset] = compare(scores[0], scores[1], len(tried[dataset]))
     averages = [average(runs, tasks) for runs in (first, second)]
     tasks = holm_corrected(tasks)
     if len(tasks) > 1 and averages[0] and averages[1]:
         by_seed = averages[0][1], averages[1][1]
         if by_seed[0].keys() & by_seed[1].keys():
             tasks[AVERAGE] = compare(*by_seed, len(set.union(*tried.values())))
-    return Difference(names, part, first, second, tasks)
+    return Difference(names, seeds_text, first, second, tasks)
 
 
 def pair_differences(
     group: TaskGroup, pair: Sequence[str] | None = None
 ) -> tuple[list[Difference], str]:
-    """Subtract two pretrained models, for every protocol they share.
+    """Subtract two pretrained models, for all conditions they share.
 
     If both were pretrained with the same consecutive seeds, which their names end in (`bert-0`,
     `bert-1`), models of the same seed make a pair, and there is one more difference over seeds.
@@ -97,19 +97,19 @@ def pair_differences(
         remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""
         return [], f"No {title}: it takes one model of each, here are {there}{remedy}."
     differences = []
-    for protocol in both[0]["protocol"].unique():
-        rows = [runs[runs["protocol"] == protocol] for runs in both]
+    for conditions in both[0]["conditions"].unique():
+        rows = [runs[runs["conditions"] == conditions] for runs in both]
         parts = []
         for seed in sorted(seeds) or [None]:
             first, second = (x if seed is None else x[x["pretraining_seed"] == seed] for x in rows)
             if len(first) and len(second):
-                part = "" if seed is None else f"pretraining seed {seed}"
-                parts.append(subtract(names, part, first, second))
+                seeds_text = "" if seed is None else f"pretraining seed {seed}"
+                parts.append(subtract(names, seeds_text, first, second))
         differences += parts
         if seeds and len(parts) == len(seeds):
             differences.append(_over_pretraining_seeds(parts))
     reason = (
-        f"No {title}: no two rows have recipe, data and precision in common and one set of "
+        f"No {title}: no two rows have protocol, data and precision in common and one set of "
         "weights each; their names say what differs."
     )
     return differences, "" if differences else reason
@@ -119,42 +119,43 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     """Compare each pretrained configuration on each task with its best control.
 
     Returns:
-        Columns configuration, label, control (a kind of `CONTROLS`), gain (difference of the means
-        over seeds), spread (the larger sample standard deviation over seeds of the two; nan if
-        either has a single seed), absent (what is missing to judge the gain) and helped: nothing
+        Columns configuration, dataset, control (a kind of `CONTROLS`), gain (difference of the
+        means over seeds), spread (the larger sample standard deviation over seeds of the two; nan
+        if either has a single seed), absent (what is missing to judge the gain) and helped: nothing
         is, and the gain exceeds the spread.
     """
     runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
-    columns = ["configuration", "label", "control", "gain", "spread", "absent", "helped"]
+    columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "helped"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
-    same += ["control_origin", "rate_text", "recipe_text"]  # protocol but for the weights
+    same += ["control_inputs_text", "rate_text", "protocol_text"]  # conditions but for the weights
     rows = []
-    for (configuration, label), cell in group.cells().items():
+    for (configuration, dataset), cell in group.cells().items():
         if cell["kind"].iloc[0] != "model":
             continue
-        scored = runs[runs["label"] == label].dropna(subset="score")
-        wanted = runs.loc[cell.index, same].max()
+        scored = runs[runs["dataset"] == dataset].dropna(subset="score")
+        wanted = runs.loc[cell.index, same].max()  # the size is 0 where a run failed early
         is_random = (scored["kind"] == "random") & (scored[same] == wanted).all(axis=1)
         config = scored["config"]  # older results have no hash of it
         is_random &= config.isin(cell["config"]) | config.isna() | cell["config"].isna().all()
-        is_baseline = scored["kind"].isin(BASELINES) & scored["data_text"].isin(cell["data_text"])
+        is_same_data = scored["data_text"].isin(cell["data_text"])
+        is_baseline = scored["kind"].isin(WITHOUT_NETWORK) & is_same_data
         controls = scored[is_random | is_baseline]
-        rows.append((configuration, label, *_gain(cell["score"], controls)))
+        rows.append((configuration, dataset, *_gain(cell["score"], controls)))
     return pd.DataFrame(rows, columns=columns)
 
 
-def helped_tasks(pairs: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool | None]:
-    """Label -> whether pretraining helps all models of one protocol: all must gain enough.
+def helped_tasks(differences: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool | None]:
+    """Dataset -> whether pretraining helps all models compared under the same conditions.
 
     None where something is absent to judge one of them.
     """
-    names = {x["configuration"].iloc[0] for pair in pairs for x in (pair.first, pair.second)}
+    names = {x["configuration"].iloc[0] for pair in differences for x in (pair.first, pair.second)}
     rows = gains[gains["configuration"].isin(names)]
     found: dict[str, bool | None] = {}
-    for label in (label for pair in pairs for label in pair.tasks if label != AVERAGE):
-        of_task = rows[rows["label"] == label]
+    for dataset in {x: None for pair in differences for x in pair.tasks if x != AVERAGE}:
+        of_task = rows[rows["dataset"] == dataset]
         is_judged = (of_task["absent"] == "").all()
-        found[label] = bool(of_task["helped"].all()) if is_judged else None
+        found[dataset] = bool(of_task["helped"].all()) if is_judged else None
     return found
 
 
@@ -196,7 +197,7 @@ def _are_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
     consecutive = number > 1 and seeds[0][-1] - seeds[0][0] == number - 1
     same = seeds[0] == seeds[1] and list(counts) == [number, number]
     kinds = ["base_name", "model_type", "tokenizer", "parameters"]
-    varying = [(runs.groupby("label")[kinds].nunique() > 1).any(axis=None) for runs in both]
+    varying = [(runs.groupby("dataset")[kinds].nunique() > 1).any(axis=None) for runs in both]
     return consecutive and same and not any(varying)
 
 
@@ -207,10 +208,10 @@ def _over_pretraining_seeds(parts: list[Difference]) -> Difference:
     """
     seeds = [int(part.first["pretraining_seed"].iloc[0]) for part in parts]
     zeros, tasks = dict.fromkeys(seeds, 0.0), {}
-    for label in parts[0].tasks:
-        if label != AVERAGE and all(label in part.tasks for part in parts):
-            means = dict(zip(seeds, (part.tasks[label].mean for part in parts)))
-            tasks[label] = compare(means, zeros, len(parts))
+    for dataset in parts[0].tasks:
+        if dataset != AVERAGE and all(dataset in part.tasks for part in parts):
+            means = dict(zip(seeds, (part.tasks[dataset].mean for part in parts)))
+            tasks[dataset] = compare(means, zeros, len(parts))
     title = f"over {len(parts)} pretraining seeds"
     both = parts[0].first, parts[0].second
     return Difference(parts[0].names, title, *both, holm_corrected(tasks), True)

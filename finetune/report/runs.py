@@ -4,8 +4,10 @@ A configuration is a model with a way of fine-tuning it: one row of the score ta
 its runs on one task, one for each fine-tuning seed. Scores are x 100. GLUE, GLUE tasks with rows
 missing and the demo tasks are never in one table.
 
+A `dataset` is a task with its rows, by name: `mnli`, or `mnli (9k)` where rows are missing.
+
 `TaskGroup.runs` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
-fields of the result of which some results lack some, and
+fields of the result of which some results lack some (`label` as `dataset`), and
 
     result            the run's
     run_id            last ten characters of the run's name
@@ -23,16 +25,15 @@ fields of the result of which some results lack some, and
 and texts, empty where there is nothing to tell apart:
 
     model_text        model, tokenizer if it is not the model's own, random weights
-    origin            initial weights, configuration, tokenizer files, data and precision, of
+    inputs_text       initial weights, configuration, tokenizer files, data and precision, of
                       those that differ between runs that are otherwise alike
-    control_origin    all of it but the weights
+    control_inputs_text  all of it but the weights
     data_text         the data of it
     rate_text         the learning rate
-    recipe_text       other fields of the recipe
-    protocol          origin, rate and recipe: how the model was fine-tuned
-    configuration     model and protocol, the unique name of the row
+    protocol_text     other fields of the protocol
+    conditions        inputs, rate and protocol: how the model was fine-tuned
+    configuration     model and conditions, the unique name of the row
 
-`label` is the name of a task in the report: `mnli`, or `mnli (9k)` where rows are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
+from finetune.results import PROTOCOL_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
 from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
 from train.run_names import model_name, split_seed
 
@@ -67,8 +68,8 @@ CONTROLS = {
     "majority": "majority class",
 }
 """Kinds of runs without pretraining, as they are printed."""
-BASELINES = ("features", "majority")
-"""Controls without a network: they have no seeds and no recipe."""
+WITHOUT_NETWORK = ("features", "majority")
+"""Controls without a network: they have no seeds and no protocol."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ class TaskGroup:
 
     Attributes:
         name: Key of `GROUPS`.
-        titles: Label of a task -> title of its column.
+        titles: Dataset -> title of its column.
         runs: One row for each run of each configuration, configurations in the order of the table;
             the module's docstring lists the columns. The rows of best rates and of the majority
             class repeat runs.
@@ -88,8 +89,8 @@ class TaskGroup:
     runs: pd.DataFrame
 
     def cells(self) -> dict[tuple[str, str], pd.DataFrame]:
-        """Configuration and label -> runs, for every cell that has runs."""
-        return dict(iter(self.runs.groupby(["configuration", "label"], sort=False)))
+        """Configuration and dataset -> runs, for every cell that has runs."""
+        return dict(iter(self.runs.groupby(["configuration", "dataset"], sort=False)))
 
     def fine_tuned(self) -> pd.DataFrame:
         """The runs of networks, each once."""
@@ -99,9 +100,9 @@ class TaskGroup:
         """The runs that have a result, each once."""
         return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
 
-    def average_name(self, labels: Iterable[str]) -> str:
+    def average_name(self, datasets: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""
-        names = set(labels)
+        names = set(datasets)
         if self.name == "official" and names == GLUE_TASKS:
             return "GLUE average"
         return f"mean of these {len(names)} tasks, not the GLUE average"
@@ -113,20 +114,20 @@ def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
         return []
     order = [*TASKS, *(result["task"] for result in results)]
     runs = _labelled_runs(sorted(results, key=lambda x: (order.index(x["task"]), x["seed"])))
-    runs = runs.join(_origins(runs))
+    runs = runs.join(_input_texts(runs))
     groups = dict(iter(runs.groupby("group")))
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
 
 
-def average(runs: pd.DataFrame, labels: Iterable[str]) -> tuple[float, dict[int, float]] | None:
+def average(runs: pd.DataFrame, datasets: Iterable[str]) -> tuple[float, dict[int, float]] | None:
     """Average the tasks of a configuration as GLUE does: the metrics of a task first.
 
     Returns:
         Mean over tasks of the means over seeds; and seed -> mean over tasks, for seeds with a score
         on all of them. None if a task has no score.
     """
-    table = runs.pivot_table(index="seed", columns="label", values="glue_score")
-    table = table.reindex(columns=list(labels))
+    table = runs.pivot_table(index="seed", columns="dataset", values="glue_score")
+    table = table.reindex(columns=list(datasets))
     if table.empty or table.isna().all().any():
         return None
     by_seed = table.dropna().mean(axis=1)
@@ -157,13 +158,14 @@ def shorten_names(models: Iterable[str]) -> dict[str, str]:
 def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     """One row for each result.
 
-    A run that failed early has neither label nor model type: it takes those of other runs of its
-    task on the same data, and of its model.
+    A run that failed early has neither dataset nor model type: it takes those of other runs of
+    its task on the same data, and of its model.
     """
     names = shorten_names(dict.fromkeys(result["model"] for result in results))
     # None where a field is missing: of a column without values pandas would make a float column,
     # which refuses text later
     runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
+    runs = runs.rename(columns={"label": "dataset"})  # not the label of an example
     runs["result"] = results
     runs = runs.join(_scores(runs["result"], "metrics"))
     runs["run_id"] = [run_name(result)[-10:] for result in results]
@@ -177,10 +179,10 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs = runs.fillna({"tokenizer": "", "glue_dir": "the hub", "collapsed": False})
     types = runs.groupby("model")["model_type"].transform("last")
     runs["model_type"] = types.fillna("unknown type")
-    known = runs.groupby(["task", "glue_dir"])[["group", "label"]].transform("last")
+    known = runs.groupby(["task", "glue_dir"])[["group", "dataset"]].transform("last")
     runs["group"] = runs["group"].fillna(known["group"]).fillna("failed")
     task_names = pd.Series([recorded_task(result).name for result in results])
-    runs["label"] = runs["label"].fillna(known["label"]).fillna(task_names)
+    runs["dataset"] = runs["dataset"].fillna(known["dataset"]).fillna(task_names)
     return runs
 
 
@@ -208,13 +210,13 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
     return pd.DataFrame(rows, results.index, ["metrics", "score", "glue_score"])
 
 
-def _origins(runs: pd.DataFrame) -> pd.DataFrame:
-    """Make `origin`, and its parts `control_origin` and `data_text` for the controls.
+def _input_texts(runs: pd.DataFrame) -> pd.DataFrame:
+    """Make `inputs_text`, and its parts `control_inputs_text` and `data_text` for the controls.
 
     A folder may hold other files than when an earlier run read it. Runs of both are not seeds of
     one configuration, so each gets the hash of what it read in its name.
     """
-    is_hashed = runs.groupby("label")["data"].transform("count") > 0
+    is_hashed = runs.groupby("dataset")["data"].transform("count") > 0
     runs = runs.assign(data=runs["data"].where(is_hashed, runs["glue_dir"]))
 
     def differing(name: str, *keys: str) -> pd.Series:
@@ -225,41 +227,42 @@ def _origins(runs: pd.DataFrame) -> pd.DataFrame:
 
     weights, config = differing("weights", "model", "random_weights"), differing("config", "model")
     tokenizer = differing("tokenizer_files", "model", "tokenizer")
-    data, precision = differing("data", "label"), differing("precision", "group")
+    data, precision = differing("data", "dataset"), differing("precision", "group")
     control = list(map(_join, config, tokenizer, data, precision))
-    origin = list(map(_join, weights, control))
-    columns = {"origin": origin, "control_origin": control, "data_text": data}
+    inputs_text = list(map(_join, weights, control))
+    columns = {"inputs_text": inputs_text, "control_inputs_text": control, "data_text": data}
     return pd.DataFrame(columns, index=runs.index)
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
     """Name the configurations of a group; add the best of several rates and the majority class."""
     is_features = runs["kind"] == "features"
-    features = runs[is_features].drop_duplicates(["label", "data_text"], keep="last")
+    features = runs[is_features].drop_duplicates(["dataset", "data_text"], keep="last")
     baselines = pd.concat([features, _majority(runs)])
     names = list(map(_join, baselines["kind"].map(CONTROLS), baselines["data_text"]))
-    baselines = baselines.assign(protocol="", configuration=names)
+    baselines = baselines.assign(conditions="", configuration=names)
     runs = runs[~is_features].copy()
     by_task = _fields_by_task(runs)
     titles = _titles(pd.concat([runs, features]), by_task)
     if runs.empty:
         return TaskGroup(name, titles, baselines)
-    identity = [field for field in RECIPE_FIELDS if field not in by_task]
+    identity = [field for field in PROTOCOL_FIELDS if field not in by_task]
     varying = [field for field in identity if runs[field].nunique() > 1]
     rate = [field for field in varying if field == "learning_rate"]
     rest = [field for field in varying if field != "learning_rate"]
-    for column, fields in {"rate_text": rate, "recipe_text": rest}.items():
-        runs[column] = [_recipe_text(run, fields) for run in runs.to_dict("records")]
+    for column, fields in {"rate_text": rate, "protocol_text": rest}.items():
+        runs[column] = [_protocol_text(run, fields) for run in runs.to_dict("records")]
     runs["model_text"] = _model_texts(runs)
     runs = pd.concat([runs, *_best_rates(runs)], ignore_index=True)
-    runs["protocol"] = list(map(_join, runs["origin"], runs["rate_text"], runs["recipe_text"]))
-    runs["configuration"] = list(map(_join, runs["model_text"], runs["protocol"]))
+    parts = (runs[name] for name in ("inputs_text", "rate_text", "protocol_text"))
+    runs["conditions"] = list(map(_join, *parts))
+    runs["configuration"] = list(map(_join, runs["model_text"], runs["conditions"]))
     # the same data may have been read from two folders: a seed counts once, best a scored run
     scored_last = runs["score"].notna().argsort(kind="stable")
-    same = ["configuration", "label", "seed"]
+    same = ["configuration", "dataset", "seed"]
     runs = runs.iloc[scored_last].drop_duplicates(same, keep="last").sort_index()
-    runs["task_count"] = runs.groupby("configuration")["label"].transform("nunique")
-    order = ["random_weights", "model_text", "origin", "best_of", "task_count", *identity]
+    runs["task_count"] = runs.groupby("configuration")["dataset"].transform("nunique")
+    order = ["random_weights", "model_text", "inputs_text", "best_of", "task_count", *identity]
     runs = runs.sort_values(order, ascending=[name != "task_count" for name in order])
     runs = pd.concat([runs, baselines], ignore_index=True)
     return TaskGroup(name, titles, runs)
@@ -271,7 +274,7 @@ def _model_texts(runs: pd.DataFrame) -> list[str]:
     Random weights do not depend on the pretraining, so that those of bert-0 and bert-1 are called
     bert. If both were run on one task, the second keeps its full name.
     """
-    sources = runs.groupby(["kind", "base_name", "tokenizer", "origin", "label"])["model"]
+    sources = runs.groupby(["kind", "base_name", "tokenizer", "inputs_text", "dataset"])["model"]
     is_first = runs["model"] == sources.transform("first")
     is_random = runs["kind"] == "random"
     names = runs["base_name"].where(is_random & is_first, runs["short_name"])
@@ -281,32 +284,32 @@ def _model_texts(runs: pd.DataFrame) -> list[str]:
 
 
 def _fields_by_task(runs: pd.DataFrame) -> list[str]:
-    """Fields of the recipe that differ between tasks and are the same in all runs of a task.
+    """Fields of the protocol that differ between tasks and are the same in all runs of a task.
 
     A protocol may give one task more epochs than the others; that is a property of the column and
     does not make another configuration.
     """
-    per_task = runs.groupby("label")[list(RECIPE_FIELDS)].nunique()
+    per_task = runs.groupby("dataset")[list(PROTOCOL_FIELDS)].nunique()
     return [
         field
-        for field in RECIPE_FIELDS
+        for field in PROTOCOL_FIELDS
         if runs[field].nunique() > 1 and (per_task[field] == 1).all()
     ]
 
 
 def _titles(runs: pd.DataFrame, by_task: Sequence[str]) -> dict[str, str]:
-    """Label -> title, headline metric and the values `by_task` that are not the most common.
+    """Dataset -> title, headline metric and the values `by_task` that are not the most common.
 
-    Simple features, which have no recipe, are the last of `runs`.
+    Simple features, which have no protocol, are the last of `runs`.
     """
-    tasks = runs.drop_duplicates("label").sort_index()
+    tasks = runs.drop_duplicates("dataset").sort_index()
     usual = tasks[list(by_task)].mode()
     titles = {}
     for run in tasks.to_dict("records"):
         task = recorded_task(run["result"])
-        name = "" if run["label"] == task.name else run["label"]
+        name = "" if run["dataset"] == task.name else run["dataset"]
         unusual = [f for f in by_task if pd.notna(run[f]) and run[f] != usual[f][0]]
-        titles[run["label"]] = _join(task_title(task, name), _recipe_text(run, unusual))
+        titles[run["dataset"]] = _join(task_title(task, name), _protocol_text(run, unusual))
     return titles
 
 
@@ -317,7 +320,7 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
     ones the smallest rate is taken. A task that was run with one rate has no selection.
     """
     selections = []
-    rest = ["model_text", "origin", "recipe_text", "label"]
+    rest = ["model_text", "inputs_text", "protocol_text", "dataset"]
     for _, cell in runs.groupby(rest, sort=False):
         rates = cell.groupby("learning_rate")["score"].agg(["count", "mean"])
         if len(rates) > 1:
@@ -331,13 +334,13 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
 def _majority(runs: pd.DataFrame) -> pd.DataFrame:
     """The majority class as a configuration: its scores are part of every result with scores."""
     done = runs[runs["status"] == "done"]
-    last = done.drop_duplicates(["label", "data_text"], keep="last")
+    last = done.drop_duplicates(["dataset", "data_text"], keep="last")
     scores = _scores(last["result"], "majority_metrics")
     return last.assign(kind="majority", collapsed=False, **scores)
 
 
-def _recipe_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
-    return _join(*(RECIPE_FIELDS[field].format(run[field]) for field in fields))
+def _protocol_text(run: Mapping[str, Any], fields: Sequence[str]) -> str:
+    return _join(*(PROTOCOL_FIELDS[field].format(run[field]) for field in fields))
 
 
 def _join(*texts: str) -> str:

@@ -10,7 +10,14 @@ import numpy as np
 import pandas as pd
 
 from finetune.report.differences import AVERAGE, Difference, control_gains, helped_tasks
-from finetune.report.runs import BASELINES, CONTROLS, GROUPS, TaskGroup, average, task_title
+from finetune.report.runs import (
+    CONTROLS,
+    GROUPS,
+    WITHOUT_NETWORK,
+    TaskGroup,
+    average,
+    task_title,
+)
 from finetune.tasks import TASKS, recorded_task
 from train.intervals import Comparison
 
@@ -32,38 +39,40 @@ class Table:
     frame: pd.DataFrame
 
 
-def group_tables(group: TaskGroup, pairs: Sequence[Difference]) -> list[Table]:
+def group_tables(group: TaskGroup, differences: Sequence[Difference]) -> list[Table]:
     """All tables of a group that have something to show, the differences first.
 
     The paper's table stands beside official scores on two of its tasks or more only.
     """
     gains = control_gains(group)
-    tables = [pair_table(group, same, gains) for same in by_protocol(pairs)]
+    tables = [difference_table(group, same, gains) for same in by_conditions(differences)]
     tables += [score_table(group), gain_table(group, gains), problem_table(group)]
     has_tasks = len(group.titles.keys() & set(PAPER_TASKS)) > 1
     tables += [paper_table(group)] if group.name == "official" and has_tasks else []
     return [table for table in tables if len(table.frame)]
 
 
-def by_protocol(pairs: Sequence[Difference]) -> list[list[Difference]]:
-    """Divide differences by their protocol."""
-    protocols = dict.fromkeys(pair.protocol for pair in pairs)
-    return [[pair for pair in pairs if pair.protocol == name] for name in protocols]
+def by_conditions(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Divide differences by their conditions."""
+    names = dict.fromkeys(difference.conditions for difference in differences)
+    return [[x for x in differences if x.conditions == name] for name in names]
 
 
-def verdicts(group: TaskGroup, pairs: Sequence[Difference]) -> list[str]:
-    """Say on which tasks pretraining helps both models, by protocol, and which models they are."""
+def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
+    """Say on which tasks pretraining helps both models, for all conditions, and name the models."""
     gains, sentences = control_gains(group), []
-    for same in by_protocol(pairs):
+    for same in by_conditions(differences):
         sentences.append(f"{same[0].title()}: {_verdict(group, helped_tasks(same, gains))}")
-    if pairs:
-        first, second = [pair.first for pair in pairs], [pair.second for pair in pairs]
+    if differences:
+        first, second = [pair.first for pair in differences], [pair.second for pair in differences]
         models = [dict.fromkeys(x["short_name"].iloc[0] for x in runs) for runs in (first, second)]
-        who = "; ".join(f"{n}: {', '.join(found)}" for n, found in zip(pairs[0].names, models))
+        who = "; ".join(
+            f"{n}: {', '.join(found)}" for n, found in zip(differences[0].names, models)
+        )
         sentences.append(f"{who}.")
-    unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["label"].unique()
-    for absent, labels in unjudged.items():
-        listed = "; ".join(group.titles[label] for label in labels)
+    unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["dataset"].unique()
+    for absent, datasets in unjudged.items():
+        listed = "; ".join(group.titles[dataset] for dataset in datasets)
         sentences.append(f"Not judged, because there are {absent}: {listed}.")
     return sentences
 
@@ -73,7 +82,7 @@ def _verdict(group: TaskGroup, helped: Mapping[str, bool | None]) -> str:
     judged = [found for found in helped.values() if found is not None]
     if not judged:
         return "whether pretraining helps both models is not judged on any task."
-    titles = [group.titles[label] for label, found in helped.items() if found]
+    titles = [group.titles[dataset] for dataset, found in helped.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
     text = f"pretraining helps both models on {len(titles)} of {len(judged)} tasks{names}."
     if len(titles) < len(judged):
@@ -81,21 +90,23 @@ def _verdict(group: TaskGroup, helped: Mapping[str, bool | None]) -> str:
     return text
 
 
-def pair_table(group: TaskGroup, pairs: Sequence[Difference], gains: pd.DataFrame) -> Table:
-    """Differences between two models under one protocol, a row for each task."""
+def difference_table(
+    group: TaskGroup, differences: Sequence[Difference], gains: pd.DataFrame
+) -> Table:
+    """Differences between two models under the same conditions, a row for each task."""
     cells = {
-        pair.part or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
-        for pair in pairs
+        pair.seeds_text or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
+        for pair in differences
     }
     words = {True: "yes", False: "no", None: "not judged"}
     cells["pretraining helps both"] = {
-        label: words[found] for label, found in helped_tasks(pairs, gains).items()
+        dataset: words[found] for dataset, found in helped_tasks(differences, gains).items()
     }
-    tasks = [label for label in pairs[0].tasks if label != AVERAGE]
+    tasks = [dataset for dataset in differences[0].tasks if dataset != AVERAGE]
     names = {**group.titles, AVERAGE: group.average_name(tasks)}
     frame = pd.DataFrame(cells).fillna(DASH)
-    frame = frame.loc[[label for label in names if label in frame.index]]
-    return Table(pairs[0].title(), frame.rename(index=names).reset_index(names="task"))
+    frame = frame.loc[[dataset for dataset in names if dataset in frame.index]]
+    return Table(differences[0].title(), frame.rename(index=names).reset_index(names="task"))
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -123,9 +134,9 @@ def score_table(group: TaskGroup) -> Table:
 
 
 def _by_task(group: TaskGroup, texts: Iterable[tuple[str, str, str]]) -> pd.DataFrame:
-    """Arrange (configuration, label, text): a row a configuration, a column a task."""
-    cells = pd.DataFrame(texts, columns=["model", "label", "text"])
-    frame = cells.pivot(index="model", columns="label", values="text")
+    """Arrange (configuration, dataset, text): a row a configuration, a column a task."""
+    cells = pd.DataFrame(texts, columns=["model", "dataset", "text"])
+    frame = cells.pivot(index="model", columns="dataset", values="text")
     frame = frame.reindex(index=cells["model"].unique(), columns=list(group.titles)).fillna(DASH)
     return frame.set_axis(list(group.titles.values()), axis=1).reset_index(names="model")
 
@@ -139,7 +150,7 @@ def score_text(runs: pd.DataFrame) -> str:
         for split in task.validation_splits
     ]
     text = "/".join(map(spread_text, splits)) if len(scored) else DASH
-    if first["kind"] in BASELINES:
+    if first["kind"] in WITHOUT_NETWORK:
         return text
     count = f"{len(scored)}" if len(scored) == len(runs) else f"{len(scored)} of {len(runs)}"
     outcomes = {"collapsed": int(runs["collapsed"].sum()), **runs["status"].value_counts()}
@@ -155,14 +166,14 @@ def spread_text(values: Sequence[float]) -> str:
     return f"{np.mean(values):.1f}{deviation}"
 
 
-def average_text(runs: pd.DataFrame, labels: Sequence[str]) -> str:
+def average_text(runs: pd.DataFrame, datasets: Sequence[str]) -> str:
     """The average of a configuration; its spread if all tasks have the same seeds."""
-    found = average(runs, labels)
+    found = average(runs, datasets)
     if found is None:
         return DASH
     mean, by_seed = found
-    scored = runs.dropna(subset="score").groupby("label")["seed"].count()
-    is_baseline = runs["kind"].iloc[0] in BASELINES
+    scored = runs.dropna(subset="score").groupby("dataset")["seed"].count()
+    is_baseline = runs["kind"].iloc[0] in WITHOUT_NETWORK
     if is_baseline or (scored != len(by_seed)).any():
         return f"{mean:.1f}"
     return f"{spread_text(list(by_seed.values()))} ({len(by_seed)})"
@@ -174,7 +185,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     for row in gains[gains["control"] != ""].itertuples():  # others have no scores, or no control
         spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
         text = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
-        texts.append((row.configuration, row.label, text))
+        texts.append((row.configuration, row.dataset, text))
     return Table("Above the best control without pretraining", _by_task(group, texts))
 
 
@@ -184,7 +195,7 @@ def problem_table(group: TaskGroup) -> Table:
     runs = runs[runs["status"] != "done"]
     columns = {
         "model": runs["configuration"],
-        "task": runs["label"].map(group.titles),
+        "task": runs["dataset"].map(group.titles),
         "seed": runs["seed"].astype(str),
         "outcome": runs["status"],
         "reason": [" ".join(x.get("error", "").split())[:160] for x in runs["result"]],
@@ -197,8 +208,8 @@ def paper_table(group: TaskGroup) -> Table:
     rows: list[Sequence[str]] = [(name, *values) for name, values in PAPER.items()]
     models = group.runs[(group.runs["kind"] == "model") & group.runs["task"].isin(PAPER_TASKS)]
     for configuration, runs in models.groupby("configuration", sort=False):
-        scores = {label: score_text(cell) for label, cell in runs.groupby("label")}
-        texts = [scores.get(label, DASH) for label in PAPER_TASKS]
+        scores = {dataset: score_text(cell) for dataset, cell in runs.groupby("dataset")}
+        texts = [scores.get(dataset, DASH) for dataset in PAPER_TASKS]
         rows.append((configuration, "validation", *texts))
     columns = ["model", "split", *(task_title(TASKS[task]) for task in PAPER_TASKS)]
     title = "GLUE as printed by Su et al. 2021 (arXiv:2104.09864), and ours; not comparable"

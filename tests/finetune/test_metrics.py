@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from finetune.metrics import headline_score, is_collapsed, score, score_majority
+from finetune.metrics import compute_metrics, headline_score, is_collapsed, score_majority
 from finetune.tasks import TASKS
 from tiny_glue import SCORERS
 
@@ -19,7 +19,7 @@ def test_scores_equal_those_of_scikit_learn_and_scipy(task):
         truth, guess = (draw.integers(0, len(task.labels), 200) for _ in range(2))
     values = truth.astype(float), guess.astype(float)
     expected = {name: SCORERS[name](*values) for name in task.metrics}
-    result = score(task, guess, truth)
+    result = compute_metrics(task, guess, truth)
     assert list(result) == list(task.metrics)
     assert result == pytest.approx(expected, abs=1e-12)
 
@@ -28,8 +28,8 @@ def test_scores_equal_those_of_scikit_learn_and_scipy(task):
 def test_a_model_that_says_one_class_has_no_correlation_and_no_warning(constant):
     truth = draw.integers(0, 2, 200)
     guess = np.full(len(truth), constant)
-    assert score(TASKS["cola"], guess, truth) == {"matthews": 0.0}
-    pair = score(TASKS["mrpc"], guess, truth)
+    assert compute_metrics(TASKS["cola"], guess, truth) == {"matthews": 0.0}
+    pair = compute_metrics(TASKS["mrpc"], guess, truth)
     assert pair["accuracy"] == np.mean(truth == constant)
     assert pair["f1"] == (pytest.approx(sk.f1_score(truth, guess)) if constant else 0.0)
 
@@ -37,7 +37,7 @@ def test_a_model_that_says_one_class_has_no_correlation_and_no_warning(constant)
 @pytest.mark.parametrize(("slope", "expected"), [(0.0, 0.0), (1e-15, 0.0), (1e-3, 1.0)])
 def test_a_constant_has_no_correlation_and_values_close_together_have_one(slope, expected):
     truth = np.linspace(0, 5, 50)
-    found = score(TASKS["stsb"], 2.5 + slope * truth, truth)
+    found = compute_metrics(TASKS["stsb"], 2.5 + slope * truth, truth)
     assert found == pytest.approx({"pearson": expected, "spearman": expected})
 
 

@@ -19,7 +19,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from finetune import data, glue
 from finetune.data import hash_task_files, read_rows, read_split_columns
 from finetune.describe_task import DescribeSettings, main
-from finetune.metrics import is_collapsed, score_splits
+from finetune.metrics import is_collapsed, score_fields
 from finetune.publish.model_card import finetuned_card
 from finetune.report import __main__ as report
 from finetune.report import error_analysis
@@ -300,7 +300,7 @@ def test_a_regression_of_any_range_is_scored_and_predicted():
     assert np.isfinite(predicted()).tolist() == [True] * 3
     values = np.array([[-1.0], [2.0]], np.float32)
     logits = dict.fromkeys(("validation", "test"), values)
-    scores = score_splits(task, logits, dict.fromkeys(logits, np.array([-1.0, 7.0])))
+    scores = score_fields(task, logits, dict.fromkeys(logits, np.array([-1.0, 7.0])))
     assert scores["test_metrics"]["spearman"] == pytest.approx(1)  # -1 is a label like any other
     assert is_collapsed(task, values, np.array([0.0, 2000.0]))
     for lowest, missing in ((-1.0, False), (0.0, True)):  # -1 stands for none outside the range

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from finetune.metrics import score
+from finetune.metrics import compute_metrics
 from finetune.results import SIMPLE_FEATURES, prediction_file, read_results
 from finetune.simple_features import WORD, SimpleFeaturesSettings, features, score_tasks
 from finetune.tasks import TASKS
@@ -42,7 +42,7 @@ def test_records_hold_the_scores_of_the_predictions_beside_them(folder):
             labels, logits = predictions_of(settings, record, split)
             assert logits.shape == (record["rows"][split], task.num_labels)
             answers = logits[:, 0] if task.labels is None else logits.argmax(axis=1)
-            assert score(task, answers, labels) == record["metrics"][split]
+            assert compute_metrics(task, answers, labels) == record["metrics"][split]
     assert records[0]["headline"] == 1.0  # a word tells the class
     assert records[0]["command"].startswith("python -m finetune.simple_features --tasks '[sst2]'")
     assert records[0]["model"] == SIMPLE_FEATURES

@@ -8,13 +8,13 @@ import numpy as np
 
 from finetune.report.differences import Difference, pair_differences
 from finetune.report.runs import TaskGroup, build_groups
-from finetune.results import RECIPE_FIELDS, RUN_KEY, SIMPLE_FEATURES
+from finetune.results import PROTOCOL_FIELDS, RUN_KEY, SIMPLE_FEATURES
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
 
 BERT, ROFORMER = "runs/small-bert/model", "runs/small-roformer/model"
 SETTINGS = GlueSettings(model="m", task="rte", learning_rate=2e-4)
-RECIPE = {name: getattr(SETTINGS, name) for name in RECIPE_FIELDS}
+PROTOCOL = {name: getattr(SETTINGS, name) for name in PROTOCOL_FIELDS}
 MAJORITY = {"matthews": 0.0, "accuracy": 0.5, "f1": 0.81, "pearson": 0.0, "spearman": 0.0}
 
 
@@ -23,7 +23,7 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
     row = TASKS[task]
     key = {
         "model": model, "tokenizer": None, "random_weights": False, "task": task,
-        "glue_dir": "data/glue", "seed": 0, **RECIPE,
+        "glue_dir": "data/glue", "seed": 0, **PROTOCOL,
     }  # fmt: skip
     key |= {name: value for name, value in changes.items() if name in key}
     result = {
@@ -73,9 +73,9 @@ def failed(model: str, task: str, **changes: Any) -> dict[str, Any]:
 
 
 def simple_features(task: str, score: float, **changes: Any) -> dict[str, Any]:
-    """A line of finetune.simple_features, which has no recipe and no settings."""
-    recipe = dict.fromkeys(RECIPE)
-    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **recipe, **changes)
+    """A line of finetune.simple_features, which has no protocol and no settings."""
+    none = dict.fromkeys(PROTOCOL)
+    result = line(SIMPLE_FEATURES, task, score, model_type=SIMPLE_FEATURES, **none, **changes)
     del result["settings"]
     return result
 
@@ -89,7 +89,7 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> str:
 
 class GroupReport(NamedTuple):
     group: TaskGroup
-    pairs: list[Difference]
+    differences: list[Difference]
     no_pairs: str
 
 

@@ -12,13 +12,13 @@ from tiny_results import BERT, ROFORMER, line, report, seeds, simple_features, t
 
 def judge(lines) -> list[str]:
     found = report(lines)
-    return verdicts(found.group, found.pairs)
+    return verdicts(found.group, found.differences)
 
 
 def pairs_shown(lines) -> Table:
     """The table of the differences between two models."""
     found = report(lines)
-    return group_tables(found.group, found.pairs)[0]
+    return group_tables(found.group, found.differences)[0]
 
 
 def gains_of(lines) -> dict[tuple[str, str], tuple]:
@@ -33,7 +33,7 @@ def test_differences_are_scipys_on_the_scores_of_shared_seeds():
     lines = [line(BERT, "cola", 0.1, seed=9)]
     for i, task in enumerate(("cola", "mnli")):
         lines += [*seeds(ROFORMER, task, ours[i]), *seeds(BERT, task, theirs[i])]
-    (found,) = report(lines).pairs
+    (found,) = report(lines).differences
     for i, task in enumerate(("cola", "mnli")):
         test = stats.ttest_rel(100 * ours[i], 100 * theirs[i])
         assert found.tasks[task].p == pytest.approx(test.pvalue)
@@ -62,11 +62,11 @@ def test_few_seeds_are_shown_one_by_one_and_four_have_an_interval():
 def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
     lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7), line("new", "rte", 0.9)]
     found = report(lines)
-    assert found.pairs == []
+    assert found.differences == []
     assert "2 RoFormer and 1 BERT; name two models with --pair" in found.no_pairs
     assert "1 new and 0 x" in report(lines, pair=["new", "x"]).no_pairs
-    (named,) = report(lines, pair=["new", "small-roformer"]).pairs
-    assert named.title(with_part=True) == f"new {MINUS} small-roformer"
+    (named,) = report(lines, pair=["new", "small-roformer"]).differences
+    assert named.title(with_seeds=True) == f"new {MINUS} small-roformer"
     assert named.tasks["rte"].mean == 20.0
 
 
@@ -82,13 +82,13 @@ def test_several_models_of_a_kind_have_no_difference_until_a_pair_is_named():
 def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, sizes):
     parameters = {f"runs/{name}/model": sizes.get(name, 1) for name in names}
     found = report([line(model, "rte", 0.6, parameters=n) for model, n in parameters.items()])
-    assert found.pairs == []
+    assert found.differences == []
     assert "2 RoFormer and 2 BERT; name two models" in found.no_pairs
 
 
 def test_one_model_is_not_compared_and_told_of_controls():
     found = report(seeds("runs/mine/model", "rte", (0.6, 0.7)))
-    assert found.pairs == []
+    assert found.differences == []
     assert found.no_pairs.startswith("One model, no comparison; its controls: --controls")
     titles = [table.title for table in group_tables(found.group, [])]
     assert titles[0] == "GLUE, validation split: scores"
@@ -104,7 +104,7 @@ def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
             lines += seeds(bert, task, (0.5, 0.5, 0.5))
             score = 0.5 + gain + more
             lines += seeds(rope, task, (score, score, score + 0.03))
-    pairs = {pair.title(with_part=True): pair.tasks for pair in report(lines).pairs}
+    pairs = {pair.title(with_seeds=True): pair.tasks for pair in report(lines).differences}
     title = f"RoFormer {MINUS} BERT"
     assert list(pairs) == [
         *(f"{title}, pretraining seed {seed}" for seed in range(4)),
@@ -119,9 +119,9 @@ def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
     assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
 
-def test_models_without_a_recipe_in_common_are_not_compared():
+def test_models_without_a_protocol_in_common_are_not_compared():
     lines = [line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.7, epochs=5)]
-    assert "no two rows have recipe, data" in report(lines).no_pairs
+    assert "no two rows have protocol, data" in report(lines).no_pairs
 
 
 def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
@@ -132,7 +132,7 @@ def test_over_pretraining_seeds_only_what_all_of_them_ran_is_compared():
             lines += seeds(model, "rte", (score, score + 0.01))
             lines += seeds(model, "cola", (score, score)) * (seed != 2)
             lines += seeds(model, "rte", (score, score), epochs=5) * (seed == 0)
-    (over_seeds,) = (pair for pair in report(lines).pairs if pair.is_over_pretraining_seeds)
+    (over_seeds,) = (pair for pair in report(lines).differences if pair.is_over_pretraining_seeds)
     assert list(over_seeds.tasks) == ["rte"]
 
 
@@ -140,13 +140,13 @@ def test_the_difference_of_averages_is_over_the_tasks_of_both():
     lines = seeds(ROFORMER, "cola", (0.1, 0.1))  # which BERT was not run on
     for task in ("rte", "wnli"):
         lines += [*seeds(BERT, task, (0.5, 0.6)), *seeds(ROFORMER, task, (0.6, 0.7))]
-    (pair,) = report(lines).pairs
+    (pair,) = report(lines).differences
     assert pair.tasks[AVERAGE].mean == pytest.approx(10.0)
 
 
 def test_a_roformer_that_stock_does_not_know_is_one_too():
     lines = [line(BERT, "rte", 0.5), line("plus", "rte", 0.6, model_type="roformer_plus")]
-    assert [pair.tasks["rte"].mean for pair in report(lines).pairs] == pytest.approx([10.0])
+    assert [pair.tasks["rte"].mean for pair in report(lines).differences] == pytest.approx([10.0])
 
 
 def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> list[dict]:

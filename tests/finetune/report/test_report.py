@@ -64,7 +64,7 @@ def test_reduced_and_demo_tasks_are_never_in_the_official_table():
     assert scores(lines)["small-bert"]["QNLI, accuracy"] == DASH
 
 
-def test_a_row_names_what_differs_between_recipes_and_no_more():
+def test_a_row_names_what_differs_between_protocols_and_no_more():
     lines = [line(BERT, "rte", rate * 1e4, learning_rate=rate) for rate in (2e-5, 3e-5)]
     lines.append(line(BERT, "rte", 0.6, weight_decay=0.0, tokenizer="words"))
     names = list(scores(lines))
@@ -72,7 +72,7 @@ def test_a_row_names_what_differs_between_recipes_and_no_more():
     assert "small-bert, tokenizer words, rate 0.0002, decay 0" in names
 
 
-def test_a_task_with_a_recipe_of_its_own_says_so_in_its_column_and_splits_no_row():
+def test_a_task_with_a_protocol_of_its_own_says_so_in_its_column_and_splits_no_row():
     lines = [line(model, "stsb", 0.5, epochs=10) for model in (BERT, ROFORMER)]
     lines += [line(model, task, 0.6) for model in (BERT, ROFORMER) for task in ("cola", "mrpc")]
     own = "STS-B, Spearman, 10 epochs"
@@ -80,7 +80,7 @@ def test_a_task_with_a_recipe_of_its_own_says_so_in_its_column_and_splits_no_row
     rows = scores(lines)
     assert list(rows) == ["small-bert", "small-roformer", "majority class"]
     assert list(rows["small-bert"].items())[:3] == list(shared.items())
-    assert len(report(lines).pairs[0].tasks) == 4  # with the average
+    assert len(report(lines).differences[0].tasks) == 4  # with the average
     printed = texts(paper_table(report(lines).group))["small-bert"]
     assert (printed["MRPC, F1"], printed["STS-B, Spearman"]) == ("60.0 (1)", "50.0 (1)")
     twice = scores([*lines, line(BERT, "stsb", 0.3)])  # which run of it would the row have?
@@ -124,7 +124,7 @@ def test_a_task_of_which_every_run_failed_still_stands_somewhere():
         assert scores(found, group="failed") == only_failed
     assert scores(lines)["small-bert"]["MRPC, F1"] == f"{DASH} (0 of 1; 1 diverged)"
     only = report(lines, group="failed")
-    titles = [table.title for table in group_tables(only.group, only.pairs)]
+    titles = [table.title for table in group_tables(only.group, only.differences)]
     assert titles == ["tasks of which every run failed: scores", "Runs that diverged or failed: 1"]
 
 
@@ -175,12 +175,12 @@ def test_among_rates_most_scored_seeds_then_the_smallest_rate_wins():
 
 def test_selected_scores_are_only_subtracted_from_selected_ones():
     lines = [*sweep(BERT, "rte", (0.5, 0.7, 0.6)), *sweep(ROFORMER, "rte", (0.62, 0.6, 0.6))]
-    found = {pair.protocol: pair.tasks["rte"].mean for pair in report(lines).pairs}
+    found = {pair.conditions: pair.tasks["rte"].mean for pair in report(lines).differences}
     expected = {"rate 2e-05": 12.0, "rate 3e-05": -10.0, "rate 4e-05": 0.0, BEST: -8.0}
     assert found == pytest.approx(expected)
     # three rates against two would favour the three
     fewer = [x for x in lines if x["model"] == BERT or x["learning_rate"] < 4e-5]
-    assert [pair.protocol for pair in report(fewer).pairs] == ["rate 2e-05", "rate 3e-05"]
+    assert [pair.conditions for pair in report(fewer).differences] == ["rate 2e-05", "rate 3e-05"]
 
 
 def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
@@ -192,8 +192,8 @@ def test_runs_of_another_precision_share_no_cell_and_are_not_subtracted():
         "small-roformer, precision no": "70.0 (1)",
         "majority class": "50.0",
     }
-    (pair,) = report(lines).pairs
-    assert (pair.protocol, pair.tasks) == ("precision no", {})  # no seed of both
+    (pair,) = report(lines).differences
+    assert (pair.conditions, pair.tasks) == ("precision no", {})  # no seed of both
 
 
 def test_a_table_needs_neither_a_roformer_nor_a_bert():
@@ -247,7 +247,7 @@ def test_markdown_and_latex_survive_any_name_of_a_model():
 
 def test_latex_prints_minus_signs():
     found = report([line(BERT, "rte", 0.6), line(ROFORMER, "rte", 0.5)])
-    text = latex_tables(group_tables(found.group, found.pairs))
+    text = latex_tables(group_tables(found.group, found.differences))
     assert r"RTE, accuracy & $-$10.00 & not judged \\" in text
 
 
