@@ -68,6 +68,10 @@ def main(settings: DescribeSettings) -> None:
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
     Path(settings.output).write_text(HEADER + text, encoding="utf-8")
+    rows = len(splits["train"]["label"])
+    if task.num_labels > rows / 2:
+        found = f"{task.num_labels} classes in {rows} rows"
+        print(f"warning: {found}: is {task.label_column} the label?", file=sys.stderr)
     known = set(zip(*(splits["train"][name] for name in task.columns)))
     for split, columns in splits.items():
         print(f"{split}: {describe_rows(task, columns)}")

@@ -265,7 +265,9 @@ def load_task(name: str) -> Task:
             raise InputError(f"task must be a file, got {name}; check the path")
         return _read_task(name, Path(name).stat().st_mtime_ns)
     known = ", ".join(name for name, task in TASKS.items() if "train" in task.splits)
-    remedy = "fine-tune mnli, which predicts ax" if name == "ax" else "take one of them"
+    remedy = "describe data of your own by python -m finetune.describe_task"
+    if name == "ax":
+        remedy = "fine-tune mnli, which predicts ax"
     raise InputError(f"task must be one of {known}, or a YAML file, got {name!r}; {remedy}")
 
 

@@ -240,6 +240,7 @@ def prepare_data(
         build_config(stages[0].model, stages[0].corpus.length, tokenizer)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
+    accelerator.print(f"text: {corpus.train}; held out: {corpus.validation}")
     accelerator.print(*check_stores(stores, held_out), sep="\n")
     training = [SequenceIndex(store, stage.corpus.length) for stage, store in zip(stages, stores)]
     return tokenizer, training, SequenceIndex(held_out, corpus.length)

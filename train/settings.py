@@ -70,16 +70,34 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class TextSettings:
-    """Held-out text, and how any text is read."""
+    """Training and held-out text, and how text is read."""
 
+    train: str | list[str] = "embedded"
+    """Training text, in the same forms as held-out text; a name given twice is read twice. A
+    command that evaluates a model reads it only where `validation` is a share."""
     validation: str | list[str] = "embedded"
     """Held-out text: folders, globs or files of parquet, jsonl or txt (the last two also .gz or
-    .zst); hub data sets; or `embedded`, the built-in text: documentation of installed packages. In
-    pretraining also a share such as 2% of the documents of local training files."""
+    .zst); hub data sets; `embedded`, the built-in text: documentation of installed packages; or a
+    share, such as 2%, of the documents of local training files."""
     text_column: str = "text"
     """Column of parquet and jsonl that holds the text."""
     cache: str = "runs/tokens"
     """Folder of the token cache."""
+
+    def __post_init__(self) -> None:
+        share = self.held_out_share
+        # a number without % would be read as the name of a hub data set
+        is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None
+        if is_number or (share is not None and not 0 < share < 1):
+            raise InputError(
+                "corpus.validation must be text, or a share above 0% and below 100%, "
+                f"got {self.validation}; 2% is usual"
+            )
+        if share is not None and self.train == "embedded":
+            raise InputError(
+                "corpus.train must name the text that corpus.validation is a share of, "
+                f"got the default; give the files {self.validation} of which are held out"
+            )
 
     @property
     def held_out_share(self) -> float | None:
@@ -89,23 +107,9 @@ class TextSettings:
 
 
 @dataclass(frozen=True)
-class HeldOutSettings(TextSettings):
-    """Held-out text of a command that evaluates a model."""
-
-    def __post_init__(self) -> None:
-        if self.held_out_share is not None:
-            raise InputError(
-                f"corpus.validation must name held-out text, got {self.validation}; "
-                "a share is for commands that read the training text"
-            )
-
-
-@dataclass(frozen=True)
 class CorpusSettings(TextSettings):
-    """Training and held-out text, tokenizer, sequence length and masking."""
+    """Text, tokenizer, sequence length and masking."""
 
-    train: str | list[str] = "embedded"
-    """Training text, in the same forms as held-out text; a name given twice is read twice."""
     tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
     vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
@@ -124,14 +128,7 @@ class CorpusSettings(TextSettings):
     Unused by a decoder."""
 
     def __post_init__(self) -> None:
-        share = self.held_out_share
-        # a number without % would be read as the name of a hub data set
-        is_number = re.fullmatch(r"[\d.]+", str(self.validation)) is not None
-        if is_number or (share is not None and not 0 < share < 1):
-            raise InputError(
-                "corpus.validation must be text, or a share above 0% and below 100%, "
-                f"got {self.validation}; 2% is usual"
-            )
+        super().__post_init__()
         check_fields(self, lambda x: x >= 8, "must be at least 8", "corpus.length")
         rule = "must lie between 0 and 1"
         check_fields(self, lambda x: 0 < x < 1, rule, "corpus.mask_rate")

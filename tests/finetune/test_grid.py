@@ -34,7 +34,7 @@ def in_process(monkeypatch):
     """Workers are threads: what is made does not depend on it, and processes take seconds."""
     workers = []
 
-    def start_worker(slot, count):
+    def start_worker(worker, count):
         workers.append(ThreadPoolExecutor(1))
         return workers[-1]
 
@@ -133,7 +133,7 @@ def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(folder, monkeypa
     made = Mock(return_value=None)
     monkeypatch.setattr(grid.glue, "run", made)
     for run in grid.list_runs(ask(folder, seeds=[0, 1])):
-        grid.make_run(run, slot=0)
+        grid.make_run(run, worker=0)
     assert len({id(call.args[1]) for call in made.call_args_list}) == 2
 
 

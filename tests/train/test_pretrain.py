@@ -24,7 +24,7 @@ from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.language_model import build_config, build_model
 from train.pretrain import all_reduce_step_info, send_to_device
-from train.settings import OPTIMIZERS, HeldOutSettings, InputError, ModelSettings, OptimSettings
+from train.settings import OPTIMIZERS, InputError, ModelSettings, OptimSettings, TextSettings
 
 
 def model_config(run: Path) -> dict:
@@ -167,7 +167,7 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_
 ):
     folder = pretrain(f"--model.type={kind}")
     text = str(corpus_folder / "validation.jsonl")
-    held_out = HeldOutSettings(validation=text, cache=str(tmp_path / "tokens"))
+    held_out = TextSettings(validation=text, cache=str(tmp_path / "tokens"))
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder / "model").eval()
     ids = torch.arange(5, 21)[None]
     first, second = (model(ids, token_type_ids=torch.full_like(ids, t)).logits for t in (0, 1))

@@ -15,7 +15,7 @@ from train.command_line import parse_settings, run_command
 from train.loop.evaluate import EvaluateSettings
 from train.loop.run_metadata import settings_dict
 from train.pretrain import DEFAULT_CONFIG, main
-from train.settings import CorpusSettings, PretrainSettings
+from train.settings import CorpusSettings, PretrainSettings, TextSettings
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
@@ -142,10 +142,10 @@ def test_later_files_override_earlier_ones_key_by_key(tmp_path):
     [(EvaluateSettings, ["--model=m"]), (LengthSettings, ["--models=[m]"]), (DecaySettings, [])],
 )
 def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(settings, flags):
-    used = ["--corpus.validation=x", "--corpus.cache=y", "--corpus.text_column=z"]
-    assert parse_settings(settings, [*flags, *used]).corpus.validation == "x"
+    used = ["--corpus.train=x", "--corpus.validation=2%", "--corpus.cache=y"]
+    assert parse_settings(settings, [*flags, *used]).corpus.validation == "2%"
     names = {field.name for field in fields(CorpusSettings)}
-    for name in names - {"validation", "cache", "text_column"}:
+    for name in names - {field.name for field in fields(TextSettings)}:
         flag = f"--corpus.{name}=200"
         refused(lambda flag=flag: parse_settings(settings, [*flags, flag]), flag)
 

@@ -31,7 +31,7 @@ from train.loop.evaluate import evaluate, load_language_model
 from train.loop.language_model import check_length, load_config
 from train.loop.launch import start_accelerator
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, InputError, check_fields
+from train.settings import InputError, TextSettings, check_fields
 from train.tables import markdown_table
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ class LengthSettings:
 
     models: list[str]
     """Model folders of runs or globs, as [runs/a-0/model, runs/b-0/model]; `-0`, `-1` are seeds."""
-    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
+    corpus: TextSettings = field(default_factory=TextSettings)
     lengths: list[int] = field(default_factory=lambda: [128, 256, 512, 1024, 2048])
     """Sequence lengths in tokens, special tokens included."""
     trained: int = 128

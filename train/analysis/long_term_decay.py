@@ -30,7 +30,7 @@ from train.data.corpus import tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.language_model import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
-from train.settings import HeldOutSettings, InputError, ModelSettings, check_fields
+from train.settings import InputError, ModelSettings, TextSettings, check_fields
 
 Floats = NDArray[np.float64]
 Scores = dict[str, list[float]]
@@ -51,7 +51,7 @@ class DecaySettings:
 
     models: list[str] = field(default_factory=list)
     """Folders of trained RoFormers, as [runs/a/model]; each is compared with random weights."""
-    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
+    corpus: TextSettings = field(default_factory=TextSettings)
     length: int = 128
     """Longest sequence in tokens, [CLS] and [SEP] included."""
     distances: int = 256

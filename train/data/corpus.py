@@ -2,15 +2,16 @@
 
     python -m train.data.corpus --corpus.train TEXT --corpus.validation TEXT --corpus.tokenizer DIR
 
-A hub data set counts as a file. The shards of a file are named by a hash of everything that decides
-their bytes (text, column, tokenizer, format): a change of any of them gives other shards, a stale
-one cannot be read, and an interrupted build continues with the first missing shard.
+A hub data set counts as a file, and small neighbouring files as one. The shards of a file are named
+by a hash of everything that decides their bytes (text, column, tokenizer, format): a change of any
+of them gives other shards, a stale one cannot be read, and an interrupted build continues with the
+first missing shard.
 
     <cache>/<hash>-<n>/tokens.bin        ids of the shard's documents, uint16 or uint32; no [CLS]
                        documents.bin     int64 ends: document i is tokens[ends[i-1]:ends[i]]
                        hashes.bin        uint64 hash of each document's tokens
                        manifest.json     what it was made from, counts, whether it is the last
-    <cache>/hashes/                      hashes of files, so that unchanged files are not read again
+    <cache>/hashes/                      hashes of large files: unchanged, they are not read again
 
 A manifest also holds the size and a hash of each file of its shard. The hash is of 16 pages: it
 notices a file that was cut, swapped, emptied or overwritten, and costs 64 KB of reading; it does
@@ -41,6 +42,7 @@ from train.data.documents import (
     TextFile,
     check_disjoint_files,
     find_files,
+    group_files,
     hash_file,
     read_file,
     short_hash,
@@ -48,7 +50,7 @@ from train.data.documents import (
 )
 from train.settings import CorpusSettings, InputError, TextSettings
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files, part of the hash."""
 
 BATCH_CHARACTERS = 1_000_000
@@ -122,21 +124,21 @@ def tokenize_corpus(
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         shards: list[Path] = []
-        for file in find_files(corpus, part):
-            shards += _make_shards(file, corpus, part, tokenizer, state, bar)
+        for files in group_files(find_files(corpus, part), f"corpus.{part}"):
+            shards += _make_shards(files, corpus, part, tokenizer, state, bar)
     return _open_store(corpus, part, shards)
 
 
 def _make_shards(
-    file: TextFile,
+    files: list[TextFile],
     corpus: TextSettings,
     part: str,
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_hash: str,
     bar: tqdm,
 ) -> list[Path]:
-    """Return the folders of all shards of a file; missing ones are made."""
-    text = hash_file(file, part, corpus)
+    """Return the folders of all shards of a group of files; missing ones are made."""
+    text = [hash_file(file, part, corpus) for file in files]
     facts = {"format": FORMAT, "text": text, "tokenizer": tokenizer_hash}
     prefix, shards, done = Path(corpus.cache) / short_hash(*facts.values()), list[Path](), 0
     while _is_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
@@ -145,7 +147,8 @@ def _make_shards(
         if manifest["last"]:
             return shards
         done += manifest["documents"]
-    batches = _split_batches(itertools.islice(read_file(file, part, corpus), done, None))
+    documents = itertools.chain.from_iterable(read_file(file, part, corpus) for file in files)
+    batches = _split_batches(itertools.islice(documents, done, None))
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
@@ -207,7 +210,7 @@ def _split_batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenStore:
     """Join shards, and check that they hold text that the tokenizer knows."""
-    manifests = {shard: _read_manifest(shard) for shard in shards}  # copies of a file share them
+    manifests = {shard: _read_manifest(shard) for shard in shards}  # copies share them
     sizes = [manifests[x]["tokens"] for x in shards]
     if sum(sizes) == 0:
         names = ", ".join(source_names(corpus, part))

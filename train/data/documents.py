@@ -27,6 +27,12 @@ EMBEDDED = "embedded"
 HELD_OUT_DOCUMENTS = 2000
 """First documents of a hub data set without a validation split, which are held out."""
 
+CACHED_BYTES = 2**20
+"""Size from which the hash of a file is cached; smaller files are read as fast as their entry."""
+
+GROUP_BYTES = 2**26
+"""Most bytes of small files that are tokenized as one."""
+
 MAX_PARAGRAPH = 1_000_000
 """Characters after which a txt without blank lines is split, at the end of a line."""
 
@@ -62,6 +68,25 @@ def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
     if is_share:  # a document is held out once
         found = list({x if isinstance(x, str) else x.resolve(): x for x in found}.values())
     return found
+
+
+def group_files(files: list[TextFile], key: str) -> Iterator[list[TextFile]]:
+    """Divide files into groups of neighbours, as a folder may hold a million small ones.
+
+    A group has at most `GROUP_BYTES`, or is one file or hub data set.
+    """
+    group, size = list[TextFile](), 0
+    for file in files:
+        more = GROUP_BYTES
+        if isinstance(file, Path):
+            with wrap_read_errors(file, key):
+                more = file.stat().st_size
+        if group and size + more > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group, size = [*group, file], size + more
+    if group:
+        yield group
 
 
 def _match_files(name: str, key: str) -> list[Path]:
@@ -142,15 +167,17 @@ def short_hash(*facts: object) -> str:
 
 
 def _content_hash(file: Path, key: str, cache: Path) -> str:
-    """SHA-256 of a file's bytes, cached while its path, size and modification time stay."""
+    """SHA-256 of a file's bytes, of large ones cached while path, size and time of change stay."""
     with wrap_read_errors(file, key):
         state = file.stat()
+    is_cached = state.st_size >= CACHED_BYTES
     entry = cache / "hashes" / short_hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
-    if entry.exists():
+    if is_cached and entry.exists():
         return entry.read_text()
     with wrap_read_errors(file, key), file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    write_text_atomically(entry, digest)
+    if is_cached:
+        write_text_atomically(entry, digest)
     return digest
 
 

@@ -152,7 +152,9 @@ class Checkpoints:
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
         if path is not None:
             load_tensors(path, self.model, self.optimizer)
-            self.accelerator.print(f"going on after step {state['step']}")
+            is_finished = state["step"] == total
+            verb = "finished" if is_finished else "going on"
+            self.accelerator.print(f"{verb} after step {state['step']}")
         if self.accelerator.is_main_process:
             if state["data"] != self.inputs["data"]:
                 changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.inputs["data"]

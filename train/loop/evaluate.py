@@ -27,7 +27,7 @@ from train.data.corpus import check_stores, tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.language_model import LanguageModel, build_config, build_model, load_config
 from train.loop.launch import start_accelerator
-from train.settings import HeldOutSettings, InputError, ModelSettings, check_fields
+from train.settings import InputError, ModelSettings, TextSettings, check_fields
 
 MASK_RATE = 0.15
 MASK_SEED = 0
@@ -39,7 +39,7 @@ class EvaluateSettings:
 
     model: str
     """Folder or hub id of the model and its tokenizer."""
-    corpus: HeldOutSettings = field(default_factory=HeldOutSettings)
+    corpus: TextSettings = field(default_factory=TextSettings)
     length: int = 128
     """Longest sequence in tokens."""
     sequences: int | None = None

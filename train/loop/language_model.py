@@ -232,7 +232,12 @@ def input_errors(key: str) -> Iterator[None]:
         raise
     except Exception as error:  # transformers raises many types
         line = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InputError(f"{key} must be usable by transformers, got: {line}; change it") from error
+        remedy = "change it"
+        if "Repo id must be" in line:
+            line, remedy = "no such folder, and no id of the hub", "check the path"
+        elif "`model_type`" in line:  # no config.json
+            remedy = "the model of a run is in its folder model"
+        raise InputError(f"{key} must be usable by transformers, got: {line}; {remedy}") from error
 
 
 def _config_of_settings(

@@ -15,7 +15,7 @@ from tiny_glue import tiny_model
 from train.analysis.length_extrapolation import LengthSettings, main, rescalings, select_sequences
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
-from train.settings import HeldOutSettings
+from train.settings import TextSettings
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def long_text(tmp_path):
     """Documents of 10, 200, 130 and 1,000 tokens, counted without special ones."""
     file = tmp_path / "long.txt"
     file.write_text("\n\n".join(" ".join(["the"] * n) for n in (10, 200, 130, 1000)))
-    return HeldOutSettings(validation=str(file), cache=str(tmp_path / "tokens"))
+    return TextSettings(validation=str(file), cache=str(tmp_path / "tokens"))
 
 
 @pytest.mark.parametrize("length", [16, 32, 64, 128])

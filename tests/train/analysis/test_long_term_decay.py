@@ -11,7 +11,7 @@ from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import refused
 from tiny_glue import sentences, tiny_model
 from train.analysis.long_term_decay import DecaySettings, decay_bound, decay_of_scores, main
-from train.settings import HeldOutSettings
+from train.settings import TextSettings
 
 
 @pytest.mark.parametrize(("width", "theta"), [(8, 100.0), (64, 10000.0)])
@@ -39,7 +39,7 @@ def test_scores_are_those_of_rotated_queries_and_keys():
 @pytest.fixture
 def corpus(tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(40, seed=0)[0]))
-    return HeldOutSettings(validation=str(tmp_path / "text.txt"), cache=str(tmp_path / "tokens"))
+    return TextSettings(validation=str(tmp_path / "text.txt"), cache=str(tmp_path / "tokens"))
 
 
 def test_a_model_stands_beside_its_random_beginning(corpus, tmp_path, capsys):

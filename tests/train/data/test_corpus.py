@@ -16,7 +16,7 @@ from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
 from train.data.corpus import TokenizeSettings, TokenStore, check_stores, main, tokenize_corpus
 from train.data.documents import check_disjoint_files, read_documents
-from train.settings import CorpusSettings, HeldOutSettings
+from train.settings import CorpusSettings, TextSettings
 
 
 def everything(store: TokenStore) -> np.ndarray:
@@ -37,6 +37,7 @@ def contents(store: TokenStore) -> dict[str, bytes]:
 
 def test_a_store_is_reused_until_text_or_tokenizer_change(written, tokenize, tmp_path, monkeypatch):
     file = written / "c.txt"
+    monkeypatch.setattr("train.data.documents.CACHED_BYTES", 0)
     first = tokenize(file)
     before = state(first)
     with monkeypatch.context() as patch:
@@ -51,8 +52,12 @@ def test_a_store_is_reused_until_text_or_tokenizer_change(written, tokenize, tmp
     assert tokenize(file).name != first.name
 
 
-def test_a_file_that_joins_a_corpus_is_all_that_is_tokenized(written, tokenize):
+def test_a_file_that_joins_a_corpus_is_all_that_is_tokenized(written, tokenize, monkeypatch):
+    grouped = tokenize(written)
+    monkeypatch.setattr("train.data.documents.GROUP_BYTES", 0)
     first = tokenize(written)
+    assert (len(grouped.shards), len(first.shards)) == (1, 3)  # of small files and of large ones
+    assert everything(grouped).tolist() == everything(first).tolist()
     before = state(first)
     (written / "d.txt").write_text("her friend hears a song .\n")
     joined = tokenize(written)
@@ -150,11 +155,11 @@ def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder,
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("the river sees a song .\n")
     more = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    for made in (3, 0):
+    for made in (1, 0):
         main(TokenizeSettings(corpus(written, tmp_path, **more)))
         lines = capsys.readouterr().out.splitlines()
         assert lines[2].startswith("train: 9 documents, ")
-        assert lines[0].startswith(f"train: {made} of 3 shards made from ")
+        assert lines[0].startswith(f"train: {made} of 1 shards made from ")
 
 
 def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, tokenizer_folder):
@@ -252,10 +257,7 @@ def test_a_share_that_cannot_be_held_out_is_refused(written, tokenize):
     for share in ("0%", "100%"):
         attempt = partial(CorpusSettings, validation=share)
         refused(attempt, "corpus.validation must be text, or a share above")
-    embedded = partial(check_disjoint_files, CorpusSettings(validation="2%"))
-    refused(embedded, "corpus.validation must be 'embedded' for both")
-    evaluation = partial(HeldOutSettings, validation="2%")
-    refused(evaluation, "corpus.validation must name held-out text, got 2%")
+    refused(partial(TextSettings, validation="2%"), "corpus.train must name the text")
     empty = partial(tokenize, written, part="validation", validation="0.1%")
     refused(empty, "corpus.validation must hold text, got 0.1%")
     hub = partial(tokenize, "owner/name", validation="2%")
