@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,7 +58,7 @@ BATCH_CHARACTERS = 1_000_000
 BATCHES_PER_SHARD = 64
 """Batches per shard: an interruption costs at most 64 MB of text, about ten seconds."""
 
-COUNTS = ("documents", "tokens", "continuations", "unknown", "text_bytes")
+COUNTS = ("documents", "tokens", "continuations", "unknown")
 """Counts in the manifest of a shard."""
 
 PAGE, PAGES = 4096, 16
@@ -181,7 +180,6 @@ def _write_shard(
                 counts["unknown"] += document.count(tokenizer.unk_token_id)
                 if is_continuation is not None:
                     counts["continuations"] += int(is_continuation[ids].sum())
-            counts["text_bytes"] += sum(len(text.encode()) for text in batch)
             bar.update(len(batch))
     np.asarray(ends[1:], np.int64).tofile(folder / "documents.bin")
     (folder / "hashes.bin").write_bytes(b"".join(hashes))
@@ -319,24 +317,13 @@ class TokenizeSettings:
 
 
 def main(settings: TokenizeSettings) -> None:
-    """Tokenize both parts and print their size and the speed."""
+    """Tokenize both parts and print their size."""
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
     check_disjoint_files(corpus)
     tokenizer = vocabulary.load_tokenizer(vocabulary.train_if_missing(corpus))
-    stores = []
-    for part in ("train", "validation"):
-        started = time.time()
-        store = tokenize_corpus(corpus, part, tokenizer)
-        stores.append(store)
-        seconds = time.time() - started
-        new = [shard for shard in store.shards if shard.stat().st_mtime >= started]
-        size = sum(_read_manifest(shard)["text_bytes"] for shard in new) / 1e6
-        print(
-            f"{part}: {len(new)} of {len(store.shards)} shards made from "
-            f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.2f} MB/s"
-        )
-    print(*check_stores(stores[:1], stores[1]), sep="\n")
+    train, held_out = (tokenize_corpus(corpus, part, tokenizer) for part in ("train", "validation"))
+    print(*check_stores([train], held_out), sep="\n")
 
 
 if __name__ == "__main__":

@@ -151,15 +151,12 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(writt
     assert tokenize(file, chinese("the", "cat", "moon", do_lower_case=False)).name != store.name
 
 
-def test_the_command_says_how_much_was_done(written, tmp_path, tokenizer_folder, capsys):
+def test_the_command_says_how_much_text_there_is(written, tmp_path, tokenizer_folder, capsys):
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("the river sees a song .\n")
     more = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    for made in (1, 0):
-        main(TokenizeSettings(corpus(written, tmp_path, **more)))
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[2].startswith("train: 9 documents, ")
-        assert lines[0].startswith(f"train: {made} of 1 shards made from ")
+    main(TokenizeSettings(corpus(written, tmp_path, **more)))
+    assert capsys.readouterr().out.startswith("train: 9 documents, ")
 
 
 def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, tokenizer_folder):
