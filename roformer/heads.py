@@ -263,6 +263,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
+        _refuse_packed_rows(**kwargs)
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
@@ -281,6 +282,15 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+
+def _refuse_packed_rows(cu_seq_lens_q: Any = None, **kwargs: Any) -> None:
+    """Check that a head which reads one token of each row gets no documents in it."""
+    if cu_seq_lens_q is not None:
+        raise ValueError(
+            "cu_seq_lens_q must be None for a head on one token of a row, got document lengths; "
+            "give each document a row"
         )
 
 
@@ -326,6 +336,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
         """
+        _refuse_packed_rows(**kwargs)
         if input_ids is not None:
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:

@@ -27,23 +27,18 @@ def check_inputs(
     token_type_ids: Any,
     inputs_embeds: Any,
     encoder_hidden_states: Tensor | None,
+    encoder_attention_mask: Any,
     cache: Cache | None,
     position_ids: Any,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Any,
+    is_causal: bool | None,
 ) -> None:
     """Check the arguments of `RoFormerModel.forward` against each other and the configuration.
 
     Raises:
         ValueError: One line that names the argument.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        found = "neither" if input_ids is None else "both"
-        raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
-    if encoder_hidden_states is not None and not config.add_cross_attention:
-        raise ValueError(
-            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
-            "is_decoder=True and add_cross_attention=True in the configuration"
-        )
+    _check_given(config, input_ids, inputs_embeds, encoder_hidden_states, is_causal)
     if is_traced():
         return
     if inputs_embeds is None:
@@ -62,9 +57,37 @@ def check_inputs(
             raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
     if attention_mask is not None:
         past_length = 0 if cache is None else int(cache.get_seq_length())
-        _check_mask(attention_mask, B, L + past_length)
-    if cu_seqlens is not None and is_plain(cu_seqlens, "cpu"):
-        _check_cu_seqlens(cu_seqlens.tolist(), B * L, L)
+        _check_mask("attention_mask", attention_mask, B, L + past_length)
+    if encoder_hidden_states is not None and encoder_attention_mask is not None:
+        name, shape = "encoder_attention_mask", encoder_hidden_states.shape
+        _check_mask(name, encoder_attention_mask, shape[0], shape[1])
+    if cu_seqlens is not None:
+        check_shape("cu_seq_lens_q", cu_seqlens, (None,))
+        if is_plain(cu_seqlens, "cpu"):
+            _check_cu_seqlens(cu_seqlens.tolist(), B * L, L)
+
+
+def _check_given(
+    config: RoFormerConfig,
+    input_ids: Any,
+    inputs_embeds: Any,
+    encoder_hidden_states: Any,
+    is_causal: bool | None,
+) -> None:
+    """Check which arguments are given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        found = "neither" if input_ids is None else "both"
+        raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {found}")
+    if encoder_hidden_states is not None and not config.add_cross_attention:
+        raise ValueError(
+            "encoder_hidden_states must be None without cross-attention, got a tensor; set "
+            "is_decoder=True and add_cross_attention=True in the configuration"
+        )
+    if is_causal not in (None, config.is_decoder):
+        raise ValueError(
+            f"is_causal must be config.is_decoder, {config.is_decoder}, got {is_causal}; leave it "
+            "out, also in the configuration"
+        )
 
 
 def _check_cu_seqlens(ends: list[int], tokens: int, row_length: int) -> None:
@@ -78,17 +101,17 @@ def _check_cu_seqlens(ends: list[int], tokens: int, row_length: int) -> None:
         )
 
 
-def _check_mask(mask: Any, rows: int, keys: int) -> None:
+def _check_mask(name: str, mask: Any, rows: int, keys: int) -> None:
     """Check the padding mask; others, of four dimensions or of flex_attention, are used as is."""
     if not isinstance(mask, BlockMask) and getattr(mask, "ndim", 2) != 4:
-        check_shape("attention_mask", mask, (rows, keys))
+        check_shape(name, mask, (rows, keys))
         if mask.dtype == torch.bool or not is_plain(mask, "cpu"):
             return
         other = mask[(mask != 0) & (mask != 1)]
         if len(other):
             raise ValueError(
-                f"attention_mask must be 0 and 1, got {other[0].item():g}; scores to be added are "
-                "floats in four dimensions"
+                f"{name} must be 0 and 1, got {other[0].item():g}; scores to be added are floats "
+                "in four dimensions"
             )
 
 

@@ -3,9 +3,10 @@
     out_m = sum_n (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_n phi(q_m)^T phi(k_n)
 
 The score of a pair of tokens is a product of their features, so the sums over the keys n are
-computed once for all queries m (Katharopoulos et al. 2020, arXiv:2006.16236). phi is positive, so
-the denominator is positive. Only the numerator is rotated: rotated features may be negative, and
-their sum may be zero. As the paper notes, weights can then be negative and need not sum to 1.
+computed once for all queries m (Katharopoulos et al. 2020, arXiv:2006.16236). phi is not
+negative, so neither is the denominator. Only the numerator is rotated: rotated features may be
+negative, and their sum may be zero. As the paper notes, weights can then be negative and need not
+sum to 1.
 
 Position biases (Transformer-XL, T5, ALiBi) cannot be combined with it: a summand b(m - n) depends
 on the pair of tokens and does not factor into a product of features.

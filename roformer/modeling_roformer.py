@@ -582,9 +582,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
             encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
             cache=cache,
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
+            is_causal=kwargs.pop("is_causal", None),
         )
         past_length = 0 if cache is None else cache.get_seq_length()
         batch = describe_batch(

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from roformer import RoFormerModel
+from roformer import RoFormerForMultipleChoice, RoFormerForSequenceClassification, RoFormerModel
 from tiny import HEADS
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -42,6 +42,8 @@ IDS = torch.arange(5, 15).view(2, 5)
           for cu_seqlens in ([0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]],
                              [])),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9, 10])}, "cu_seq_lens_q must .* end of every row"),
+        ({"cu_seq_lens_q": [0, 5, 10]}, "cu_seq_lens_q must be a tensor, got a list"),
+        ({"is_causal": True}, "is_causal must be config.is_decoder"),
     ],
 )  # fmt: skip
 def test_impossible_arguments_are_refused_by_name(arguments, message, config):
@@ -53,3 +55,21 @@ def test_impossible_arguments_are_refused_by_name(arguments, message, config):
 def test_a_batch_in_place_of_its_tensors_is_refused_with_the_remedy(head, config):
     with pytest.raises(ValueError, match=r"input_ids must .* call model\(\*\*batch\)"):
         head(config)(transformers.BatchEncoding({"input_ids": IDS}))
+
+
+def test_the_mask_of_an_encoder_is_checked_like_the_models_own(config):
+    config.is_decoder = config.add_cross_attention = True
+    for mask in (torch.tensor([[0.0, -1e4, 0.0]] * 2), torch.ones(2, 4)):
+        with pytest.raises(ValueError, match="encoder_attention_mask must"):
+            RoFormerModel(config)(
+                IDS, encoder_hidden_states=torch.zeros(2, 3, 32), encoder_attention_mask=mask
+            )
+
+
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [(RoFormerForSequenceClassification, (2, 5)), (RoFormerForMultipleChoice, (1, 2, 5))],
+)
+def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, shape, config):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
+        head(config)(IDS.view(shape), cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
