@@ -16,10 +16,10 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
+from .batch import BatchMetadata, Layout, remove_padding, split_documents
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, UNPADDED, kernels_enabled
 from .kernels.conditions import has_hooks, is_plain, is_traced, values_are_unreadable
-from .padding import BatchMetadata, Layout, remove_padding, split_documents
 
 logger = logging.get_logger(__name__)
 
@@ -116,7 +116,7 @@ def prepare_attention(
                     "silences this"
                 )
             return inputs
-    if batch.document_ids is not None and _takes_lengths(implementation):
+    if batch.document_ids is not None and _is_flash(implementation):
         logger.warning_once(
             f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
             "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
@@ -203,8 +203,8 @@ def _linear_attention_inputs(
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
-def _takes_lengths(implementation: str) -> bool:
-    """Return whether an implementation is flash attention, also of the hub: it takes no masks."""
+def _is_flash(implementation: str) -> bool:
+    """Return whether an implementation is flash attention, also of the hub: it takes no mask."""
     return "flash" in implementation
 
 
@@ -217,12 +217,13 @@ def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
-    if not (implementation in OWN_IMPLEMENTATIONS or _takes_lengths(implementation)):
+    if not (implementation in OWN_IMPLEMENTATIONS or _is_flash(implementation)):
         return None
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
     # without a kernel for the device, lengths are read on the host, which no compiler follows
     can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
     is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
+    # taken as given where there is no padding to leave out
     if not (cu_seqlens is not None and batch.attention_mask is None and can_read and is_one_row):
         if batch.padding_mask is None or not can_unpad:
             return None
@@ -320,7 +321,7 @@ def _convert_4d_mask(implementation: str, hidden_states: Tensor, mask: Tensor) -
 
     Boolean masks stay boolean for sdpa and become additive for all others.
     """
-    if _takes_lengths(implementation) or implementation == "flex_attention":
+    if _is_flash(implementation) or implementation == "flex_attention":
         raise ValueError(
             f"attention_mask must be [B, S] with attn_implementation={implementation!r}, got shape "
             f"{tuple(mask.shape)}; use sdpa for masks of four dimensions"

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .input_checks import check_shape
+from .input_checks import check_not_packed, check_shape
 from .losses import IGNORE_INDEX, compute_loss, is_sparse_loss_faster, may_unpad_for_loss
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
@@ -263,7 +263,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
-        _refuse_packed_rows(**kwargs)
+        check_not_packed(**kwargs)
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
@@ -282,15 +282,6 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
-
-
-def _refuse_packed_rows(cu_seq_lens_q: Any = None, **kwargs: Any) -> None:
-    """Check that a head which reads one token of each row gets no documents in it."""
-    if cu_seq_lens_q is not None:
-        raise ValueError(
-            "cu_seq_lens_q must be None for a head on one token of a row, got document lengths; "
-            "give each document a row"
         )
 
 
@@ -336,7 +327,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
         """
-        _refuse_packed_rows(**kwargs)
+        check_not_packed(**kwargs)
         if input_ids is not None:
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:

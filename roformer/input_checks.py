@@ -134,6 +134,19 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
         )
 
 
+def check_not_packed(cu_seq_lens_q: Any = None, **kwargs: Any) -> None:
+    """Check that a head which reads one token of each row gets no documents in it.
+
+    Raises:
+        ValueError: There are document lengths.
+    """
+    if cu_seq_lens_q is not None:
+        raise ValueError(
+            "cu_seq_lens_q must be None for a head on one token of a row, got document lengths; "
+            "give each document a row"
+        )
+
+
 def check_shape(name: str, tensor: Tensor, *allowed: tuple[int | None, ...]) -> None:
     """Check that an argument is a tensor of one of the shapes, where None stands for any size.
 

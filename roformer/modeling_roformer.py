@@ -23,12 +23,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_inputs import add_bias_to_mask, prepare_attention
+from .batch import BatchMetadata, describe_batch
 from .configuration_roformer import RoFormerConfig
 from .input_checks import check_cache, check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.attention import softmax_attention
 from .linear_attention import RandomFeatureMap, RoFormerLinearSelfAttention
-from .padding import BatchMetadata, describe_batch
 from .position_encodings import (
     RelativePositions,
     TransformerXLBias,
@@ -164,7 +164,7 @@ class RoFormerSelfAttention(nn.Module):
             position_embeddings: cos and sin for RoPE, else None.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
-            implementation: Name of the attention implementation.
+            implementation: Name of the attention implementation, chosen in each call.
             relative_positions: Distances of the tokens, for Transformer-XL.
             **kwargs: Further arguments of the attention function.
 
@@ -442,12 +442,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
             RoFormerSelfAttention, index=1, layer_name="crossattention"
         ),
     }
-    # transformers saves its table of sines, which is computed here; earlier versions of linear
-    # attention saved when to draw random features again
-    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
-        r"encoder\.embed_positions\.weight",
-        r"features\.(seed|calls)$",
-    ]
+    # transformers saves its table of sines, which is computed here
+    _keys_to_ignore_on_load_unexpected = [r"encoder\.embed_positions\.weight"]  # noqa: RUF012
 
     def __init__(self, config: RoFormerConfig, *args: Any, **kwargs: Any) -> None:
         config = _convert_config(config)
@@ -509,7 +505,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.encoder = RoFormerEncoder(config)
         self.score_bias = build_shared_bias(config)  # checkpoints have this name
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
-        # it tells the attention implementation and what to return, this one all else
+        # read `config` for the attention implementation and for what to return, this for all else
         self.roformer_config = config
         self.gradient_checkpointing = False
         self.post_init()
@@ -660,7 +656,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config, position_ids = self.roformer_config, batch.position_ids
         if config.position_encoding != "rope":
             return None
-        seq_len = batch.seq_len_of_each_token() if config.has_dynamic_rope else None
+        seq_len = batch.position_span_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
 

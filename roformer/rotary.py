@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.conditions import use_kernel
+from .kernels.conditions import may_use_kernel
 
 
 def compute_inv_freq(dim: int, base: float = 10000.0, device: torch.device | None = None) -> Tensor:
@@ -108,7 +108,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         rotated = apply_rotary(x[..., :rotary_dim], cos, sin, interleave)
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
-    if interleave and use_kernel(x, cos, sin, devices=("cpu", "cuda")):
+    if interleave and may_use_kernel(x, cos, sin, devices=("cpu", "cuda")):
         # (x0 + 1j x1) exp(1j m theta), equation 12: a fifth of the time on a CPU, and a third of
         # the kernels on a GPU; compilers fuse the other form
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .conditions import bfloat16_is_emulated, kernels_enabled, use_kernel
+from .conditions import bfloat16_is_emulated, kernels_enabled, may_use_kernel
 from .dropout import dropout as fast_dropout
 
 AUTO = "auto"
@@ -25,8 +25,9 @@ out, with one warning from `RoFormerModel` where its outputs are 0 there."""
 UNPADDED = "unpadded"
 """Value of `attn_implementation` for attention without padding on every device."""
 
-MMAP_THRESHOLD_BYTES = 2**25
-"""Size from which glibc takes memory from the system in every call, cleared page by page."""
+FULL_SCORES_LIMIT_BYTES = 2**25
+"""Bytes of scores from which they are computed in parts: from this size on glibc takes memory from
+the system in every call, cleared page by page."""
 
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 """The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
@@ -62,7 +63,9 @@ def auto_attention_forward(
     Returns:
         [B, L, H, D] or [1, T, H, D], and None for the probabilities.
     """
-    is_bfloat16 = query.dtype == torch.bfloat16 and use_kernel(query, key, value, attention_mask)
+    is_bfloat16 = query.dtype == torch.bfloat16 and may_use_kernel(
+        query, key, value, attention_mask
+    )
     if is_bfloat16 and bfloat16_is_emulated():
         q, k, v = (x.float() for x in (query, key, value))
         if attention_mask is not None and attention_mask.is_floating_point():
@@ -108,7 +111,7 @@ def _attention(
     is_causal: bool = False,
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
-    if not is_causal and use_kernel(query, key, value, mask):
+    if not is_causal and may_use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
         if selected == "full":
@@ -145,7 +148,7 @@ def softmax_attention(
         if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
-    weights = fast_dropout(probabilities, dropout, training=True)  # in evaluation `dropout` is 0
+    weights = fast_dropout(probabilities, dropout, training=dropout > 0)
     return torch.matmul(weights, value), probabilities
 
 
@@ -196,7 +199,7 @@ def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) 
     """
     if dtype == torch.float16 or (dtype != torch.bfloat16 and not dropout):
         return "sdpa"
-    return "full" if scores_bytes < MMAP_THRESHOLD_BYTES else "chunked"
+    return "full" if scores_bytes < FULL_SCORES_LIMIT_BYTES else "chunked"
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

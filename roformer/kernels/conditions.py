@@ -30,7 +30,7 @@ def kernels_enabled() -> bool:
     return _enabled
 
 
-def use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:
+def may_use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:
     """Return whether kernels are on and all tensors are plain ones on such devices."""
     return _enabled and all(x is None or is_plain(x, *devices) for x in tensors)
 

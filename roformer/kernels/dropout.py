@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .conditions import use_kernel
+from .conditions import may_use_kernel
 
 LEVELS = 65536
 """Number of values of 16 bits."""
@@ -24,7 +24,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     dropped = round(p * LEVELS)
     if not training or not p:
         return x
-    if dropped in (0, LEVELS) or not use_kernel(x):
+    if dropped in (0, LEVELS) or not may_use_kernel(x):
         return F.dropout(x, p)
     # autograd keeps the mask only: the scaled copy needs no gradient of its factor
     return (x * (LEVELS / (LEVELS - dropped))).mul_(_keep_mask(x.shape, dropped))

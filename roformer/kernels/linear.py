@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .conditions import bfloat16_is_emulated, use_kernel
+from .conditions import bfloat16_is_emulated, may_use_kernel
 
 _onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """torch's operator for x W^T + b by oneDNN; None in builds without it."""
@@ -60,7 +60,7 @@ def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if torch.is_autocast_enabled("cpu") and dtypes <= {torch.float32, torch.bfloat16}:
         dtypes = {torch.get_autocast_dtype("cpu")}
-    if not x.ndim or dtypes != {torch.bfloat16} or not use_kernel(x, weight, bias):
+    if not x.ndim or dtypes != {torch.bfloat16} or not may_use_kernel(x, weight, bias):
         return False
     return bfloat16_is_emulated() and x.numel() >= MIN_FLOAT32_ROWS * x.shape[-1]
 
@@ -68,7 +68,7 @@ def _is_faster_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.ndim < 2:
         return False
-    if torch.is_autocast_enabled("cpu") or not use_kernel(x, weight, bias):
+    if torch.is_autocast_enabled("cpu") or not may_use_kernel(x, weight, bias):
         return False
     # torch reports wrong shapes, and is faster for a single row
     if x.shape[-1] != weight.shape[1] or x.numel() <= weight.shape[1]:

@@ -29,7 +29,7 @@ MUTATIONS = {
         "angles = (position_ids[..., None] * inv_freq).to(torch.bfloat16)",
     ),
     "position_ids ignored": (
-        "padding.py",
+        "batch.py",
         "    if position_ids is not None:\n",
         "    if False:\n",
     ),
@@ -49,7 +49,7 @@ MUTATIONS = {
         "packed_sequence_mask_function(torch.zeros_like(document_ids))",
     ),
     "rotation depends on the longest row": (
-        "padding.py",
+        "batch.py",
         "(last - first + 1).gather(1, ids)",
         "(last.amax() - first.amin() + 1).expand(ids.shape)",
     ),

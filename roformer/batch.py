@@ -1,4 +1,4 @@
-"""Positions, padding and packed documents: which tokens belong together, layouts without padding.
+"""What a batch holds: positions, padding and packed documents; and layouts without padding.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
 each other. Here the document of each token is computed once, for all attention implementations.
@@ -38,11 +38,11 @@ class BatchMetadata:
     cu_seqlens: Tensor | None
     max_seqlen: int | None
 
-    def seq_len_of_each_token(self) -> Tensor:
-        """Return for each token the length of its row or document, [B, L] int64.
+    def position_span_of_each_token(self) -> Tensor:
+        """Return for each token the span of positions of its row or document, [B, L] int64.
 
-        The length is counted from the first to the last position, without padding, so that it is
-        the same in a batch as alone.
+        It is the length where positions have no gaps, counted without padding, so that it is the
+        same in a batch as alone.
         """
         mask = self.padding_mask
         if mask is None:
@@ -143,24 +143,24 @@ class Layout:
     """Rows in which the layers compute the tokens of a batch.
 
     Attributes:
-        indices: [T] int64, index of each token in the flattened batch, [B * L].
-        places: [T] int64, its index in the flattened rows of the layout.
+        batch_indices: [T] int64, index of each token in the flattened batch, [B * L].
+        row_indices: [T] int64, its index in the flattened rows of the layout.
         batch_shape: (B, L).
         shape: Number and length of the rows of the layout.
     """
 
-    indices: Tensor
-    places: Tensor
+    batch_indices: Tensor
+    row_indices: Tensor
     batch_shape: tuple[int, int]
     shape: tuple[int, int]
 
     def to_layout(self, x: Tensor) -> Tensor:
         """Rearrange [B, L, ...] into the rows of the layout, with zeros where no token is."""
-        return _rearrange(x, self.indices, self.places, self.shape)
+        return _rearrange(x, self.batch_indices, self.row_indices, self.shape)
 
     def to_batch(self, x: Tensor) -> Tensor:
         """Rearrange the rows of the layout into [B, L, ...], with zeros at tokens left out."""
-        return _rearrange(x, self.places, self.indices, self.batch_shape)
+        return _rearrange(x, self.row_indices, self.batch_indices, self.batch_shape)
 
 
 def _rearrange(x: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -181,14 +181,14 @@ def remove_padding(
         there are no tokens.
     """
     B, L = padding_mask.shape  # noqa: N806
-    indices = padding_mask.flatten().nonzero().flatten()
-    if not len(indices):
+    batch_indices = padding_mask.flatten().nonzero().flatten()
+    if not len(batch_indices):
         return None
     if document_ids is None:
-        document_ids = torch.arange(B, device=indices.device)[:, None].expand(B, L)
-    is_start = F.pad(document_ids.flatten()[indices].diff() != 0, (1, 1), value=True)
-    places = torch.arange(len(indices), device=indices.device)
-    layout = Layout(indices, places, (B, L), (1, len(indices)))
+        document_ids = torch.arange(B, device=batch_indices.device)[:, None].expand(B, L)
+    is_start = F.pad(document_ids.flatten()[batch_indices].diff() != 0, (1, 1), value=True)
+    row_indices = torch.arange(len(batch_indices), device=batch_indices.device)
+    layout = Layout(batch_indices, row_indices, (B, L), (1, len(batch_indices)))
     return layout, is_start.nonzero().flatten().to(torch.int32)
 
 
@@ -199,6 +199,6 @@ def split_documents(document_ids: Tensor) -> Layout:
     """
     (B, L), positions = document_ids.shape, positions_in_documents(document_ids)  # noqa: N806
     shape = int(document_ids.max()) + 1, int(positions.max()) + 1
-    places = (document_ids * shape[1] + positions).flatten()
-    indices = torch.arange(len(places), device=places.device)
-    return Layout(indices, places, (B, L), shape)
+    row_indices = (document_ids * shape[1] + positions).flatten()
+    batch_indices = torch.arange(len(row_indices), device=row_indices.device)
+    return Layout(batch_indices, row_indices, (B, L), shape)
