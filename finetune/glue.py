@@ -39,7 +39,7 @@ from finetune.run_info import format_result, run_fields, truncation_lines
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
-from train.data.stateless_rng import torch_seed
+from train.data.stateless_rng import derive_seed
 from train.loop.launch import start_accelerator
 from train.loop.memory import is_out_of_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
@@ -143,7 +143,7 @@ def fine_tune(
         epoch_loss = torch.zeros((), device=accelerator.device)
         for rows in epoch_batches(train.lengths, batch_size, settings.seed, epoch):
             # dropout is a function of seed, step and rank
-            torch.manual_seed(torch_seed(settings.seed, step, rank))
+            torch.manual_seed(derive_seed(settings.seed, step, rank))
             # with a warm-up 0 in the first step, as in transformers' Trainer
             set_learning_rate(optimizer, settings.learning_rate * factor(step))
             loss = compute_gradients(model, train, rows, max_tokens, accelerator)

@@ -101,7 +101,7 @@ def check_writable(folder: Path, key: str) -> None:
         ) from error
 
 
-def full_disk_number(error: BaseException) -> int | None:
+def full_disk_errno(error: BaseException) -> int | None:
     """Return the errno of an error of a full disk, quota or file-size limit; None of others."""
     # the Rust libraries have it in the text alone
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -111,13 +111,13 @@ def full_disk_number(error: BaseException) -> int | None:
 
 @contextmanager
 def report_full_disk(folder: Path, key: str = "run.folder") -> Iterator[None]:
-    """Turn the errors of `full_disk_number` into an `InputError` for a setting."""
+    """Turn the errors of `full_disk_errno` into an `InputError` for a setting."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # that of tokenizers is bare
-        number = full_disk_number(error)
+        number = full_disk_errno(error)
         if number is None:
             raise
         raise InputError(

@@ -30,10 +30,10 @@ from train.data.batching import (
     StepDataset,
     check_batch_size,
 )
-from train.data.corpus import check_stores, tokenize_corpus
+from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
 from train.data.masking import Vocab
-from train.data.stateless_rng import torch_seed
+from train.data.stateless_rng import derive_seed
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
 from train.loop.language_model import (
@@ -174,7 +174,7 @@ def train(
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
-            torch.manual_seed(torch_seed(run.seed, step, accelerator.process_index))
+            torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
             predicted, step_info = all_reduce_step_info(micro_batches, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
@@ -236,12 +236,15 @@ def prepare_data(
         name = vocabulary.train_if_missing(stages[0].corpus)
         tokenizer = vocabulary.load_tokenizer(name)
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
-        # a vocabulary that does not fit the model is refused before any text is tokenized
+        # a vocabulary that does not fit model or masks is refused before any text is tokenized
         build_config(stages[0].model, stages[0].corpus.length, tokenizer)
+        vocab = Vocab.from_tokenizer(tokenizer)
+        for stage in stages:
+            BatchFormat(vocab, stage.corpus.mask_rate, seed=0, whole_word=stage.corpus.whole_word)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(f"text: {corpus.train}; held out: {corpus.validation}")
-    accelerator.print(*check_stores(stores, held_out), sep="\n")
+    accelerator.print(*describe_stores(stores, held_out), sep="\n")
     training = [SequenceIndex(store, stage.corpus.length) for stage, store in zip(stages, stores)]
     return tokenizer, training, SequenceIndex(held_out, corpus.length)
 
@@ -262,7 +265,7 @@ def build_dataset(
             vocab=vocab,
             mask_rate=corpus.mask_rate,
             # another for each stage: on the same text they differ in order and masks
-            seed=seed if index == 0 else torch_seed(seed, index),
+            seed=seed if index == 0 else derive_seed(seed, index),
             causal=language_model.causal,
             whole_word=corpus.whole_word,
             packed=language_model.packed,

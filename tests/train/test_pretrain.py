@@ -253,6 +253,10 @@ def test_pretraining_continues_from_a_saved_folder(pretrain, swapped_tokenizer):
         (f"--corpus.tokenizer={swapped_tokenizer}", "corpus.tokenizer must fit", "vocabulary"),
     ):
         refused(lambda flag=flag: pretrain(init, "--run.name=wrong", flag), *words)
+    pretrain(init, "--run.name=begun", "--model.config={}", "--run.max_hours=1e-9")
+    tiny_config(hidden_dropout_prob=0.4).save_pretrained(first / "model")
+    resume = lambda: pretrain(init, "--run.name=begun", "--model.config={}")  # noqa: E731
+    refused(resume, "model.init must have the configuration that the run began with")
 
 
 def test_the_angles_of_a_checkpoint_stay_where_none_are_said(tmp_path):
@@ -409,8 +413,11 @@ def test_a_budget_of_tokens_is_spent_whatever_the_mean_length(pretrain):
 def test_dropout_of_a_step_follows_from_seed_step_and_rank(pretrain, monkeypatch):
     seeds, seed_torch = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
-    pretrain("--run.seed=5")
-    assert seeds[-12:] == [int(stateless_rng.random_bits(5, step, 0)) >> 1 for step in range(12)]
+    for rank in (0, 1):
+        monkeypatch.setattr(Accelerator, "process_index", rank)
+        pretrain("--run.seed=5", f"--run.name=rank-{rank}")
+        expected = [int(stateless_rng.random_bits(5, step, rank)) >> 1 for step in range(12)]
+        assert seeds[-12:] == expected
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,10 @@ def read_runs(patterns: Sequence[str]) -> tuple[Models, str]:
 def read_run(folder: str) -> Run:
     """Read log.jsonl, environment.json and settings.yaml of a run folder."""
     run = Path(folder)
-    if not (run / "log.jsonl").is_file():
-        raise InputError(f"runs must hold a log.jsonl, got {folder}; name folders under run.folder")
+    names = ("log.jsonl", "environment.json", "settings.yaml")
+    if not all((run / name).is_file() for name in names):
+        rule = f"must hold {', '.join(names)}"
+        raise InputError(f"runs {rule}, got {folder}; name folders under run.folder")
     lines = (run / "log.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     training = pd.DataFrame([row for row in rows if "loss" in row])

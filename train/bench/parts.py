@@ -39,7 +39,7 @@ from train.bench.baselines import (
     time_models,
 )
 from train.loop.run_log import measure_peak_flops, step_flops
-from train.settings import InputError
+from train.settings import InputError, check_fields
 
 SHAPES = ((32, 128), (8, 512), (2, 2048))
 BYTES_PER_SCORE = 12
@@ -69,6 +69,7 @@ class BenchSettings:
     """JSON file to write; the tables are written beside it as .md. Other parts in it are kept."""
 
     def __post_init__(self) -> None:
+        check_fields(self, lambda x: x >= 1, "must be at least 1", "rounds")
         if Path(self.output).suffix != ".json":
             raise InputError(f"output must end in .json, got {self.output}; rename it")
         check_writable(Path(self.output).parent, "output")

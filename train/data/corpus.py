@@ -140,7 +140,7 @@ def _make_shards(
     text = [hash_file(file, part, corpus) for file in files]
     facts = {"format": FORMAT, "text": text, "tokenizer": tokenizer_hash}
     prefix, shards, done = Path(corpus.cache) / short_hash(*facts.values()), list[Path](), 0
-    while _is_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
+    while _remove_unless_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
         shards.append(folder)
         manifest = _read_manifest(folder)
         if manifest["last"]:
@@ -151,10 +151,10 @@ def _make_shards(
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
-        _is_intact(folder)  # removes one that is damaged: the writer below keeps what is there
+        _remove_unless_intact(folder)  # the writer below keeps what is there
         with write_dir_atomically(folder) as unfinished:
-            shard = itertools.chain([batch], itertools.islice(batches, BATCHES_PER_SHARD - 1))
-            counts = _write_shard(shard, unfinished, tokenizer, bar)
+            rest = itertools.islice(batches, BATCHES_PER_SHARD - 1)
+            counts = _write_shard(itertools.chain([batch], rest), unfinished, tokenizer, bar)
             batch = next(batches, None)
             _seal(unfinished, facts | counts | {"last": batch is None})
         shards.append(folder)
@@ -241,8 +241,8 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(text)
 
 
-def _is_intact(folder: Path) -> bool:
-    """Return whether a shard is there as it was sealed; one that is not is removed."""
+def _remove_unless_intact(folder: Path) -> bool:
+    """Return whether a shard is there as it was sealed; what is left of another is removed."""
     try:
         files = _read_manifest(folder)["files"].items()
         if all(_fingerprint(folder / name) == found for name, found in files):
@@ -265,8 +265,8 @@ def _fingerprint(file: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def check_stores(train: list[TokenStore], held_out: TokenStore) -> list[str]:
-    """Check that little text is in both parts; returns their sizes, and warnings about them."""
+def describe_stores(train: list[TokenStore], held_out: TokenStore) -> list[str]:
+    """Describe both parts in lines, with warnings; held-out text that is trained on is refused."""
     lines = list[str]()
     for store in train:
         lines += [*_describe_store("train", store), *_check_disjoint(store, held_out)]
@@ -323,7 +323,7 @@ def main(settings: TokenizeSettings) -> None:
     check_disjoint_files(corpus)
     tokenizer = vocabulary.load_tokenizer(vocabulary.train_if_missing(corpus))
     train, held_out = (tokenize_corpus(corpus, part, tokenizer) for part in ("train", "validation"))
-    print(*check_stores([train], held_out), sep="\n")
+    print(*describe_stores([train], held_out), sep="\n")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def group_files(files: list[TextFile], key: str) -> Iterator[list[TextFile]]:
         if group and size + more > GROUP_BYTES:
             yield group
             group, size = [], 0
-        group, size = [*group, file], size + more
+        group.append(file)
+        size += more
     if group:
         yield group
 

@@ -23,7 +23,7 @@ def random_bits(*key: ArrayLike) -> Bits:
     return state
 
 
-def torch_seed(*key: int) -> int:
+def derive_seed(*key: int) -> int:
     """Draw a seed of 63 bits, as `torch.manual_seed` takes it, with a key as in `random_bits`."""
     return int(random_bits(*key)) >> 1
 

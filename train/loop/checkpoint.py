@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
-from train.atomic_dir import UNFINISHED, full_disk_number, write_dir_atomically
+from train.atomic_dir import UNFINISHED, full_disk_errno, write_dir_atomically
 from train.data.corpus import TokenStore
+from train.data.documents import short_hash
 from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
 from train.loop.run_log import INITIAL_STATE, RunLog
@@ -110,15 +111,15 @@ class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
     The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the
-    store names at the last save), `tokenizer` (its hash) and `RunLog.state`, among it its
-    `seconds`.
+    store names at the last save), `tokenizer` and `config` (their hashes) and `RunLog.state`, among
+    it its `seconds`.
 
     `stores` are the token stores of all stages and of the held-out text.
     """
 
     settings: PretrainSettings
     folder: Path
-    model: nn.Module
+    model: LanguageModel
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
     stores: list[TokenStore]
@@ -126,6 +127,9 @@ class Checkpoints:
     def __post_init__(self) -> None:
         names = [store.name for store in self.stores]
         self.inputs = {"data": names, "tokenizer": self.stores[-1].tokenizer}
+        config = self.model.model.config.to_diff_dict()
+        config.pop("transformers_version", None)
+        self.inputs["config"] = short_hash(config)
 
     def resume(self, total: int) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
@@ -184,6 +188,11 @@ class Checkpoints:
                 "corpus.tokenizer must be the vocabulary that the run began with, "
                 f"got {self.settings.corpus.tokenizer or 'null, which learns one of each text'}; "
                 "give the folder printed at the start of the run"
+            )
+        if state["config"] != self.inputs["config"] and not self.settings.run.allow_drift:
+            raise InputError(
+                "model.init must have the configuration that the run began with, "
+                f"got {self.settings.model.init} with another; restore its config.json"
             )
         steps = {*gather_object([trained])}
         if len(steps) != 1:
@@ -257,7 +266,7 @@ def save_model(
             print(f"model and tokenizer: {model_folder}")
         except Exception as failure:  # that of tokenizers is bare
             is_known = isinstance(failure, OSError | SafetensorError)
-            if not is_known and full_disk_number(failure) is None:
+            if not is_known and full_disk_errno(failure) is None:
                 raise
             error = " ".join(str(failure).split())
     _check_written(error, "the model", accelerator)

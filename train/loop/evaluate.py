@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
-from train.data.corpus import check_stores, tokenize_corpus
+from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.masking import Vocab
 from train.loop.language_model import LanguageModel, build_config, build_model, load_config
 from train.loop.launch import start_accelerator
@@ -132,7 +132,7 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
     )
     with accelerator.local_main_process_first():
         store = tokenize_corpus(settings.corpus, "validation", tokenizer)
-    accelerator.print(*check_stores([], store), sep="\n", file=sys.stderr)
+    accelerator.print(*describe_stores([], store), sep="\n", file=sys.stderr)
     language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
     indices = np.arange(len(sequences))[: settings.sequences]

@@ -28,7 +28,7 @@ def launcher_pid() -> int | None:
 
     A process started from a shell, as by `nohup python train/pretrain.py &`, outlives its parent.
     """
-    variables = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+    variables = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")  # which only launchers set
     return os.getppid() if any(name in os.environ for name in variables) else None
 
 

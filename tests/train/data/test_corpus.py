@@ -14,7 +14,7 @@ from launched_runs import killed_at
 from tiny import refused, sentences
 from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
-from train.data.corpus import TokenizeSettings, TokenStore, check_stores, main, tokenize_corpus
+from train.data.corpus import TokenizeSettings, TokenStore, describe_stores, main, tokenize_corpus
 from train.data.documents import check_disjoint_files, read_documents
 from train.settings import CorpusSettings, TextSettings
 
@@ -185,7 +185,7 @@ def described(tmp_path, tokenize, tokenizer):
         for part, text in (("train", train), ("validation", held_out)):
             (tmp_path / f"{part}.txt").write_text(text)
             stores.append(tokenize(tmp_path / f"{part}.txt", tokenizer))
-        return check_stores(stores[:1], stores[1])
+        return describe_stores(stores[:1], stores[1])
 
     return described
 
@@ -247,7 +247,7 @@ def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer
     stores = [tokenize_corpus(settings, part, tokenizer) for part in ("train", "validation")]
     assert [len(store.document_ends) for store in stores] == [len(part) for part in parts]
     check_disjoint_files(settings)
-    assert not [x for x in check_stores(stores[:1], stores[1]) if "must not be" in x]
+    assert not [x for x in describe_stores(stores[:1], stores[1]) if "must not be" in x]
 
 
 def test_a_share_that_cannot_be_held_out_is_refused(written, tokenize):
