@@ -80,6 +80,7 @@ def main(settings: PretrainSettings) -> Path:
     check_writable(folder, "run.folder")
     check_writable(Path(corpus.cache), "corpus.cache")
     check_changed_settings(folder, settings, accelerator.mixed_precision)
+    # flex_attention compiles itself; a first step that compiles takes minutes
     compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiled)
     stages = split_stages(settings)
@@ -106,8 +107,8 @@ def main(settings: PretrainSettings) -> Path:
         check_warmup(settings.optim.warmup_steps, [dataset.total])
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
-            tracker = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
-            accelerator.init_trackers(tracker, flat_settings(settings))
+            project = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
+            accelerator.init_trackers(project, flat_settings(settings))
             exit_code = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
@@ -155,7 +156,7 @@ def train(
         else run.peak_tflops * 1e12
     )
     fit_micro_batches(dataset, model, optimizer, accelerator)
-    # an evaluation fits into memory wherever the smallest micro-batch does
+    # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
     indices = np.arange(len(held_out))[: run.validation_sequences]
@@ -168,9 +169,12 @@ def train(
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
         guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
-        steps, is_cuda = range(state["step"], total), accelerator.device.type == "cuda"
-        # pinned memory is required for non-blocking copies
-        loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
+        loader = DataLoader(
+            dataset,
+            batch_size=None,  # an item is the micro-batches of a step
+            sampler=range(state["step"], total),
+            pin_memory=accelerator.device.type == "cuda",  # required for non-blocking copies
+        )
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
@@ -196,13 +200,13 @@ def train(
                 with log.clock.paused():
                     scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
                 log.report_validation(done, scores)
-            final = finished or stopped  # this launch trains no more
-            if done % run.save_every == 0 or final:
+            is_last = finished or stopped  # step of this launch
+            if done % run.save_every == 0 or is_last:
                 is_finite = guard.check_step()  # ends a run whose gradients stay non-finite
-                if is_finite or final:
+                if is_finite or is_last:
                     with preemption.extend_timeout():
-                        checkpoints.save(done, log, final)
-            if final:
+                        checkpoints.save(done, log, is_last)
+            if is_last:
                 return None if finished else announce_stop(stop_requests, done, accelerator)
     return None  # not reached: the last step has returned
 

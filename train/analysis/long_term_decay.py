@@ -167,9 +167,9 @@ def main(settings: DecaySettings) -> None:
     plot(numbers, output)
     output.with_suffix(".json").write_text(json.dumps(numbers) + "\n")
     for label, values in bounds.items():
-        print(f"bound, {label}: {ends(values, '.1f')}")
+        print(f"bound, {label}: {format_ends(values, '.1f')}")
     for name, row in scores.items():
-        mean, size = ends(row["mean"], "+.3f"), ends(row["size"], ".3f")
+        mean, size = format_ends(row["mean"], "+.3f"), format_ends(row["size"], ".3f")
         print(f"score, {name}: {mean}; absolute {size}")
     print(f"figure: {output}")
 
@@ -191,7 +191,7 @@ def plot(numbers: dict[str, Any], output: Path) -> None:
     save_figure(figure, output)
 
 
-def ends(values: list[float], digits: str) -> str:
+def format_ends(values: list[float], digits: str) -> str:
     """Format the value at distance 0 and the mean over the last 16 distances."""
     first = max(0, len(values) - 16)
     last = f"{np.mean(values[first:]):{digits}} from {first} to {len(values) - 1}"
