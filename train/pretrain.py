@@ -169,12 +169,9 @@ def train(
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
         guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
-        loader = DataLoader(
-            dataset,
-            batch_size=None,  # an item is the micro-batches of a step
-            sampler=range(state["step"], total),
-            pin_memory=accelerator.device.type == "cuda",  # required for non-blocking copies
-        )
+        is_cuda = accelerator.device.type == "cuda"  # pinned memory: for non-blocking copies
+        steps = range(state["step"], total)  # an item of the loader is all batches of a step
+        loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.heartbeat(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
