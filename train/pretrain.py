@@ -239,9 +239,7 @@ def prepare_data(
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
         # a vocabulary that does not fit model or masks is refused before any text is tokenized
         build_config(stages[0].model, stages[0].corpus.length, tokenizer)
-        vocab = Vocab.from_tokenizer(tokenizer)
-        for stage in stages:
-            BatchFormat(vocab, stage.corpus.mask_rate, seed=0, whole_word=stage.corpus.whole_word)
+        Vocab.from_tokenizer(tokenizer).check_whole_word(any(x.corpus.whole_word for x in stages))
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     accelerator.print(f"text: {corpus.train}; held out: {corpus.validation}")

@@ -124,9 +124,6 @@ class BatchFormat:
         constant_shapes: Whether `label_indices` and `labels` are padded to a multiple of
             `max_predictions`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
             The masks are the same.
-
-    Raises:
-        InputError: `whole_word` is set and the tokens do not show where words begin.
     """
 
     vocab: Vocab
@@ -136,13 +133,6 @@ class BatchFormat:
     whole_word: bool = False
     packed: bool = False
     constant_shapes: bool = False
-
-    def __post_init__(self) -> None:
-        if self.whole_word and self.vocab.is_continuation is None:
-            raise InputError(
-                "corpus.whole_word must be false unless tokens are WordPiece's (##ing), got true; "
-                "use a BERT tokenizer"
-            )
 
 
 def make_batch(

@@ -60,6 +60,14 @@ class Vocab:
         continuation = find_continuations(tokenizer)
         return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
 
+    def check_whole_word(self, whole_word: bool) -> None:
+        """Check that tokens show where words begin if whole words are to be masked."""
+        if whole_word and self.is_continuation is None:
+            raise InputError(
+                "corpus.whole_word must be false unless tokens are WordPiece's (##ing), got true; "
+                "use a BERT tokenizer"
+            )
+
 
 def mask_tokens(
     ids: NDArray[np.int64],

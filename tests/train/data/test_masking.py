@@ -12,7 +12,6 @@ from transformers import DataCollatorForLanguageModeling
 from tiny import refused
 from tiny_glue import tiny_tokenizer
 from train.data import vocabulary
-from train.data.batching import BatchFormat
 from train.data.masking import Vocab, mask_tokens
 
 VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
@@ -64,8 +63,9 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     vocab = Vocab.from_tokenizer(vocabulary.load_tokenizer(str(tmp_path / "pieces")))
     assert vocab.is_continuation.tolist() == [False] * 6 + [True] * 2
     other = transformers.RobertaTokenizer(vocab={"<s>": 0, "</s>": 1, "<pad>": 2, "<mask>": 3})
-    build = partial(BatchFormat, Vocab.from_tokenizer(other), 0.15, 0, whole_word=True)
-    refused(build, "corpus.whole_word must be false")
+    vocab = Vocab.from_tokenizer(other)
+    vocab.check_whole_word(False)
+    refused(partial(vocab.check_whole_word, True), "corpus.whole_word must be false")
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])
