@@ -1,6 +1,6 @@
 """From the files of a task to batches: rows read and checked, tokenized once, bucketed by length.
 
-Local files are read by pandas, which makes no copies in a cache; the `datasets` library reads the
+Local files are read here, without copies in a cache; the `datasets` library reads the
 hub. Where a task has no validation rows, a share of its training rows is held out. Tokens are
 cached under a hash of the texts and the tokenizer, so that all runs of a grid share them. The order
 of examples is a pure function of (seed, epoch), for any number of processes.
@@ -18,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import datasets
 import numpy as np
-import pandas as pd
+import pyarrow
 import torch
 from numpy.typing import NDArray
+from pyarrow import parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, name, is_test)
-    index = [*map(str, table.get("idx", []))] if is_test else []
+    index = [str(format_label(x)) for x in table.get("idx", [])] if is_test else []
     if index != [*map(str, range(len(index)))]:  # as the test server counts
         shown = shorten_list(index)
         raise InputError(f"idx of {name} must count from 0, got {shown}; sort the rows")
@@ -166,24 +167,24 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
         InputError: The file, the data set or a column is missing.
     """
     if task.hub is not None or (not task.is_own and glue_dir is None):
-        source, frame = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
+        source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
     else:
         file = find_split_file(task, split, glue_dir)
         if file is None:
             rule = f"must hold {task.name}/{split} as one of {', '.join(SUFFIXES)}"
             raise InputError(f"glue_dir {rule}, got {glue_dir}; check the path")
-        source, frame = str(file), _read_file(file)
-    names, label = [*map(str, frame.columns)], task.label_column
+        source, table = str(file), _read_file(file)
+    label = task.label_column
     wanted = [*task.columns, *([] if split.startswith("test") else [label])]
-    if not {*wanted} <= {*names}:
+    if not table.keys() >= {*wanted}:
         raise InputError(
-            f"{source} must have the columns {', '.join(wanted)}, got {', '.join(names)}; "
+            f"{source} must have the columns {', '.join(wanted)}, got {', '.join(table)}; "
             "correct the file or the task's columns"
         )
-    if frame.empty:
+    if not table[wanted[0]]:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
     index = ["idx"] if not task.is_own else []
-    return frame[[x for x in (*task.columns, label, *index) if x in names]].to_dict("list")
+    return {name: table[name] for name in (*task.columns, label, *index) if name in table}
 
 
 def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
@@ -203,7 +204,7 @@ def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
     return selected | {"label": columns["label"][kept]}
 
 
-def _read_hub(task: Task, split: str) -> pd.DataFrame:
+def _read_hub(task: Task, split: str) -> dict[str, list]:
     name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
     part = split if not task.is_own else getattr(task, split) or task.train
     try:
@@ -213,32 +214,50 @@ def _read_hub(task: Task, split: str) -> pd.DataFrame:
             f"hub must hold {name}, split {part}, got {first_line(error)}; "
             "check the names, or name files (glue_dir for GLUE)"
         ) from error
-    frame, feature = data.to_pandas(), data.features.get(task.label_column)
+    columns, feature = data.to_dict(), data.features.get(task.label_column)
     if task.hub is not None and isinstance(feature, datasets.ClassLabel):
         names = dict(enumerate(feature.names))  # -1 marks a missing label
-        frame[task.label_column] = [names.get(x) for x in data[task.label_column]]
-    return frame
+        columns[task.label_column] = [names.get(x) for x in columns[task.label_column]]
+    return columns
 
 
-def _read_file(file: Path) -> pd.DataFrame:
+def _read_file(file: Path) -> dict[str, list]:
+    """Read the columns of a file; those of .csv and .tsv are text, also NA, null and numbers."""
     if file.suffix not in SUFFIXES:
         found = file.suffix or "no suffix"
         raise InputError(f"{file} must be one of {', '.join(SUFFIXES)}, got {found}; convert it")
     try:
         if file.suffix == ".parquet":
-            return pd.read_parquet(file)
-        if file.suffix == ".jsonl":
-            with file.open(encoding="utf-8") as stream:
-                return pd.DataFrame([json.loads(line) for line in stream if line.strip()])
-        # in GLUE's .tsv files quotes are text; NA, null and numbers are text in both formats
-        tsv = {"sep": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
-        frame = pd.read_csv(file, dtype=str, keep_default_na=False, **tsv)
-        if not isinstance(frame.index, pd.RangeIndex):
-            raise ValueError("more values in a row than column names")
-        return frame
-    except (OSError, ValueError) as error:
+            return parquet.read_table(file).to_pydict()
+        # Windows programs begin a file with a byte order mark
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            return _read_jsonl(stream) if file.suffix == ".jsonl" else _read_csv(stream, file)
+    except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
         rule, found = f"must be readable as {file.suffix}", first_line(error)
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error
+
+
+def _read_jsonl(stream: TextIO) -> dict[str, list]:
+    rows = [json.loads(line) for line in stream if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"a {type(row).__name__} instead of an object in row {number}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
+    csv.field_size_limit(2**31 - 1)
+    # in GLUE's .tsv files quotes are text
+    tsv: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    rows = csv.reader(stream, **(tsv if file.suffix == ".tsv" else {"strict": True}))
+    header, *rest = [row for row in rows if row] or [[]]
+    if twice := {name for name in header if name and header.count(name) > 1}:
+        raise ValueError(f"two columns {min(twice)}")
+    for number, row in enumerate(rest, 1):
+        if len(row) != len(header):
+            raise ValueError(f"{len(row)} values for {len(header)} columns in row {number}")
+    return dict(zip(header, map(list, zip(*rest)))) if rest else {name: [] for name in header}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From texts to batches: order, padding, the cache of tokens, and data that are refused."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,9 +92,9 @@ STSB = {"sentence1": ["a"], "sentence2": ["the"], "label": [5.5]}
         ("sst2/train", {**GOOD, "label": [1, 2]}, ["label of sst2/train", "got 2 in row 1"]),
         ("sst2/train", {**GOOD, "label": [0.5, 1.0]}, ["label", "0.5 in row 0"]),
         ("sst2/train", {**GOOD, "label": ["1", "no"]}, ["label", "'no' in row 1"]),
-        ("sst2/train", {**GOOD, "label": [[1], [0]]}, ["label", "[1]", "in row 0"]),
-        ("sst2/train", {**GOOD, "label": [1, None]}, ["label", "nan in row 1"]),
-        ("sst2/train", {**GOOD, "sentence": ["good", None]}, ["sentence", "nan in row 1"]),
+        ("sst2/train", {**GOOD, "label": [[1], [0]]}, ["label", "[1] in row 0"]),
+        ("sst2/train", {**GOOD, "label": [1, None]}, ["label", "None in row 1"]),
+        ("sst2/train", {**GOOD, "sentence": ["good", None]}, ["sentence", "None in row 1"]),
         ("sst2/train", {**GOOD, "sentence": ["good", " "]}, ["sentence", "' ' in row 1"]),
         ("sst2/train", {"sentence": [], "label": []}, ["at least one row"]),
         ("sst2/test", {"sentence": ["a", "b"], "idx": [1, 0]}, ["idx of sst2/test", "got 1, 0"]),
@@ -165,6 +166,16 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     line = '{"sentence": "caf\xe9", "label": 1}'
     (tmp_path / "sst2" / "train.jsonl").write_text(line, encoding="latin1")
     refused(lambda: load_examples(tmp_path, "sst2"), "train.jsonl", "readable", "utf-8")
+    for suffix, text, found in (
+        ("jsonl", "\ufeff" + json.dumps({"sentence": "a", "label": 1}) + "\n3", "int instead of"),
+        ("csv", "sentence,label\na,1\nb", "1 values for 2 columns in row 2"),
+        ("tsv", "sentence\tlabel\na\rz\t0", "1 values for 2 columns in row 1"),
+        ("csv", "sentence,label,label\na,1,0", "two columns label"),
+    ):
+        for file in (tmp_path / "sst2").iterdir():
+            file.unlink()
+        (tmp_path / "sst2" / f"train.{suffix}").write_bytes(text.encode())
+        refused(lambda: load_examples(tmp_path, "sst2"), f"train.{suffix}", "readable", found)
 
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):

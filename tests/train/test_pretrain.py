@@ -258,7 +258,7 @@ def test_pretraining_continues_from_a_saved_folder(pretrain, swapped_tokenizer):
         json.dumps(model_config(first) | {"hidden_dropout_prob": 0.4})
     )
     resume = lambda: pretrain(init, "--run.name=begun", "--model.config={}")  # noqa: E731
-    refused(resume, "model.init must have the configuration that the run began with")
+    refused(resume, "model.config must give the configuration")
 
 
 def test_the_angles_of_a_checkpoint_stay_where_none_are_said(tmp_path):

@@ -73,7 +73,8 @@ def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
 def group_files(files: list[TextFile], key: str) -> Iterator[list[TextFile]]:
     """Divide files into groups of neighbours, as a folder may hold a million small ones.
 
-    A group has at most `GROUP_BYTES`, or is one file or hub data set.
+    A group has less than `GROUP_BYTES`, or is one file or hub data set. A new file can move the
+    borders of the groups after it, which are then tokenized again.
     """
     group, size = list[TextFile](), 0
     for file in files:
@@ -81,7 +82,7 @@ def group_files(files: list[TextFile], key: str) -> Iterator[list[TextFile]]:
         if isinstance(file, Path):
             with wrap_read_errors(file, key):
                 more = file.stat().st_size
-        if group and size + more > GROUP_BYTES:
+        if group and size + more >= GROUP_BYTES:
             yield group
             group, size = [], 0
         group.append(file)

@@ -162,6 +162,8 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             if state["data"] != self.inputs["data"]:
                 changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.inputs["data"]
+            if state["config"] != self.inputs["config"]:
+                changed["the model's configuration"] = state["config"], self.inputs["config"]
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
             write_metadata(
                 self.folder, self.settings, self.accelerator, state["step"], parameters, changed
@@ -191,8 +193,9 @@ class Checkpoints:
             )
         if state["config"] != self.inputs["config"] and not self.settings.run.allow_drift:
             raise InputError(
-                "model.init must have the configuration that the run began with, "
-                f"got {self.settings.model.init} with another; restore its config.json"
+                "model.config must give the configuration that the run began with, got another, by "
+                f"an edit of model.init ({self.settings.model.init}) or a new version of "
+                "transformers; go back, or set run.allow_drift true"
             )
         steps = {*gather_object([trained])}
         if len(steps) != 1:

@@ -35,7 +35,7 @@ def test_the_saved_tokenizer_is_a_bert_one_for_any_auto_class(tokenizer_folder):
     pair = tokenizer("The CAT sees", "a dog")
     assert tokenizer.decode(pair["input_ids"]) == "[CLS] the cat sees [SEP] a dog [SEP]"
     assert pair["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
-    clone = copy.deepcopy(tokenizer)  # by the pickle protocol, as data workers receive it
+    clone = copy.deepcopy(tokenizer)  # by the pickle protocol
     assert clone("the moon")["input_ids"] == tokenizer("the moon")["input_ids"]
 
 
