@@ -86,9 +86,9 @@ def test_a_run_says_how_much_its_length_cuts_off(folder, capsys):
 def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     """Schedule, decay, clipping, loss and optimiser of two loops: logits after six epochs."""
     tiny_model(folder / "model", kind, **NO_DROPOUT)
-    recipe = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
-    recipe["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
-    asked = run_settings(folder, task, batch_size=20, **recipe)  # the last batches are smaller
+    protocol = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
+    protocol["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
+    asked = run_settings(folder, task, batch_size=20, **protocol)  # the last batches are smaller
     result = glue.run(asked)
     labels, ours = predictions_of(asked, result)
     # our score follows from the saved predictions and the labels of the data's file

@@ -79,7 +79,7 @@ def test_the_hash_of_a_model_changes_with_its_weights(tmp_path):
     assert results.hash_weights("owner/name") is None
 
 
-def test_what_tells_runs_apart_is_the_recipe_and_not_where_things_are():
+def test_what_tells_runs_apart_is_the_protocol_and_not_where_things_are():
     others = {"output", "cache", "test", "attention", "micro_batch_tokens", "save", "status"}
     for name in RUN:
         assert (run_key({**RUN, name: "other"}) == run_key(RUN)) == (name in others), name
