@@ -1,9 +1,9 @@
 """From the files of a task to batches: rows read and checked, tokenized once, bucketed by length.
 
-Local files are read here, without copies in a cache; the `datasets` library reads the
-hub. Where a task has no validation rows, a share of its training rows is held out. Tokens are
-cached under a hash of the texts and the tokenizer, so that all runs of a grid share them. The order
-of examples is a pure function of (seed, epoch), for any number of processes.
+Local files are read here, without copies in a cache; the `datasets` library reads the hub. Where a
+task has no validation rows, a share of its training rows is held out. Tokens are cached under a
+hash of the texts and the tokenizer, so that all runs of a grid share them. The order of examples is
+a pure function of (seed, epoch), for any number of processes.
 
 Shapes: N examples, K texts of an example (2 where pairs are encoded separately, else 1), B batch, L
 tokens of the longest text of a batch, T tokens of a split.
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from train.settings import InputError, first_line
 
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What .jsonl can hold of an emoji, and no tokenizer reads."""
 SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
@@ -74,7 +77,7 @@ def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
     for row, values in enumerate(zip(*texts.values())):
         is_allowed = is_test or any(str(text).strip() for text in values)
         for column, text in zip(texts, values):
-            if not (isinstance(text, str) and is_allowed):
+            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
                 rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
                 raise InputError(f"{rule}, got {found}; correct the file")
 
@@ -239,7 +242,7 @@ def _read_file(file: Path) -> dict[str, list]:
 
 def _read_jsonl(stream: TextIO) -> dict[str, list]:
     rows = [json.loads(line) for line in stream if line.strip()]
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object in row {number}")
     names = dict.fromkeys(name for row in rows for name in row)
@@ -254,7 +257,7 @@ def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
     header, *rest = [row for row in rows if row] or [[]]
     if twice := {name for name in header if name and header.count(name) > 1}:
         raise ValueError(f"two columns {min(twice)}")
-    for number, row in enumerate(rest, 1):
+    for number, row in enumerate(rest):
         if len(row) != len(header):
             raise ValueError(f"{len(row)} values for {len(header)} columns in row {number}")
     return dict(zip(header, map(list, zip(*rest)))) if rest else {name: [] for name in header}

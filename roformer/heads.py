@@ -263,7 +263,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
-        check_not_packed(**kwargs)
+        check_not_packed(kwargs.get("cu_seq_lens_q"))
         tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
@@ -327,7 +327,7 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
         """
-        check_not_packed(**kwargs)
+        check_not_packed(kwargs.get("cu_seq_lens_q"))
         if input_ids is not None:
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:

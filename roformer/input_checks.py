@@ -134,7 +134,7 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
         )
 
 
-def check_not_packed(cu_seq_lens_q: Any = None, **kwargs: Any) -> None:
+def check_not_packed(cu_seq_lens_q: Any) -> None:
     """Check that a head which reads one token of each row gets no documents in it.
 
     Raises:

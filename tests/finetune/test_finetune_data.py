@@ -168,14 +168,15 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
     refused(lambda: load_examples(tmp_path, "sst2"), "train.jsonl", "readable", "utf-8")
     for suffix, text, found in (
         ("jsonl", "\ufeff" + json.dumps({"sentence": "a", "label": 1}) + "\n3", "int instead of"),
-        ("csv", "sentence,label\na,1\nb", "1 values for 2 columns in row 2"),
-        ("tsv", "sentence\tlabel\na\rz\t0", "1 values for 2 columns in row 1"),
+        ("csv", "sentence,label\na,1\nb", "1 values for 2 columns in row 1"),
+        ("tsv", "sentence\tlabel\na\rz\t0", "1 values for 2 columns in row 0"),
         ("csv", "sentence,label,label\na,1,0", "two columns label"),
+        ("jsonl", json.dumps({"sentence": "a \ud800", "label": 1}), "must hold text, got"),
     ):
         for file in (tmp_path / "sst2").iterdir():
             file.unlink()
         (tmp_path / "sst2" / f"train.{suffix}").write_bytes(text.encode())
-        refused(lambda: load_examples(tmp_path, "sst2"), f"train.{suffix}", "readable", found)
+        refused(lambda: load_examples(tmp_path, "sst2"), "train", found)
 
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):

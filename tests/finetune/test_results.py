@@ -8,13 +8,7 @@ from functools import partial
 import numpy as np
 
 from finetune import results
-from finetune.results import (
-    append_result,
-    prediction_file,
-    read_results,
-    run_key,
-    write_predictions,
-)
+from finetune.results import append_result, prediction_file, read_results, run_key
 from finetune.settings import GlueSettings
 from tiny import refused, soft_limit
 from tiny_glue import tiny_model
@@ -58,7 +52,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_and_none_is_lost(tmp_p
     assert [line["seed"] for line in read_results(str(file))] == [0, 1]
     assert file.read_text().count("\n") == 2
     with soft_limit(resource.RLIMIT_FSIZE, 100):
-        write = partial(write_predictions, file.with_name("x"), np.zeros(9), np.zeros((9, 2)))
+        write = partial(results.write_predictions, file, np.zeros(9), np.zeros((9, 2)))
         refused(write, "output must have room")
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
-from roformer import RoFormerForMultipleChoice, RoFormerForSequenceClassification, RoFormerModel
-from tiny import HEADS
+from roformer import RoFormerModel
+from tiny import HEADS, POOLED
 
 IDS = torch.arange(5, 15).view(2, 5)
 
@@ -66,10 +66,8 @@ def test_the_mask_of_an_encoder_is_checked_like_the_models_own(config):
             )
 
 
-@pytest.mark.parametrize(
-    ("head", "shape"),
-    [(RoFormerForSequenceClassification, (2, 5)), (RoFormerForMultipleChoice, (1, 2, 5))],
-)
-def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, shape, config):
+@pytest.mark.parametrize("head", POOLED)
+def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, config):
+    ids = IDS if head is POOLED[0] else IDS[None]
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
-        head(config)(IDS.view(shape), cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
+        head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))

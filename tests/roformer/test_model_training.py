@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrize, prune
 from torch.profiler import ProfilerActivity, profile
 
 import roformer
@@ -239,6 +240,23 @@ def test_a_hook_on_any_module_acts_in_training(config):
     model(**example()).loss.backward()
     assert set(called) >= {*layer.modules()} - {layer.attention.self.dropout}  # read, not called
     assert not any(linear.weight.grad.any() for linear in linears)
+
+
+def test_replaced_pruned_and_parametrized_layers_act_as_in_stock(config):
+    """A layer in another's place is what LoRA makes."""
+    stock = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**config.to_dict()))
+    ours = RoFormerForMaskedLM(config).eval()
+    ours.load_state_dict(enlarge(stock).state_dict())
+    batch, found = example(), []
+    for model in (ours, stock):
+        torch.manual_seed(0)
+        layer = model.roformer.encoder.layer[0]
+        query = layer.attention.self.query
+        layer.attention.self.query = nn.Sequential(query, nn.Linear(32, 32))
+        prune.l1_unstructured(layer.intermediate.dense, "weight", 0.5)
+        parametrize.register_parametrization(layer.output.dense, "weight", nn.Tanh())
+        found.append(model(**batch).logits[batch["attention_mask"] == 1])
+    assert_near(*found, 1e-4)
 
 
 def step_bytes(model: torch.nn.Module) -> int:

@@ -31,10 +31,8 @@ ONE_STEP = "--run.max_hours=1e-9"  # which is over after a step
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_as_one_that_never_was(launch):
-    flags = [
-        "--optim.steps=300", "--optim.micro_batch=8", "--run.save_every=3", "--run.log_every=2",
-        "--run.validate_every=50",
-    ]  # fmt: skip
+    flags = ["--optim.steps=300", "--optim.micro_batch=8", "--run.save_every=3"]
+    flags += ["--run.log_every=2", "--run.validate_every=50"]
     draw, resumed = random.Random(0), set()
     for kill in range(20):
         launcher = runs.LAUNCH if kill == 0 else ()  # which only takes longer to start

@@ -254,9 +254,8 @@ def test_pretraining_continues_from_a_saved_folder(pretrain, swapped_tokenizer):
     ):
         refused(lambda flag=flag: pretrain(init, "--run.name=wrong", flag), *words)
     pretrain(init, "--run.name=begun", "--model.config={}", "--run.max_hours=1e-9")
-    (first / "model" / "config.json").write_text(
-        json.dumps(model_config(first) | {"hidden_dropout_prob": 0.4})
-    )
+    changed = json.dumps(model_config(first) | {"hidden_dropout_prob": 0.4})
+    (first / "model" / "config.json").write_text(changed)
     resume = lambda: pretrain(init, "--run.name=begun", "--model.config={}")  # noqa: E731
     refused(resume, "model.config must give the configuration")
 

@@ -71,7 +71,7 @@ def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
 
 
 def group_files(files: list[TextFile], key: str) -> Iterator[list[TextFile]]:
-    """Divide files into groups of neighbours, as a folder may hold a million small ones.
+    """Divide files into groups of neighbours, as a folder may hold thousands of small ones.
 
     A group has less than `GROUP_BYTES`, or is one file or hub data set. A new file can move the
     borders of the groups after it, which are then tokenized again.

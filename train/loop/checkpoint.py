@@ -156,8 +156,7 @@ class Checkpoints:
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
         if path is not None:
             load_tensors(path, self.model, self.optimizer)
-            is_finished = state["step"] == total
-            verb = "finished" if is_finished else "going on"
+            verb = "finished" if state["step"] == total else "going on"
             self.accelerator.print(f"{verb} after step {state['step']}")
         if self.accelerator.is_main_process:
             if state["data"] != self.inputs["data"]:
@@ -194,8 +193,8 @@ class Checkpoints:
         if state["config"] != self.inputs["config"] and not self.settings.run.allow_drift:
             raise InputError(
                 "model.config must give the configuration that the run began with, got another, by "
-                f"an edit of model.init ({self.settings.model.init}) or a new version of "
-                "transformers; go back, or set run.allow_drift true"
+                "an edit of the folder model.init or a new version of transformers; go back, or "
+                "set run.allow_drift true"
             )
         steps = {*gather_object([trained])}
         if len(steps) != 1:

@@ -260,8 +260,6 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
     refused(lambda: ReportSettings(file, pair=[BERT, BERT]), "pair must")
     write(tmp_path, [line(BERT, "rte", 0.6)])
     refused(lambda: main(ReportSettings(file, output=file)), "output must")
-    wrong = ReportSettings(file, pair=["small-bert", "x"])
-    refused(lambda: main(wrong), "pair must", "got small-bert, x;")
-    same = ReportSettings(file, pair=["small-bert", BERT])  # two names of one model
-    refused(lambda: main(same), "pair must")
+    refused(lambda: main(ReportSettings(file, pair=["x", "y"])), "pair must", "got x, y;")
+    refused(lambda: main(ReportSettings(file, pair=["small-bert", BERT])), "pair must")  # one model
     assert not (tmp_path / "report.md").exists()

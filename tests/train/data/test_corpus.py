@@ -154,8 +154,8 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(writt
 def test_the_command_says_how_much_text_there_is(written, tmp_path, tokenizer_folder, capsys):
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("the river sees a song .\n")
-    more = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    main(TokenizeSettings(corpus(written, tmp_path, **more)))
+    parts = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
+    main(TokenizeSettings(corpus(written, tmp_path, **parts)))
     assert capsys.readouterr().out.startswith("train: 9 documents, ")
 
 
@@ -240,12 +240,14 @@ def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer
     copy = tmp_path / "same.txt"
     copy.write_text("\n\n".join(text.upper() for text in reversed(texts(file, tmp_path))))
     again = corpus(copy, tmp_path, validation="20%")
-    found = [text.strip().lower() for text in read_documents(again, "validation")]
-    assert found == parts[1][::-1]
-    twice = corpus([str(file)] * 2, tmp_path, validation="20%")  # held out once
-    assert list(read_documents(twice, "validation")) == parts[1]
+    found = read_documents(again, "validation")
+    assert [text.strip().lower() for text in found] == parts[1][::-1]
+    again = corpus([str(file)] * 2, tmp_path, validation="20%")  # held out once
+    assert list(read_documents(again, "validation")) == parts[1]
     stores = [tokenize_corpus(settings, part, tokenizer) for part in ("train", "validation")]
-    assert [len(store.document_ends) for store in stores] == [len(part) for part in parts]
+    assert [len(store.document_ends) for store in stores] == list(map(len, parts))
+    evaluated = TextSettings(settings.train, "20%", cache=settings.cache)
+    assert tokenize_corpus(evaluated, "validation", tokenizer).name == stores[1].name
     check_disjoint_files(settings)
     assert not [x for x in describe_stores(stores[:1], stores[1]) if "must not be" in x]
 

@@ -46,14 +46,10 @@ def assert_saved_at_once(launch: runs.Launches, last: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same(launch):
-    for number, to in (
-        (signal.SIGTERM, "group"),
-        (signal.SIGUSR1, "group"),
-        (signal.SIGTERM, "rank 1"),
-        (signal.SIGUSR1, "rank 0"),
-        (signal.SIGHUP, "rank 1"),
-        (signal.SIGINT, "rank 0"),
-    ):
+    to_group = [(signal.SIGTERM, "group"), (signal.SIGUSR1, "group")]
+    to_rank_0 = [(signal.SIGUSR1, "rank 0"), (signal.SIGINT, "rank 0")]
+    to_rank_1 = [(signal.SIGTERM, "rank 1"), (signal.SIGHUP, "rank 1")]
+    for number, to in (*to_group, *to_rank_0, *to_rank_1):
         both = launch.ranks(*runs.TWO_RANKS)
         last = launch.train_until(both[0], 2)
         if to == "group":
