@@ -27,13 +27,13 @@ and texts, empty where there is nothing to tell apart:
     model_text        model, tokenizer if it is not the model's own, random weights
     inputs_text       initial weights, configuration, tokenizer files, data and precision, of
                       those that differ between runs that are otherwise alike
-    control_inputs_text  all of it but the weights
+    control_inputs_text
+                      all of it but the weights
     data_text         the data of it
     rate_text         the learning rate
     protocol_text     other fields of the protocol
     conditions        inputs, rate and protocol: how the model was fine-tuned
     configuration     model and conditions, the unique name of the row
-
 """
 
 from collections.abc import Iterable, Mapping, Sequence
