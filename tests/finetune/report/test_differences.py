@@ -237,10 +237,10 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
     assert "helps both models on 0 of 1" in judge(lines)[0]
 
 
-def test_controls_of_other_data_or_another_configuration_are_none():
-    lines = [*seeds("runs/bert-0", "rte", (0.8, 0.8), data="a", config="a")]
-    for model in ("runs/bert-0", "runs/bert-1"):
-        lines += seeds(model, "rte", (0.7, 0.7), data="a", config="b", random_weights=True)
+@pytest.mark.parametrize("model", ["runs/bert-0", "runs/bert-1"])
+def test_controls_of_other_data_or_another_configuration_are_none(model):
+    lines = seeds("runs/bert-0", "rte", (0.8, 0.8), data="a", config="a")
+    lines += seeds(model, "rte", (0.7, 0.7), data="a", config="b", random_weights=True)
     lines += [simple_features("rte", 0.6, data="a"), simple_features("rte", 0.95, data="b")]
     (gain,) = gains_of(lines).values()
     assert gain[:2] == ("features", pytest.approx(20.0))
