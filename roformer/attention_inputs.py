@@ -1,6 +1,6 @@
-"""What computes the attention of a call, and padding, causality and documents in its form.
+"""Choose the attention implementation of a call, and build its mask or document lengths.
 
-Legend: B batch, L tokens, S keys, H heads.
+Legend: B batch, L columns of a row, padding included, S keys, H heads.
 """
 
 from dataclasses import dataclass, field
@@ -18,13 +18,11 @@ from transformers.utils import logging
 
 from .batch import BatchMetadata, Layout, remove_padding, split_documents
 from .configuration_roformer import RoFormerConfig
-from .kernels import AUTO, UNPADDED, kernels_enabled
+from .kernels import AUTO, kernels_enabled
+from .kernels.attention import OWN_IMPLEMENTATIONS
 from .kernels.conditions import has_hooks, is_plain, is_traced, values_are_unreadable
 
 logger = logging.get_logger(__name__)
-
-OWN_IMPLEMENTATIONS = (AUTO, UNPADDED)
-"""This package's implementations, which are one attention function and differ in `_may_unpad`."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,11 @@ class AttentionInputs:
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     encoder_attention_mask: Any = None
 
-    def to_layout(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Any]:
-        """Rearrange [B, L, E], and cos and sin if there are any, into the rows of the layout."""
+    def to_layout(self, x: Tensor) -> Tensor:
+        """Rearrange [B, L, ...], or [1, L, ...] for all rows, into the rows of the layout."""
         if self.layout is None:
-            return hidden_states, position_embeddings
-        if position_embeddings is not None:
-            shape = (*hidden_states.shape[:2], -1)
-            cos, sin = (self.layout.to_layout(x.expand(shape)) for x in position_embeddings)
-            position_embeddings = cos, sin
-        return self.layout.to_layout(hidden_states), position_embeddings
+            return x
+        return self.layout.to_layout(x.expand(self.layout.batch_shape[0], *x.shape[1:]))
 
     def to_batch(self, hidden_states: Tensor) -> Tensor:
         """Rearrange the rows of the layout into [B, L, E] again, with zeros at padding left out."""
@@ -76,7 +70,7 @@ def prepare_attention(
     score_bias: Tensor | None,
     unpad: bool | None,
 ) -> AttentionInputs:
-    """Choose what computes a call, and bring padding, causality and documents into its form.
+    """Choose the implementation of a call, and give it padding, causality and documents.
 
     Linear attention takes the padding mask. `unpadded`, and `auto` where it leaves padding out,
     take a row of documents and their lengths, and so does flash attention. All others, and calls
@@ -104,7 +98,9 @@ def prepare_attention(
         return _linear_attention_inputs(batch, requested, output_attentions, output_hidden_states)
     implementation = _select_implementation(config, requested, output_attentions)
     # document lengths in place of a mask allow neither a cache nor an encoder nor a bias
-    if cache is None and encoder_hidden_states is None and not config.has_position_bias:
+    takes_lengths = implementation in OWN_IMPLEMENTATIONS or _is_flash(implementation)
+    needs_mask = cache is not None or encoder_hidden_states is not None or config.has_position_bias
+    if takes_lengths and not needs_mask:
         is_allowed = unpad is not False and not output_hidden_states
         can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, layers)
         inputs = _varlen_inputs(implementation, batch, can_unpad)
@@ -163,8 +159,9 @@ def _may_unpad(
     """Return whether padding can be left out of the layers.
 
     Not where values, on which the shapes would depend, cannot be read. "auto" leaves padding out on
-    a CPU only, because other devices would have to be waited for; only where every row has a token,
-    so that heads read no zeros; and not under forward hooks, which expect the rows of the batch.
+    a CPU only, because other devices would have to be waited for; only where every row has a token
+    that is not padding, so that heads read no zeros; and not under forward hooks, which expect the
+    rows of the batch.
     """
     if is_traced() or values_are_unreadable(hidden_states):
         return False
@@ -198,7 +195,7 @@ def _linear_attention_inputs(
             "padding mask"
         )
     if batch.document_ids is None:
-        return AttentionInputs(implementation, batch.padding_mask)
+        return AttentionInputs(implementation, batch.padding_mask)  # the name is not read
     layout = split_documents(batch.document_ids)
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
@@ -216,30 +213,32 @@ def _is_4d(mask: Any) -> bool:
 def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
-    """Return document lengths in place of a mask; None if they cannot be used or are not needed."""
-    if not (implementation in OWN_IMPLEMENTATIONS or _is_flash(implementation)):
-        return None
+    """Return document lengths in place of a mask; None if the call needs or keeps a mask."""
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
-    # without a kernel for the device, lengths are read on the host, which no compiler follows
-    can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
-    is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
-    # taken as given where there is no padding to leave out
-    if not (cu_seqlens is not None and batch.attention_mask is None and can_read and is_one_row):
-        if batch.padding_mask is None or not can_unpad:
+    if not _can_take_given_lengths(batch):
+        if not can_unpad or batch.padding_mask is None:
             return None
         if batch.document_ids is None and batch.padding_mask.all():
-            return None
+            return None  # one document in each row: no mask either
         unpadded = remove_padding(batch.padding_mask, batch.document_ids)
         if unpadded is None:
             return None
-        layout, cu_seqlens = unpadded
-        max_seqlen = None
+        (layout, cu_seqlens), max_seqlen = unpadded, None
+    assert cu_seqlens is not None
     if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
     kwargs: dict[str, Any] = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     kwargs |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
     return AttentionInputs(implementation, None, layout, kwargs)
+
+
+def _can_take_given_lengths(batch: BatchMetadata) -> bool:
+    """Return whether `cu_seqlens` as given describe one row without padding, and may be read."""
+    # without a kernel for the device, lengths are read on the host, which no compiler follows
+    can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
+    is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
+    return batch.cu_seqlens is not None and batch.attention_mask is None and is_one_row and can_read
 
 
 def _self_attention_mask(

@@ -1,9 +1,9 @@
-"""What a batch holds: positions, padding and packed documents; and layouts without padding.
+"""Positions, padding and packed documents of a batch, and the rows that layers compute in.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
 each other. Here the document of each token is computed once, for all attention implementations.
 
-Legend: B batch, L tokens of a row, T tokens of all documents without padding.
+Legend: B batch, L columns of a row, padding included, T tokens of a layout.
 """
 
 from dataclasses import dataclass

@@ -35,9 +35,10 @@ _PLUS_FIELDS = (
 class RoFormerConfig(PreTrainedConfig):
     """Configuration of every RoFormer model.
 
-    The defaults are those of transformers' `RoFormerConfig`. The fields after `sparse_prediction`
-    are unknown to transformers' RoFormer: with any of them changed a model is saved as
-    `roformer_plus`. A checkpoint with the fields of both is
+    The defaults are those of transformers' `RoFormerConfig`. A value of `rope_parameters`,
+    `type_vocab_size` or a field of `_PLUS_FIELDS` that transformers' RoFormer cannot express makes
+    the model a `roformer_plus` when it is saved; `sparse_prediction` and `summary_type` do not. A
+    checkpoint with the fields of both is
     [junnyu/roformer_chinese_base](https://huggingface.co/junnyu/roformer_chinese_base).
 
     Attributes:
@@ -203,7 +204,7 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def is_transformers_compatible(self) -> bool:
         """Whether transformers' own RoFormer computes the same from this configuration."""
-        return self.type_vocab_size > 0 and not self._unsupported_fields()
+        return not self._unsupported_fields()
 
     def _unsupported_fields(self) -> set[str]:
         """Names of the fields with a value that transformers' RoFormer does not support."""
@@ -211,7 +212,8 @@ class RoFormerConfig(PreTrainedConfig):
         if rope["rope_type"] in ("default", "dynamic", "linear"):
             rope.pop("original_max_position_embeddings", None)  # allowed, but not used
         changed = {n for n in _PLUS_FIELDS if getattr(self, n) != getattr(RoFormerConfig, n)}
-        return changed | ({"rope_parameters"} if rope != DEFAULT_ROPE else set())
+        changed |= {"rope_parameters"} if rope != DEFAULT_ROPE else set()
+        return changed | ({"type_vocab_size"} if self.type_vocab_size == 0 else set())
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON types, with the model type that follows from them."""
@@ -356,7 +358,7 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
 def _rope_key_rules(rope: dict[str, Any]) -> Iterator[_Rule]:
     rope_type = rope["rope_type"]
     yield rope_type in _ROPE_KEYS, "rope_parameters.rope_type", f"be one of {', '.join(_ROPE_KEYS)}"
-    required, optional = _ROPE_KEYS[rope_type]
+    required, optional = _ROPE_KEYS[rope_type]  # a rule that is false has raised above
     for name in ("rope_theta", *required):
         rule = f"be given with rope_type {rope_type}"
         yield rope.get(name) is not None, f"rope_parameters.{name}", rule

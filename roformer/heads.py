@@ -2,7 +2,7 @@
 
 Class and parameter names are those of transformers' RoFormer, so that checkpoints load in both
 directions. Losses are divided by `num_items_in_batch` where transformers' Trainer passes it, except
-in question answering.
+in question answering. Layers of heads on few tokens or labels are torch's own.
 
 Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
 """
@@ -115,10 +115,10 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
             over labelled tokens, when `labels` are given.
         """
         unpad = may_unpad_for_loss(self, labels, attention_mask)
-        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
         cross_inputs = encoder_hidden_states, encoder_attention_mask
         options = BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs
-        outputs = self.roformer(*tokens, *cross_inputs, position_ids=position_ids, **options)
+        outputs = self.roformer(*inputs, *cross_inputs, position_ids=position_ids, **options)
         hidden_states = outputs.last_hidden_state
         is_sparse = self.training and self.config.sparse_prediction
         if labels is None or not (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
@@ -194,11 +194,11 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         if labels is not None and use_cache is None:
             use_cache = past_key_values is not None
         unpad = may_unpad_for_loss(self, labels, attention_mask, shift=1)
-        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
         cross_inputs = encoder_hidden_states, encoder_attention_mask
         options = {"unpad": unpad, "return_dict": True} | kwargs
         options |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        outputs = self.roformer(*tokens, *cross_inputs, position_ids=position_ids, **options)
+        outputs = self.roformer(*inputs, *cross_inputs, position_ids=position_ids, **options)
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
@@ -264,8 +264,8 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             `logits` [B, labels]; `loss` when `labels` are given.
         """
         check_not_packed(kwargs.get("cu_seq_lens_q"))
-        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
-        outputs = self.roformer(*tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
+        outputs = self.roformer(*inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
         if labels is not None:
@@ -332,12 +332,12 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:
             check_shape("inputs_embeds", inputs_embeds, (None, None, None, None))
-        *tokens, positions = (
+        *inputs, positions = (
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
         )
-        outputs = self.roformer(*tokens, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
-        pooled = _pool_token(outputs.last_hidden_state, tokens[1], self.config.summary_type)
+        outputs = self.roformer(*inputs, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
+        pooled = _pool_token(outputs.last_hidden_state, inputs[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)
         num_items = kwargs.get("num_items_in_batch")
@@ -382,9 +382,9 @@ class RoFormerForTokenClassification(RoFormerPreTrainedModel):
             `logits` [B, L, labels]; `loss`, the mean over labelled tokens, when `labels` are given.
         """
         unpad = may_unpad_for_loss(self, labels, attention_mask)
-        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(
-            *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs)
+            *inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": unpad} | kwargs)
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         return TokenClassifierOutput(
@@ -428,9 +428,9 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
             `start_logits` and `end_logits` [B, L]; `loss`, the mean of both, when both are given.
         """
         # the softmax over a row includes its padding, as in transformers
-        tokens = input_ids, attention_mask, token_type_ids, inputs_embeds
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
         outputs = self.roformer(
-            *tokens, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": False} | kwargs)
+            *inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | {"unpad": False} | kwargs)
         )
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None

@@ -38,7 +38,7 @@ def check_inputs(
     Raises:
         ValueError: One line that names the argument.
     """
-    _check_given(config, input_ids, inputs_embeds, encoder_hidden_states, is_causal)
+    _check_given(config, input_ids, inputs_embeds, encoder_hidden_states, cache, is_causal)
     if is_traced():
         return
     if inputs_embeds is None:
@@ -72,6 +72,7 @@ def _check_given(
     input_ids: Any,
     inputs_embeds: Any,
     encoder_hidden_states: Any,
+    cache: Cache | None,
     is_causal: bool | None,
 ) -> None:
     """Check which arguments are given."""
@@ -88,6 +89,8 @@ def _check_given(
             f"is_causal must be config.is_decoder, {config.is_decoder}, got {is_causal}; leave it "
             "out, also in the configuration"
         )
+    if cache is not None:
+        check_cache(cache, config)
 
 
 def _check_cu_seqlens(ends: list[int], tokens: int, row_length: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .kernels import AUTO, UNPADDED, kernels_enabled
+from .kernels import UNPADDED, kernels_enabled
 from .kernels.conditions import is_plain, values_are_unreadable
 
 IGNORE_INDEX = -100
@@ -35,13 +35,9 @@ def may_unpad_for_loss(
         return True
     if getattr(attention_mask, "shape", None) != getattr(labels, "shape", None):
         return False
-    implementation = model.config._attn_implementation
-    # "auto" does not wait for another device to read its labels
-    if implementation not in (AUTO, UNPADDED) or (
-        implementation == AUTO and not is_plain(labels, "cpu")
-    ):
-        return True
-    if values_are_unreadable(labels):
+    # only `unpadded` waits for a device to read labels; all others leave padding out on a CPU only
+    must_read = model.config._attn_implementation == UNPADDED
+    if values_are_unreadable(labels) or not (must_read or is_plain(labels, "cpu")):
         return True
     at_padding = attention_mask[:, : labels.shape[1] - shift] == 0
     return not bool((labels[:, shift:][at_padding] != IGNORE_INDEX).any())

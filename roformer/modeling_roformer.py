@@ -22,10 +22,10 @@ from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_inputs import add_bias_to_mask, prepare_attention
+from .attention_inputs import AttentionInputs, add_bias_to_mask, prepare_attention
 from .batch import BatchMetadata, describe_batch
 from .configuration_roformer import RoFormerConfig
-from .input_checks import check_cache, check_ids, check_inputs
+from .input_checks import check_ids, check_inputs
 from .kernels import AUTO, Dropout, Linear  # nn.Dropout and nn.Linear, faster on a CPU
 from .kernels.attention import softmax_attention
 from .linear_attention import RandomFeatureMap, RoFormerLinearSelfAttention
@@ -135,7 +135,7 @@ class RoFormerSelfAttention(nn.Module):
         self.has_rotary = config.position_encoding == "rope" and not is_cross_attention
         self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not is_cross_attention
-        self.relative = None  # Transformer-XL's bias; checkpoints have this name
+        self.relative = None  # Transformer-XL's bias; the name of its parameters in checkpoints
         if config.position_encoding == "transformer_xl" and not is_cross_attention:
             self.relative = TransformerXLBias(config)
         # not called, but read: tools that switch dropout off look for modules
@@ -149,9 +149,10 @@ class RoFormerSelfAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Any,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None,
-        past_key_values: Cache | None,
+        *,
         implementation: str,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
         relative_positions: RelativePositions | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -258,25 +259,10 @@ class RoFormerAttention(nn.Module):
             self.self = RoFormerLinearSelfAttention(config)
         self.output = RoFormerOutput(config, config.hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, L, E] to [B, L, E]; arguments as in `RoFormerSelfAttention.forward`."""
         # the probabilities of `output_attentions` are recorded by `_can_record_outputs`
-        context, _ = self.self(
-            hidden_states,
-            attention_mask,
-            position_embeddings,
-            encoder_hidden_states=encoder_hidden_states,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+        context, _ = self.self(hidden_states, *args, **kwargs)
         return self.output(context, hidden_states)
 
 
@@ -319,15 +305,19 @@ class RoFormerLayer(GradientCheckpointingLayer):
         `encoder_attention_mask` is the mask of the cross-attention, in the same form.
         """
         attention_output = self.attention(
-            hidden_states, attention_mask, position_embeddings, None, past_key_values, **kwargs
+            hidden_states,
+            attention_mask,
+            position_embeddings,
+            past_key_values=past_key_values,
+            **kwargs,
         )
         if encoder_hidden_states is not None:
             attention_output = self.crossattention(
                 attention_output,
                 encoder_attention_mask,
                 position_embeddings,
-                encoder_hidden_states,
-                past_key_values,
+                encoder_hidden_states=encoder_hidden_states,
+                past_key_values=past_key_values,
                 **kwargs,
             )
         return self.output(self.intermediate(attention_output), attention_output)
@@ -343,22 +333,13 @@ class RoFormerEncoder(nn.Module):
         )
         self.register_load_state_dict_pre_hook(_drop_sinusoid_table)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[B, L, E] to [B, L, E]; the other arguments, as in `RoFormerLayer`, go to all layers.
+    def forward(self, hidden_states: Tensor, *shared: Any, **kwargs: Any) -> Tensor:
+        """[B, L, E] to [B, L, E]; all other arguments, as in `RoFormerLayer`, go to every layer.
 
         `kwargs` are `implementation`, `relative_positions` and `past_key_values`, which
-        `RoFormerSelfAttention` reads, and arguments of the attention function.
+        `RoFormerSelfAttention` reads, and arguments of the attention function. The others are
+        positional, because a checkpointed layer passes no gradient to keyword arguments.
         """
-        # positional, because a checkpointed layer passes no gradient to keyword arguments
-        shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
         for layer in self.layer:
             hidden_states = layer(hidden_states, *shared, **kwargs)
         return hidden_states
@@ -555,8 +536,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 row, whatever its `position_ids` are.
             max_length_q: Length of the longest document.
             unpad: Whether the implementations `auto` and `unpadded` may leave padding out, where
-                `last_hidden_state` is then 0. None: they may, and `auto` warns; True: they may,
-                without a warning; False: they may not.
+                `last_hidden_state` is then 0; a permission, without effect on others. None: they
+                may, and `auto` warns; True: they may, without a warning; False: they may not.
             **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by eager
                 attention) and `return_dict`.
 
@@ -569,7 +550,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        cache = self._prepare_cache(past_key_values, use_cache, encoder_hidden_states)
+        is_causal = kwargs.pop("is_causal", None)  # checked only: layers have their own
         check_inputs(
             config,
             self.embeddings.word_embeddings,  # may have been resized
@@ -579,12 +560,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
             inputs_embeds=inputs_embeds,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            cache=cache,
+            cache=past_key_values,
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
-            is_causal=kwargs.pop("is_causal", None),
+            is_causal=is_causal,
         )
-        past_length = 0 if cache is None else cache.get_seq_length()
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         batch = describe_batch(
             cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds),
             attention_mask=attention_mask,
@@ -594,7 +575,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             past_length=past_length,
             cache_given=past_key_values is not None,
         )
-        cache = _drop_cache_of_packed_rows(batch, cache, cache_given=past_key_values is not None)
+        cache = self._prepare_cache(past_key_values, use_cache, encoder_hidden_states, batch)
 
         # 1. embed
         hidden_states = self.embeddings(
@@ -602,8 +583,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
-        # 2. positions, once for all layers: cos and sin, not the table of learned positions
-        position_embeddings = self._position_embeddings(batch, hidden_states.dtype)
+        # 2. distances, for the encodings that add a bias to the scores
         relative_positions = compute_relative_positions(
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
@@ -611,7 +591,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         attention = prepare_attention(
             config=config,
-            requested=self.config._attn_implementation or "eager",  # None: replaced after building
+            requested=self.config._attn_implementation or "eager",  # None in EncoderDecoderModel
             output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
             output_hidden_states=kwargs.get(
                 "output_hidden_states", self.config.output_hidden_states
@@ -626,7 +606,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             unpad=unpad,
         )
         # 4. remove padding, or give each document a row: the layout of the implementation
-        hidden_states, position_embeddings = attention.to_layout(hidden_states, position_embeddings)
+        hidden_states = attention.to_layout(hidden_states)
+        position_embeddings = self._cos_sin(batch, attention, hidden_states.dtype)
         # 5. encoder
         hidden_states = self.encoder(
             hidden_states,
@@ -644,8 +625,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             last_hidden_state=attention.to_batch(hidden_states), past_key_values=cache
         )
 
-    def _position_embeddings(
-        self, batch: BatchMetadata, dtype: torch.dtype
+    def _cos_sin(
+        self, batch: BatchMetadata, attention: AttentionInputs, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
         """Compute cos and sin for RoPE; None for other encodings.
 
@@ -653,10 +634,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         uninitialised after loading on the meta device, and wrong after an edit of the
         configuration.
         """
-        config, position_ids = self.roformer_config, batch.position_ids
+        config = self.roformer_config
         if config.position_encoding != "rope":
             return None
-        seq_len = batch.position_span_of_each_token() if config.has_dynamic_rope else None
+        position_ids, seq_len = attention.to_layout(batch.position_ids), None
+        if config.has_dynamic_rope:
+            seq_len = attention.to_layout(batch.position_span_of_each_token())
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
 
@@ -665,34 +648,27 @@ class RoFormerModel(RoFormerPreTrainedModel):
         past_key_values: Cache | None,
         use_cache: bool | None,
         encoder_hidden_states: Tensor | None,
+        batch: BatchMetadata,
     ) -> Cache | None:
-        """Check the given cache of a decoder, or create one if it is to return one."""
-        config = self.roformer_config
+        """Return the given cache, a new one if the call is to return one, or None.
+
+        Packed rows have none: their next token belongs to no known document. While compiling, a
+        row with `position_ids` only may be packed or not; it keeps its cache.
+        """
+        config, is_packed = self.roformer_config, batch.document_ids is not None
         if past_key_values is not None:
-            check_cache(past_key_values, config)
+            if is_packed:
+                name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
+                raise ValueError(
+                    f"{name} must describe no packed documents beside past_key_values, got packed "
+                    "ones; leave the cache out"
+                )
             return past_key_values
-        if not (use_cache and config.is_decoder and config.has_cache):
+        if batch.cu_seqlens is None and torch.compiler.is_compiling():
+            is_packed = False  # not known
+        if is_packed or not (use_cache and config.is_decoder and config.has_cache):
             return None
         cache = DynamicCache(config=config)
         if encoder_hidden_states is None:
             return cache
         return EncoderDecoderCache(cache, DynamicCache(config=config))
-
-
-def _drop_cache_of_packed_rows(
-    batch: BatchMetadata, cache: Cache | None, cache_given: bool
-) -> Cache | None:
-    """Return the cache, or None for packed rows, whose next token belongs to no known document.
-
-    While compiling any row may be packed by its positions, which are not known: then it stays.
-    """
-    if batch.document_ids is None or cache is None:
-        return cache
-    if cache_given:
-        name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
-        raise ValueError(
-            f"{name} must describe no packed documents beside past_key_values, got packed ones; "
-            "leave the cache out"
-        )
-    is_known = batch.cu_seqlens is not None or not torch.compiler.is_compiling()
-    return None if is_known else cache

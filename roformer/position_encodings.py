@@ -7,8 +7,8 @@ rope            rotates queries and keys     `rotary`              Su et al. 202
 learned         added to the embeddings      RoFormerEmbeddings    Devlin et al. 2018
 sinusoidal      added to the embeddings      RoFormerEmbeddings    Vaswani et al. 2017
 transformer_xl  added to each layer's scores RoFormerSelfAttention Dai et al. 2019
-t5              added to all layers' scores  RoFormerModel         Raffel et al. 2019
-alibi           added to all layers' scores  RoFormerModel         Press et al. 2021
+t5              added to all layers' scores  T5Bias, as a mask     Raffel et al. 2019
+alibi           added to all layers' scores  AlibiBias, as a mask  Press et al. 2021
 none            no positions                 nowhere               a bag of words
 =============== ============================ ===================== ====================
 

@@ -48,8 +48,8 @@ def compute_rope_parameters(
 
     Args:
         config: Configuration of the model.
-        seq_len: [B, L], the length of the row (or of the packed document) that each token
-            belongs to, for the type dynamic; None for the others.
+        seq_len: [B, L], for the type dynamic: the span of positions of the row (or of the packed
+            document) that each token belongs to; None for the others.
         device: Device of the result.
 
     Returns:

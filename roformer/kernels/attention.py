@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .conditions import bfloat16_is_emulated, kernels_enabled, may_use_kernel
 from .dropout import dropout as fast_dropout
@@ -24,6 +23,9 @@ out, with one warning from `RoFormerModel` where its outputs are 0 there."""
 
 UNPADDED = "unpadded"
 """Value of `attn_implementation` for attention without padding on every device."""
+
+OWN_IMPLEMENTATIONS = (AUTO, UNPADDED)
+"""One attention function; they differ in where padding is left out (`prepare_attention`)."""
 
 FULL_SCORES_LIMIT_BYTES = 2**25
 """Bytes of scores from which they are computed in parts: from this size on glibc takes memory from
@@ -63,26 +65,11 @@ def auto_attention_forward(
     Returns:
         [B, L, H, D] or [1, T, H, D], and None for the probabilities.
     """
-    is_bfloat16 = query.dtype == torch.bfloat16 and may_use_kernel(
-        query, key, value, attention_mask
-    )
-    if is_bfloat16 and bfloat16_is_emulated():
-        q, k, v = (x.float() for x in (query, key, value))
-        if attention_mask is not None and attention_mask.is_floating_point():
-            attention_mask = attention_mask.float()
-        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
-        with torch.autocast("cpu", enabled=False):
-            output, _ = auto_attention_forward(
-                module, q, k, v, attention_mask, scaling, dropout, **kwargs
-            )
-        return output.bfloat16(), None
     is_causal = bool(module.is_causal)
     if cu_seq_lens_q is None:
-        if is_causal and attention_mask is None:
-            # with a cache torch's own is_causal would align the queries with the first keys
-            sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-            return sdpa(module, query, key, value, None, dropout, scaling, **kwargs)
-        return _attention(query, key, value, attention_mask, scaling, dropout), None
+        # without a mask queries and keys are the same tokens, or the one query sees all keys
+        is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+        return _attention(query, key, value, attention_mask, scaling, dropout, is_causal), None
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]
     if max_length_q is not None and has_varlen_kernel(query.device, query.dtype, query.shape[-1]):
         cu_seqlens = cu_seq_lens_q.to(torch.int32)
@@ -95,8 +82,8 @@ def auto_attention_forward(
     outputs = []
     # split, because the gradients of slices would be added up in tensors of the full size
     for shape, *parts in zip(shapes, *(x.split(sizes) for x in (q, k, v)), strict=True):
-        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
-        output = _attention(query, key, value, None, scaling, dropout, is_causal)
+        run_q, run_k, run_v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
+        output = _attention(run_q, run_k, run_v, None, scaling, dropout, is_causal)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0), None
 
@@ -111,6 +98,12 @@ def _attention(
     is_causal: bool = False,
 ) -> Tensor:
     """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
+    is_bfloat16 = query.dtype == torch.bfloat16 and may_use_kernel(query, key, value, mask)
+    if is_bfloat16 and bfloat16_is_emulated():
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
+        q, k, v = query.float(), key.float(), value.float()
+        with torch.autocast("cpu", enabled=False):
+            return _attention(q, k, v, mask, scaling, dropout, is_causal).bfloat16()
     if not is_causal and may_use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
@@ -148,7 +141,7 @@ def softmax_attention(
         if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
-    weights = fast_dropout(probabilities, dropout, training=dropout > 0)
+    weights = fast_dropout(probabilities, dropout, training=True)
     return torch.matmul(weights, value), probabilities
 
 
@@ -212,6 +205,6 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
     return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
 
 
-for _name in (AUTO, UNPADDED):
+for _name in OWN_IMPLEMENTATIONS:
     AttentionInterface.register(_name, auto_attention_forward)
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -57,7 +57,10 @@ def is_traced() -> bool:
 
 
 def values_are_unreadable(x: Tensor) -> bool:
-    """Return whether the values of x cannot be read: compiled, transformed, fake or on meta."""
+    """Return whether the values of x cannot be read: compiled, transformed, fake or on meta.
+
+    Unlike `is_traced`, False under `torch.jit.trace` and ONNX export, which run on real values.
+    """
     is_fake = x.is_meta or hasattr(x, "fake_mode")
     return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
 
