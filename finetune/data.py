@@ -416,10 +416,10 @@ def check_tokenizer(config: Any, tokenizer: Any, length: int) -> None:
         InputError: The length or the tokenizer does not fit.
     """
     check_length(config, length, "length")
-    if len(tokenizer) > config.vocab_size:
+    if vocabulary.count_ids(tokenizer) > config.vocab_size:
         raise InputError(
-            f"tokenizer must have at most the model's {config.vocab_size} entries, "
-            f"got {len(tokenizer)}; take the tokenizer the model was trained with"
+            f"tokenizer must have ids below the model's {config.vocab_size}, got "
+            f"{vocabulary.count_ids(tokenizer) - 1}; take the tokenizer the model was trained with"
         )
     if tokenizer.pad_token_id is None:
         raise InputError(

@@ -194,4 +194,4 @@ def test_a_length_or_a_tokenizer_that_does_not_fit_the_model_is_refused():
     ours = roformer.RoFormerConfig(max_position_embeddings=64, vocab_size=100)
     check_tokenizer(ours, tokenizer, 65)
     small = SimpleNamespace(vocab_size=16)
-    refused(lambda: check_tokenizer(small, tokenizer, 8), "tokenizer", "16 entries", "got 17")
+    refused(lambda: check_tokenizer(small, tokenizer, 8), "tokenizer", "model's 16", "got 16")

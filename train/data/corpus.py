@@ -165,7 +165,7 @@ def _write_shard(
     batches: Iterator[list[str]], folder: Path, tokenizer: PreTrainedTokenizerBase, bar: tqdm
 ) -> dict[str, Any]:
     """Write tokens, document ends and document hashes of one shard; returns their counts."""
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    dtype = np.dtype(np.uint16 if vocabulary.count_ids(tokenizer) <= 2**16 else np.uint32)
     is_continuation = vocabulary.find_continuations(tokenizer)
     ends: list[int] = [0]
     hashes: list[bytes] = []

@@ -3,7 +3,7 @@
 Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
 random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
 whole words, as in BERT's later checkpoints; the 80/10/10 choice is drawn per token in both cases.
-Step 4 calls it for each batch. CONTRIBUTING.md says what to edit to add a scheme.
+Called by step 4 for each batch. CONTRIBUTING.md says what to edit to add a scheme.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from train.data import stateless_rng
-from train.data.vocabulary import find_continuations
+from train.data.vocabulary import count_ids, find_continuations
 from train.settings import InputError
 
 IGNORE_INDEX = -100
@@ -58,7 +58,7 @@ class Vocab:
         cls_id, sep_id, pad_id, mask_id = ids
         special_ids = tuple(sorted(tokenizer.all_special_ids))
         continuation = find_continuations(tokenizer)
-        return cls(cls_id, sep_id, pad_id, mask_id, len(tokenizer), special_ids, continuation)
+        return cls(cls_id, sep_id, pad_id, mask_id, count_ids(tokenizer), special_ids, continuation)
 
     def check_whole_word(self, whole_word: bool) -> None:
         """Check that tokens show where words begin if whole words are to be masked."""
@@ -91,7 +91,7 @@ def mask_tokens(
     row_key, column = (seed, epochs[:, None], sequence_ids[:, None]), np.arange(ids.shape[1])
     deciding_column = column  # whose draw counts: the token's own, or that of its word's start
     if whole_word:
-        assert vocab.is_continuation is not None  # as `BatchFormat` has checked
+        assert vocab.is_continuation is not None  # `check_whole_word` was called before
         # all tokens of a word share the draw of its first column; a special token starts a word
         deciding_column = np.maximum.accumulate(
             np.where(vocab.is_continuation[ids], 0, column), axis=1

@@ -201,9 +201,14 @@ def find_continuations(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_] 
     if not prefix:
         return None
     ids = tokenizer.get_vocab()
-    is_continuation = np.zeros(max(ids.values()) + 1, bool)
+    is_continuation = np.zeros(count_ids(tokenizer), bool)
     is_continuation[[ids[token] for token in ids if token.startswith(prefix)]] = True
     return is_continuation
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of a tokenizer plus one; its number of tokens may be smaller."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -30,6 +30,7 @@ from transformers import (
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
+from train.data.vocabulary import count_ids
 from train.loop.launch import compute_dtype
 from train.settings import InputError, ModelSettings, first_line
 
@@ -251,7 +252,7 @@ def _config_of_settings(
     if settings.init is None:
         special = {}
         if tokenizer is not None:
-            special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+            special = {"vocab_size": count_ids(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         return AutoConfig.for_model(settings.type, **(special | settings.config))
     saved = load_config(settings.init, "model.init")
     convertible = (saved.model_type, settings.type) == ("bert", "roformer")
@@ -293,7 +294,7 @@ def _check_vocabulary(
     settings: ModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Check that the model's weights were trained with the vocabulary of the tokenizer."""
-    fits = config.vocab_size >= len(tokenizer)
+    fits = config.vocab_size >= count_ids(tokenizer)
     if fits and settings.init is not None:
         pieces = tokenizer.get_vocab()
         try:
@@ -308,7 +309,7 @@ def _check_vocabulary(
         name = tokenizer.name_or_path or "the tokenizer"
         raise InputError(
             f"corpus.tokenizer must fit the model's vocabulary of {config.vocab_size}, "
-            f"got {len(tokenizer)} pieces in {name}; use the model's own tokenizer"
+            f"got ids up to {count_ids(tokenizer) - 1} in {name}; use the model's own tokenizer"
         )
 
 

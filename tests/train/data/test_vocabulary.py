@@ -5,10 +5,11 @@ import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
 from tiny import command, refused
 from train.data import vocabulary
+from train.data.masking import Vocab
 from train.settings import CorpusSettings
 
 
@@ -47,6 +48,11 @@ def test_a_bare_vocab_txt_is_read_in_its_own_case(tmp_path):
         assert vocabulary.load_tokenizer(str(file)).tokenize("Hello World") == words
     load = partial(vocabulary.load_tokenizer, str(tmp_path))
     refused(load, "corpus.tokenizer must be a folder", f"got '{tmp_path}'")
+
+
+def test_ids_may_have_gaps():
+    pieces = {piece: 2 * i for i, piece in enumerate([*vocabulary.SPECIAL_TOKENS, "a"])}
+    assert Vocab.from_tokenizer(BertTokenizer(vocab=pieces)).size == 11
 
 
 def test_a_missing_or_slow_tokenizer_is_refused(tmp_path, monkeypatch):
