@@ -160,8 +160,8 @@ def _may_unpad(
 
     Not where values, on which the shapes would depend, cannot be read. "auto" leaves padding out on
     a CPU only, because other devices would have to be waited for; only where every row has a token
-    that is not padding, so that heads read no zeros; and not under forward hooks, which expect the
-    rows of the batch.
+    that is not padding, so that heads read no zeros; and not under hooks of layers, which expect
+    the rows of the batch.
     """
     if is_traced() or values_are_unreadable(hidden_states):
         return False

@@ -402,6 +402,7 @@ class RoFormerForQuestionAnswering(RoFormerPreTrainedModel):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__(config)
+        self.num_labels = 2  # start and end
         self.roformer = RoFormerModel(self.config)
         self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
         self.post_init()

@@ -8,6 +8,7 @@ cos and sin come from a table of `max_position_embeddings` rows; here they are c
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
 """
 
+from functools import wraps
 from typing import Any, Self, cast
 
 import torch
@@ -471,6 +472,22 @@ def _convert_config(config: PreTrainedConfig) -> RoFormerConfig:
     return own
 
 
+def _without_empty_cross_attentions(forward: Any) -> Any:
+    """Leave out the empty tuple that `capture_outputs` adds where no layer has cross-attention."""
+
+    @wraps(forward)
+    def wrapper(self: "RoFormerModel", *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, **kwargs)
+        if isinstance(outputs, tuple):
+            return outputs[:-1] if outputs[-1] == () else outputs
+        if outputs.cross_attentions == ():
+            kept = {name: x for name, x in outputs.items() if name != "cross_attentions"}
+            outputs = type(outputs)(**kept)
+        return outputs
+
+    return wrapper
+
+
 class RoFormerModel(RoFormerPreTrainedModel):
     """The encoder, or with `config.is_decoder` the decoder, without a head."""
 
@@ -492,6 +509,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.post_init()
 
     @merge_with_config_defaults
+    @_without_empty_cross_attentions
     @capture_outputs
     def forward(
         self,
@@ -628,7 +646,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
     def _cos_sin(
         self, batch: BatchMetadata, attention: AttentionInputs, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
-        """Compute cos and sin for RoPE; None for other encodings.
+        """Compute cos and sin for RoPE in the rows of the layout; None for other encodings.
 
         Computed from the configuration in every call: a buffer would be cast by `.bfloat16()`,
         uninitialised after loading on the meta device, and wrong after an edit of the
@@ -637,11 +655,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         config = self.roformer_config
         if config.position_encoding != "rope":
             return None
-        position_ids, seq_len = attention.to_layout(batch.position_ids), None
-        if config.has_dynamic_rope:
-            seq_len = attention.to_layout(batch.position_span_of_each_token())
+        position_ids = batch.position_ids
+        seq_len = batch.position_span_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
-        return rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
+        cos, sin = rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
+        return attention.to_layout(cos), attention.to_layout(sin)
 
     def _prepare_cache(
         self,

@@ -77,13 +77,20 @@ def bfloat16_is_emulated() -> bool:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Return whether a module of the model has a forward hook.
+    """Return whether a module of the model has a forward or backward hook or pre-hook.
 
-    Not counted are forward pre-hooks, and the hooks that transformers leaves in the layers after
-    the first call with `output_hidden_states` or `output_attentions`, which do nothing in others.
+    Not counted are the hooks that transformers leaves in the layers after the first call with
+    `output_hidden_states` or `output_attentions`, which do nothing in others.
     """
-    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
-    return any(hook.__module__ != CAPTURING for hook in hooks)
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    hooks = (
+        hook
+        for module in model.modules()
+        for name, registered in vars(module).items()  # torch has no public list of them
+        if name.endswith(kinds)
+        for hook in registered.values()
+    )
+    return any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks)
 
 
 def _is_functorch_active() -> bool:

@@ -42,6 +42,12 @@ def test_autocast_leaves_the_rotation_in_float32():
     torch.testing.assert_close(inside, rotated(x, torch.arange(512)), rtol=0, atol=0)
 
 
+def test_cos_and_sin_may_have_been_cast():
+    x, angles = torch.randn(1, 9, 1, 64), rotary_embeddings(torch.arange(9), compute_inv_freq(64))
+    result = apply_rotary(x, *(part.bfloat16() for part in angles), interleave=True)
+    torch.testing.assert_close(result, apply_rotary(x, *angles, interleave=True), atol=0.05, rtol=0)
+
+
 def test_a_partial_rotation_leaves_the_other_coordinates():
     x = torch.randn(2, 9, 3, 16)
     result = apply_rotary(x, *rotary_embeddings(torch.arange(9), compute_inv_freq(4)))

@@ -161,6 +161,14 @@ def test_hooks_on_layers_see_the_rows_of_the_batch(calls):
     torch.testing.assert_close(steered[mask], (plain + vectors)[mask], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["forward_pre", "full_backward", "full_backward_pre"])
+def test_padding_is_computed_under_hooks_of_every_kind(calls, kind):
+    model = model_of(None)
+    getattr(model.encoder.layer[0], f"register_{kind}_hook")(lambda *args: None)
+    model(IDS, attention_mask=PADDED)
+    assert calls == [(FULL, 36)]
+
+
 def test_padding_is_left_out_again_after_a_call_that_returned_hidden_states(calls):
     model = model_of(None)
     with torch.no_grad():
