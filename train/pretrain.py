@@ -101,7 +101,7 @@ def main(settings: PretrainSettings) -> Path:
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
         accelerator.print(f"model: {language_model.description}")
-        language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
+        language_model.choose_attention(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
         # a budget of tokens becomes steps only after tokenizing
         check_warmup(settings.optim.warmup_steps, [dataset.total])
@@ -177,7 +177,7 @@ def train(
             # dropout is a function of seed, step and process
             torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
-            predicted, step_info = all_reduce_step_info(micro_batches, preemption, accelerator)
+            predicted, stop_counts = all_reduce_step_info(micro_batches, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
@@ -189,8 +189,8 @@ def train(
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
-            stop_requests = step_info.wait()
-            finished, stopped = done == total, any(stop_requests)
+            counts = stop_counts.wait()
+            finished, stopped = done == total, any(counts)
             if done % run.log_every == 0 or finished:
                 log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
@@ -199,12 +199,12 @@ def train(
                 log.report_validation(done, scores)
             is_last = finished or stopped  # step of this launch
             if done % run.save_every == 0 or is_last:
-                is_finite = guard.check_step()  # ends a run whose gradients stay non-finite
-                if is_finite or is_last:
+                may_save = guard.check_step()  # ends a run whose gradients stay non-finite
+                if may_save or is_last:
                     with preemption.extend_timeout():
                         checkpoints.save(done, log, is_last)
             if is_last:
-                return None if finished else announce_stop(stop_requests, done, accelerator)
+                return None if finished else announce_stop(counts, done, accelerator)
     return None  # not reached: the last step has returned
 
 

@@ -117,14 +117,14 @@ def tokenize_corpus(
     corpus: TextSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
     """Return the token store of a part, without special tokens; missing shards are made."""
-    state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
+    tokenizer_hash = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
     bar = tqdm(
         desc=f"tokenizing {part}", unit=" documents", delay=1, mininterval=progress_interval()
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         shards: list[Path] = []
         for files in group_files(find_files(corpus, part), f"corpus.{part}"):
-            shards += _make_shards(files, corpus, part, tokenizer, state, bar)
+            shards += _make_shards(files, corpus, part, tokenizer, tokenizer_hash, bar)
     return _open_store(corpus, part, shards)
 
 

@@ -89,11 +89,12 @@ class LanguageModel(nn.Module):
         """Whether the model predicts every next token instead of masked ones."""
         return bool(getattr(self.model.config, "is_decoder", False))
 
-    def prefer_packed_rows(self, accelerator: Accelerator) -> None:
-        """Leave padding out on a GPU too, where "auto" by itself would have to wait for lengths.
+    def choose_attention(self, accelerator: Accelerator) -> None:
+        """Change the attention implementation from "auto" to "unpadded" where a GPU is faster so.
 
-        Only if the GPU has a kernel for documents of different lengths, and the model no bias on
-        the scores and no linear attention.
+        "auto" by itself would have to wait for the lengths of documents. The GPU needs a kernel for
+        documents of different lengths; the model may have no bias on the scores and no linear
+        attention.
         """
         config = self.model.config
         if not isinstance(self.model, RoFormerPreTrainedModel):
