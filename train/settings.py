@@ -62,7 +62,7 @@ class ModelSettings:
     """Folder or hub id of weights to start from (BERT's fit a RoFormer); null means random."""
     attention: str | None = None
     """Attention implementation: null is the model's own default, for a RoFormer the fastest for
-    each call; or transformers' eager or sdpa, or this project's unpadded."""
+    each call; or transformers' eager, sdpa or flex_attention, or this project's unpadded."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: slower, but longer sequences or larger
     micro-batches fit in the same memory."""
@@ -265,7 +265,8 @@ class PretrainSettings:
                 f"optim needs one of {', '.join(budgets)}, got {', '.join(given) or 'none'}; "
                 "set one, and the others to null or stages to []"
             )
-        stages = split_stages(self)  # which checks each stage
+        # checks each stage as a run without stages, so the recursion ends there
+        stages = split_stages(self)
         if self.corpus.held_out_share and any(x.corpus.train != self.corpus.train for x in stages):
             raise InputError(
                 "corpus.validation must name text where stages have their own, "

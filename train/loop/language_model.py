@@ -271,6 +271,7 @@ def _config_of_settings(
                 f"model.config.{name} must stay {before} of model.init, got {value}; leave it out"
             )
         setattr(saved, name, value)  # the setter of a RoFormer completes rope_parameters
+    # a new object, field by field: the saved class may be BERT's
     names = _field_names(settings.type) & saved.to_dict().keys()
     names -= {"transformers_version", "dtype"}
     kept = {name: getattr(saved, name) for name in names}

