@@ -32,8 +32,8 @@ from train.data.batching import (
 )
 from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
-from train.data.masking import Vocab
 from train.data.stateless_rng import derive_seed
+from train.data.vocabulary import Vocab
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
 from train.loop.language_model import (

@@ -26,7 +26,7 @@ from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.loop.evaluate import evaluate, load_language_model
 from train.loop.language_model import check_length, load_config
 from train.loop.launch import start_accelerator

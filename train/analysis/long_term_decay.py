@@ -27,7 +27,7 @@ from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.loop.language_model import build_model, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.settings import InputError, ModelSettings, TextSettings, check_fields

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from tiny import command, refused
 from train.data import vocabulary
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.settings import CorpusSettings
 
 
