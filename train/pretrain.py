@@ -54,7 +54,7 @@ from train.loop.optim import (
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop
+from train.loop.preemption import STOP_REASONS, PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
 from train.settings import CorpusSettings, PretrainSettings, split_stages
@@ -74,24 +74,13 @@ def main(settings: PretrainSettings) -> Path:
         SystemExit: A signal stopped the run, after a checkpoint was saved.
     """
     started = time.monotonic()
-    corpus, run = settings.corpus, settings.run
+    corpus, run, stages = settings.corpus, settings.run, split_stages(settings)
     folder = Path(run.folder) / run.name
     accelerator = start_accelerator(run.tracker, str(folder))
-    check_writable(folder, "run.folder")
-    check_writable(Path(corpus.cache), "corpus.cache")
-    check_changed_settings(folder, settings, accelerator.mixed_precision)
     # flex_attention compiles itself; a first step that compiles takes minutes
     compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiled)
-    stages = split_stages(settings)
-    # held-out text is read at corpus.length, whatever the stages have
-    check_model(settings.model, corpus.length)
-    for stage in stages:  # before any work on the text
-        check_model(stage.model, stage.corpus.length)
-        optim = stage.optim
-        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-        check_disjoint_files(stage.corpus)
-    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
+    check_run(settings, stages, folder, accelerator)
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
@@ -109,18 +98,41 @@ def main(settings: PretrainSettings) -> Path:
             # the name is a folder to TensorBoard, and a project to other trackers
             project = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
             accelerator.init_trackers(project, flat_settings(settings))
-            exit_code = train(
+            stop_reason = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
-            if exit_code is None:
+            if stop_reason is None:
                 is_new = settings.model.init is None
                 save_model(
                     language_model, tokenizer, folder / "model", accelerator, copy_token_type=is_new
                 )
     accelerator.end_training()
+    exit_code = STOP_REASONS[stop_reason] if stop_reason else 0
     if exit_code:
         raise SystemExit(exit_code)
     return folder / "model"
+
+
+def check_run(
+    settings: PretrainSettings,
+    stages: list[PretrainSettings],
+    folder: Path,
+    accelerator: Accelerator,
+) -> None:
+    """Check what can be known before any work on the text."""
+    corpus = settings.corpus
+    check_writable(folder, "run.folder")
+    check_writable(Path(corpus.cache), "corpus.cache")
+    # and again under the lock, in `Checkpoints.resume`: until then another launch may begin the run
+    check_changed_settings(folder, settings, accelerator.mixed_precision)
+    # held-out text is read at corpus.length, whatever the stages have
+    check_model(settings.model, corpus.length)
+    for stage in stages:
+        check_model(stage.model, stage.corpus.length)
+        optim = stage.optim
+        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+        check_disjoint_files(stage.corpus)
+    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
 
 
 def train(
@@ -131,12 +143,11 @@ def train(
     held_out: SequenceIndex,
     folder: Path,
     preemption: PreemptionHandler,
-) -> int | None:
+) -> str | None:
     """Train from the newest checkpoint, or from the beginning, until the end or a stop request.
 
     Returns:
-        None when the run is finished, else the exit code: 0 after the time limit, above 0 after a
-        signal.
+        None when the run is finished, else one of `STOP_REASONS`.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
     learning_rate = learning_rate_schedule(optim, total)

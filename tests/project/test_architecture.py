@@ -42,7 +42,6 @@ FILE_LIMIT, FUNCTION_LIMIT = 450, 40
 LENGTHS = {
     "roformer/modeling_roformer.py": 900,
     "roformer/modeling_roformer.py: forward": 75,
-    "train/pretrain.py: main": 50,
     "train/pretrain.py: train": 70,
     "finetune/glue.py: fine_tune": 45,
 }

@@ -163,8 +163,8 @@ class PreemptionHandler:
         self.save_seconds = max(self.save_seconds, self.last_heartbeat - started)
 
 
-def announce_stop(counts: list[float], step: int, accelerator: Accelerator) -> int:
-    """Print the first of `STOP_REASONS` that any process has, and return its exit code."""
+def announce_stop(counts: list[float], step: int, accelerator: Accelerator) -> str:
+    """Print and return the first of `STOP_REASONS` that any process has."""
     reason = next(name for name, count in zip(STOP_REASONS, counts) if count)
     accelerator.print(f"{reason}: saved after step {step}; the same command goes on")
-    return STOP_REASONS[reason]
+    return reason
