@@ -49,7 +49,6 @@ from train.loop.optim import (
     AsyncScalars,
     NonFiniteGuard,
     build_optimizer,
-    check_warmup,
     count_steps,
     learning_rate_schedule,
     set_learning_rate,
@@ -57,7 +56,7 @@ from train.loop.optim import (
 from train.loop.preemption import STOP_REASONS, PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
-from train.settings import CorpusSettings, PretrainSettings, split_stages
+from train.settings import CorpusSettings, PretrainSettings, check_warmup, split_stages
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -93,7 +92,7 @@ def main(settings: PretrainSettings) -> Path:
         language_model.choose_attention(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
         # a budget of tokens becomes steps only after tokenizing
-        check_warmup(settings.optim.warmup_steps, [dataset.total])
+        check_warmup(settings.optim.warmup_steps, dataset.total)
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
             project = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
@@ -132,7 +131,6 @@ def check_run(
         optim = stage.optim
         check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
         check_disjoint_files(stage.corpus)
-    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
 
 
 def train(

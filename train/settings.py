@@ -50,6 +50,15 @@ def check_fields(settings: Any, accept: Callable[[Any], bool], rule: str, *keys:
             raise InputError(f"{key} {rule}, got {value}; leave it out for the default")
 
 
+def check_warmup(warmup_steps: int, total: int) -> None:
+    """Check that the warm-up is shorter than the run of `total` steps."""
+    if warmup_steps >= total:
+        raise InputError(
+            f"optim.warmup_steps must be fewer than the {total} steps of the run, "
+            f"got {warmup_steps}; shorten it or train longer"
+        )
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """The model that is trained."""
@@ -272,6 +281,9 @@ class PretrainSettings:
                 "corpus.validation must name text where stages have their own, "
                 f"got {self.corpus.validation}; divide the text into files"
             )
+        total = sum(stage.steps for stage in self.stages) or optim.steps
+        if total is not None:  # that of a budget of tokens is known after tokenizing
+            check_warmup(optim.warmup_steps, total)
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
@@ -286,10 +298,12 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
         return dataclasses.replace(section, **{k: v for k, v in values.items() if v is not None})
 
     stages = []
+    # the warm-up is the run's, and may be longer than a stage
+    run_optim = dataclasses.replace(settings.optim, warmup_steps=0)
     for index, stage in enumerate(settings.stages):
         try:
             corpus = replace(settings.corpus, stage, "length", "train")
-            optim = replace(settings.optim, stage, "batch_size", "micro_batch", "steps")
+            optim = replace(run_optim, stage, "batch_size", "micro_batch", "steps")
         except InputError as error:
             raise InputError(f"stages[{index}]: {error}") from error
         stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))

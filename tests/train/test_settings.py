@@ -20,7 +20,7 @@ from train.settings import CorpusSettings, PretrainSettings, TextSettings
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PRETRAIN = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
 MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
-BASE = ["--optim.steps=10"]
+BASE = ["--optim.steps=200"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
@@ -82,13 +82,13 @@ def test_the_two_families_differ_in_their_type_and_kernel_alone(size):
 
 
 def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
-    (tmp_path / "a.yaml").write_text("optim: {steps: 1, learning_rate: 1e-3, batch_size: 64}")
+    (tmp_path / "a.yaml").write_text("optim: {steps: 101, learning_rate: 1e-3, batch_size: 64}")
     (tmp_path / "b.yaml").write_text("optim: {learning_rate: 2e-3, batch_size: 96}")
     a, b, flag = f"--config={tmp_path / 'a.yaml'}", tmp_path / "b.yaml", "--optim.batch_size=128"
     files = [a, "--config", str(b)]
     for flags in ([*files, flag], [flag, *files], [a, flag, *files[1:]]):  # wherever they stand
         optim = parse_settings(PretrainSettings, flags).optim
-        assert (optim.steps, optim.learning_rate, optim.batch_size) == (1, 2e-3, 128)
+        assert (optim.steps, optim.learning_rate, optim.batch_size) == (101, 2e-3, 128)
 
 
 MISTAKES = {

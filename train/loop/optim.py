@@ -140,16 +140,6 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int:
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
 
 
-def check_warmup(warmup_steps: int, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run, if the steps of all stages are known."""
-    total = sum(steps or 0 for steps in stage_steps)
-    if None not in stage_steps and warmup_steps >= total:
-        raise InputError(
-            f"optim.warmup_steps must be fewer than the {total} steps of the run, "
-            f"got {warmup_steps}; shorten it or train longer"
-        )
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Set the learning rate of every parameter group, times the factor of a Muon group."""
     for group in optimizer.param_groups:

@@ -25,7 +25,8 @@ from train.settings import (
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
-    return PretrainSettings(OptimSettings(steps=9, **optim), run=run or RunSettings())
+    optim = {"steps": 9, "warmup_steps": 2} | optim
+    return PretrainSettings(OptimSettings(**optim), run=run or RunSettings())
 
 
 SETTINGS = settings_of()
@@ -110,7 +111,7 @@ def test_a_setting_added_after_a_run_began_had_its_default(begun):
 
 def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
     def staged(**fields: int) -> PretrainSettings:
-        return PretrainSettings(stages=[StageSettings(steps=9, **fields)])
+        return PretrainSettings(stages=[StageSettings(steps=900, **fields)])
 
     write(tmp_path, staged())
     file = tmp_path / "settings.yaml"
