@@ -182,7 +182,7 @@ def train(
         steps = range(state["step"], total)  # an item of the loader is all batches of a step
         loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
-            preemption.heartbeat(is_new_stage=step in dataset.starts)
+            preemption.start_step(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
             torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
@@ -204,7 +204,7 @@ def train(
                 log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
                 with log.clock.paused():
-                    scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
+                    scores = validate(heartbeat=preemption.heartbeat)
                 log.report_validation(done, scores)
             is_last = finished or stopped  # step of this launch
             if done % run.save_every == 0 or is_last:
