@@ -31,7 +31,7 @@ LAYERS = {
     "train.plotting": {"train.settings", "train.atomic_dir"},
     "train.tables": set(),
     "train.intervals": set(),
-    "train.run_names": set(),
+    "train.run_names": {"train.settings"},
     "train.analysis": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.analysis"},
     "train.bench": {*COMMON, *FIGURES, "roformer", "train.data", "train.loop", "train.bench"},
     "train.pretrain": {*COMMON, "roformer", "train.data", "train.loop"},

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from roformer.configuration_roformer import RoFormerConfig
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
@@ -223,6 +224,15 @@ def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if not getattr(config, "has_position_limit", True) and rope.get("rope_type") == "default":
         config.max_position_embeddings = max(config.max_position_embeddings, length)
+
+
+def has_plain_rope(config: PreTrainedConfig) -> bool:
+    """Whether a model is a RoFormer with softmax attention and unscaled rotary embeddings."""
+    return (
+        isinstance(config, RoFormerConfig)
+        and (config.position_encoding, config.linear_attention) == ("rope", None)
+        and (config.rope_parameters or {}).get("rope_type") == "default"
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import yaml
 
 from tiny import refused
 from train.analysis.loss_curves import CurvesSettings, main, paired_difference, read_runs, summary
-from train.analysis.runs import model_and_seed
+from train.run_names import model_and_seed
 
 LOSSES = {"rope-0": [5.0, 4.0], "rope-1": [5.0, 4.2], "rope-2": [5.0, 4.1],
           "none-0": [6.0, 5.5], "none-1": [6.0, 5.8], "none-2": [6.0, 5.2]}  # fmt: skip
