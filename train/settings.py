@@ -47,7 +47,7 @@ def check_fields(settings: Any, accept: Callable[[Any], bool], rule: str, *keys:
     for key in keys:
         value = getattr(settings, key.rpartition(".")[2])
         if value is not None and not accept(value):
-            raise InputError(f"{key} {rule}, got {value}; leave it out for the default")
+            raise InputError(f"{key} {rule}, got {value}; see --help")
 
 
 def check_warmup(warmup_steps: int, total: int) -> None:

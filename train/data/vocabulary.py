@@ -171,15 +171,10 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        if Path(name).exists():
-            remedy = "repair its files; the tokenizer of a run is in its folder model"
-        elif key == "corpus.tokenizer":
-            remedy = "check path or network, or give corpus.vocabulary_size to learn one there"
-        else:
-            remedy = "check path or network; the tokenizer of a run is in its folder model"
         raise InputError(
             f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r} "
-            f"({first_line(error)}); {remedy}"
+            f"({first_line(error)}); check path, files and network; the tokenizer of a run is "
+            "in its folder model"
         ) from error
     if not tokenizer.is_fast:
         raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")
