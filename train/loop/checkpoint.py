@@ -47,7 +47,7 @@ from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
 from train.loop.run_log import INITIAL_STATE, RunLog
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import InputError, PretrainSettings
+from train.settings import InputError, PretrainSettings, first_line
 
 LOCK_TIMEOUT = 60.0
 """Seconds a launch waits for another of the same run, which may be about to save and exit."""
@@ -218,7 +218,7 @@ class Checkpoints:
             try:
                 write_checkpoint(self.folder, step, tensors, state)
             except (OSError, SafetensorError) as failure:
-                error = " ".join(str(failure).split())
+                error = first_line(failure)
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
             try:
                 prune(self.folder, self.settings.run.keep)
@@ -270,7 +270,7 @@ def save_model(
             is_known = isinstance(failure, OSError | SafetensorError)
             if not is_known and full_disk_errno(failure) is None:
                 raise
-            error = " ".join(str(failure).split())
+            error = first_line(failure)
     _check_written(error, "the model", accelerator)
 
 
