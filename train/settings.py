@@ -286,6 +286,19 @@ class PretrainSettings:
             check_warmup(optim.warmup_steps, total)
 
 
+CHANGEABLE = {
+    "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
+    "model": {"gradient_checkpointing"},
+    "optim": {"micro_batch"},
+    "run": {
+        "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
+        "keep", "tracker", "max_hours", "peak_tflops", "allow_drift", "dry",
+    },
+}  # fmt: skip
+"""Keys that may change when a run is resumed: trained weights do not depend on them, except that
+with dropout the draws depend on `micro_batch`, as on the number of processes."""
+
+
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
     """Return the settings of each stage, as those of a run without stages.
 
