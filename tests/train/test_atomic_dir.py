@@ -25,13 +25,13 @@ def test_what_is_there_stays_or_is_replaced(replace, kept, tmp_path):
 
 
 def test_other_users_have_the_access_that_the_umask_gives(tmp_path):
-    for umask in (0o022, 0o077, 0o002):
-        target, before = tmp_path / oct(umask), os.umask(umask)
-        with write_dir_atomically(target) as unfinished:
+    for umask, modes in ((0o027, (0o750, 0o640)), (0o002, (0o775, 0o664))):
+        folder, before = tmp_path / oct(umask), os.umask(umask)
+        with write_dir_atomically(folder) as unfinished:
             save_file({"a": torch.zeros(1)}, unfinished / "a.safetensors")
         os.umask(before)
-        modes = [path.stat().st_mode & 0o777 for path in (target, target / "a.safetensors")]
-        assert modes == [0o777 & ~umask, 0o666 & ~umask]
+        for path, mode in zip((folder, folder / "a.safetensors"), modes):
+            assert path.stat().st_mode & 0o777 == mode
 
 
 def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,12 +16,13 @@ from train.settings import CorpusSettings
 
 def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
     text = str(corpus_folder / "train.jsonl")
-    command(
+    done = command(
         "-m", "train.data.corpus", f"--corpus.train={text}",
         f"--corpus.validation={corpus_folder / 'validation.jsonl'}",
         f"--corpus.tokenizer={tmp_path / 'a'}", "--corpus.vocabulary_size=120",
         f"--corpus.cache={tmp_path / 'tokens'}",
     )  # fmt: skip
+    assert re.search(r"^train: [\d,]+ documents, [\d,]+ tokens$", done.stdout, re.MULTILINE)
     settings = CorpusSettings(train=text, tokenizer=str(tmp_path / "b"), vocabulary_size=120)
     vocabulary.train_if_missing(settings)
     for file in ("vocab.txt", "tokenizer.json"):
