@@ -46,14 +46,14 @@ def source_names(corpus: TextSettings, part: str) -> list[str]:
 def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
     """Return the files of a part: those of its first source, sorted, then those of the next."""
     is_share = part == "validation" and corpus.held_out_share
-    source = "train" if is_share else part  # of a share, `read_file` draws the documents
-    key, names = f"corpus.{source}", source_names(corpus, source)
+    setting = "train" if is_share else part  # of a share, `read_file` draws the documents
+    key, names = f"corpus.{setting}", source_names(corpus, setting)
     if not names or not all(names):  # "" would be every file below the working folder
         raise InputError(f"{key} must name a source, got {names!r}; give a folder or files")
     found: list[TextFile] = []
     for name in names:
         if name == EMBEDDED:
-            found.append(demo_corpus.corpus_file(source, corpus.cache))
+            found.append(demo_corpus.corpus_file(setting, corpus.cache))
             continue
         files = _match_files(name, key)
         if not files and looks_like_path(name):
