@@ -16,7 +16,7 @@ from finetune.metrics import headline_score, score_majority
 from finetune.results import RUN_KEY, Result, hash_files, hash_tokenizer, hash_weights
 from finetune.settings import GlueSettings
 from finetune.tasks import Task, description_field, load_task
-from train.loop.run_metadata import git_commit
+from train.loop.launch import git_commit
 
 
 def run_fields(

@@ -37,7 +37,7 @@ from finetune.run_info import data_fields, hash_data
 from finetune.settings import check_output, normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
-from train.loop.run_metadata import git_commit
+from train.loop.launch import git_commit
 from train.settings import InputError, first_line
 
 WORD = r"[\u3400-\u9fff]|[^\W\u3400-\u9fff]{2,}"

@@ -30,14 +30,14 @@ def write_dir_atomically(target: Path, replace: bool = False) -> Iterator[Path]:
     if replace:
         for left in target.parent.glob(f".{glob.escape(target.name)}{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
-    prefix = f".{target.name}{UNFINISHED}"
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    # processes of several machines may write it, and have the same id
+    temporary = target.with_name(f".{target.name}{UNFINISHED}{uuid.uuid4().hex}")
     replaced = Path(f"{temporary}-replaced")
     try:
+        temporary.mkdir()
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp and safetensors give no access to other users
-        for file in temporary.rglob("*.safetensors"):
-            file.chmod(0o644)
+        for file in temporary.rglob("*.safetensors"):  # which give no access to other users
+            file.chmod(temporary.stat().st_mode & 0o666)  # as the umask gives it to a file
         for path in [*temporary.rglob("*"), temporary]:
             _fsync(path)  # after a power cut the folder is there whole, or not at all
         if replace and target.exists():
@@ -71,7 +71,6 @@ def write_file_atomically(file: Path) -> Iterator[Path]:
     The file is always the old or the new one. After an error the temporary file is deleted.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # processes of several machines may write it, and have the same id
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary

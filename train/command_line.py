@@ -13,7 +13,7 @@ from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import jsonargparse
@@ -123,18 +123,12 @@ def _field_types(settings: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _describe_type(kind: Any) -> str:
-    """Name a type as YAML has it: "int or null", "list of float", "section"."""
-    parts = [_describe_type(part) for part in get_args(kind)]
-    if isinstance(kind, UnionType):
-        return " or ".join(parts)
-    if kind is NoneType:
-        return "null"
+    """Name a type: "int or null", "tuple[float, float]", "section"."""
     if is_dataclass(kind):
         return "section"
-    if get_origin(kind) is tuple:
-        return f"list of {parts[0]}"
-    name = getattr(kind, "__name__", str(kind))
-    return f"{name} of {', '.join(parts)}" if parts else name
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    name = re.sub(r"\w+\.", "", name)  # without the modules of the types
+    return name.replace(" | ", " or ").replace("None", "null")
 
 
 def _wrong_type(key: str, kind: Any, found: str) -> str:
@@ -142,7 +136,7 @@ def _wrong_type(key: str, kind: Any, found: str) -> str:
     is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"[\d.]+e\d+", found)
     remedy = f"write {float(found):.0f}" if is_count else "see --help"  # 1e9 is a float
     if get_origin(kind) in (list, tuple) and not is_dataclass(get_args(kind)[0]):
-        remedy = "write it in brackets, '[A, B]'"
+        remedy = "write it as '[A, B]'"
     return f"{key} must be of type {_describe_type(kind)}, got {found}; {remedy}"
 
 

@@ -32,8 +32,8 @@ from train.data.batching import (
 )
 from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files
-from train.data.masking import Vocab
 from train.data.stateless_rng import derive_seed
+from train.data.vocabulary import Vocab
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
 from train.loop.evaluate import evaluate
 from train.loop.language_model import (
@@ -49,15 +49,14 @@ from train.loop.optim import (
     AsyncScalars,
     NonFiniteGuard,
     build_optimizer,
-    check_warmup,
     count_steps,
     learning_rate_schedule,
     set_learning_rate,
 )
-from train.loop.preemption import PreemptionHandler, announce_stop
+from train.loop.preemption import STOP_REASONS, PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
-from train.settings import CorpusSettings, PretrainSettings, split_stages
+from train.settings import CorpusSettings, PretrainSettings, check_warmup, split_stages
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -74,24 +73,13 @@ def main(settings: PretrainSettings) -> Path:
         SystemExit: A signal stopped the run, after a checkpoint was saved.
     """
     started = time.monotonic()
-    corpus, run = settings.corpus, settings.run
+    corpus, run, stages = settings.corpus, settings.run, split_stages(settings)
     folder = Path(run.folder) / run.name
     accelerator = start_accelerator(run.tracker, str(folder))
-    check_writable(folder, "run.folder")
-    check_writable(Path(corpus.cache), "corpus.cache")
-    check_changed_settings(folder, settings, accelerator.mixed_precision)
     # flex_attention compiles itself; a first step that compiles takes minutes
     compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
     preemption = PreemptionHandler(started, run.max_hours, compiled)
-    stages = split_stages(settings)
-    # held-out text is read at corpus.length, whatever the stages have
-    check_model(settings.model, corpus.length)
-    for stage in stages:  # before any work on the text
-        check_model(stage.model, stage.corpus.length)
-        optim = stage.optim
-        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-        check_disjoint_files(stage.corpus)
-    check_warmup(settings.optim.warmup_steps, [stage.optim.steps for stage in stages])
+    check_run(settings, stages, folder, accelerator)
     if run.dry:
         dry_run(settings, stages, accelerator)
         return folder / "model"
@@ -101,26 +89,48 @@ def main(settings: PretrainSettings) -> Path:
         extend_max_positions(config, max(stage.corpus.length for stage in stages))
         language_model = build_language_model(settings.model, config, run.seed)
         accelerator.print(f"model: {language_model.description}")
-        language_model.prefer_packed_rows(accelerator)  # which decides the layout of the batches
+        language_model.choose_attention(accelerator)  # which decides the layout of the batches
         dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
         # a budget of tokens becomes steps only after tokenizing
-        check_warmup(settings.optim.warmup_steps, [dataset.total])
+        check_warmup(settings.optim.warmup_steps, dataset.total)
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
             project = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
             accelerator.init_trackers(project, flat_settings(settings))
-            exit_code = train(
+            stop_reason = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
-            if exit_code is None:
+            if stop_reason is None:
                 is_new = settings.model.init is None
                 save_model(
                     language_model, tokenizer, folder / "model", accelerator, copy_token_type=is_new
                 )
     accelerator.end_training()
+    exit_code = STOP_REASONS[stop_reason] if stop_reason else 0
     if exit_code:
         raise SystemExit(exit_code)
     return folder / "model"
+
+
+def check_run(
+    settings: PretrainSettings,
+    stages: list[PretrainSettings],
+    folder: Path,
+    accelerator: Accelerator,
+) -> None:
+    """Check what can be known before any work on the text."""
+    corpus = settings.corpus
+    check_writable(folder, "run.folder")
+    check_writable(Path(corpus.cache), "corpus.cache")
+    # and again under the lock, in `Checkpoints.resume`: until then another launch may begin the run
+    check_changed_settings(folder, settings, accelerator.mixed_precision)
+    # held-out text is read at corpus.length, whatever the stages have
+    check_model(settings.model, corpus.length)
+    for stage in stages:
+        check_model(stage.model, stage.corpus.length)
+        optim = stage.optim
+        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+        check_disjoint_files(stage.corpus)
 
 
 def train(
@@ -131,12 +141,11 @@ def train(
     held_out: SequenceIndex,
     folder: Path,
     preemption: PreemptionHandler,
-) -> int | None:
+) -> str | None:
     """Train from the newest checkpoint, or from the beginning, until the end or a stop request.
 
     Returns:
-        None when the run is finished, else the exit code: 0 after the time limit, above 0 after a
-        signal.
+        None when the run is finished, else one of `STOP_REASONS`.
     """
     optim, run, total = settings.optim, settings.run, dataset.total
     learning_rate = learning_rate_schedule(optim, total)
@@ -173,11 +182,11 @@ def train(
         steps = range(state["step"], total)  # an item of the loader is all batches of a step
         loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
-            preemption.heartbeat(is_new_stage=step in dataset.starts)
+            preemption.start_step(is_new_stage=step in dataset.starts)
             # dropout is a function of seed, step and process
             torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
-            predicted, step_info = all_reduce_step_info(micro_batches, preemption, accelerator)
+            predicted, stop_counts = all_reduce_step_info(micro_batches, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
@@ -189,22 +198,22 @@ def train(
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1
-            stop_requests = step_info.wait()
-            finished, stopped = done == total, any(stop_requests)
+            counts = stop_counts.wait()
+            finished, stopped = done == total, any(counts)
             if done % run.log_every == 0 or finished:
                 log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
                 with log.clock.paused():
-                    scores = validate(heartbeat=partial(preemption.heartbeat, in_evaluation=True))
+                    scores = validate(heartbeat=preemption.heartbeat)
                 log.report_validation(done, scores)
             is_last = finished or stopped  # step of this launch
             if done % run.save_every == 0 or is_last:
-                is_finite = guard.check_step()  # ends a run whose gradients stay non-finite
-                if is_finite or is_last:
+                may_save = guard.check_step()  # ends a run whose gradients stay non-finite
+                if may_save or is_last:
                     with preemption.extend_timeout():
                         checkpoints.save(done, log, is_last)
             if is_last:
-                return None if finished else announce_stop(stop_requests, done, accelerator)
+                return None if finished else announce_stop(counts, done, accelerator)
     return None  # not reached: the last step has returned
 
 

@@ -47,7 +47,16 @@ def check_fields(settings: Any, accept: Callable[[Any], bool], rule: str, *keys:
     for key in keys:
         value = getattr(settings, key.rpartition(".")[2])
         if value is not None and not accept(value):
-            raise InputError(f"{key} {rule}, got {value}; leave it out for the default")
+            raise InputError(f"{key} {rule}, got {value}; see --help")
+
+
+def check_warmup(warmup_steps: int, total: int) -> None:
+    """Check that the warm-up is shorter than the run of `total` steps."""
+    if warmup_steps >= total:
+        raise InputError(
+            f"optim.warmup_steps must be fewer than the {total} steps of the run, "
+            f"got {warmup_steps}; shorten it or train longer"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class ModelSettings:
     """Folder or hub id of weights to start from (BERT's fit a RoFormer); null means random."""
     attention: str | None = None
     """Attention implementation: null is the model's own default, for a RoFormer the fastest for
-    each call; or transformers' eager or sdpa, or this project's unpadded."""
+    each call; or transformers' eager, sdpa or flex_attention, or this project's unpadded."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: slower, but longer sequences or larger
     micro-batches fit in the same memory."""
@@ -265,12 +274,29 @@ class PretrainSettings:
                 f"optim needs one of {', '.join(budgets)}, got {', '.join(given) or 'none'}; "
                 "set one, and the others to null or stages to []"
             )
-        stages = split_stages(self)  # which checks each stage
+        # checks each stage as a run without stages, so the recursion ends there
+        stages = split_stages(self)
         if self.corpus.held_out_share and any(x.corpus.train != self.corpus.train for x in stages):
             raise InputError(
                 "corpus.validation must name text where stages have their own, "
                 f"got {self.corpus.validation}; divide the text into files"
             )
+        total = sum(stage.steps for stage in self.stages) or optim.steps
+        if total is not None:  # that of a budget of tokens is known after tokenizing
+            check_warmup(optim.warmup_steps, total)
+
+
+CHANGEABLE = {
+    "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
+    "model": {"gradient_checkpointing"},
+    "optim": {"micro_batch"},
+    "run": {
+        "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
+        "keep", "tracker", "max_hours", "peak_tflops", "allow_drift", "dry",
+    },
+}  # fmt: skip
+"""Keys that may change when a run is resumed: trained weights do not depend on them, except that
+with dropout the draws depend on `micro_batch`, as on the number of processes."""
 
 
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
@@ -285,10 +311,12 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
         return dataclasses.replace(section, **{k: v for k, v in values.items() if v is not None})
 
     stages = []
+    # the warm-up is the run's, and may be longer than a stage
+    run_optim = dataclasses.replace(settings.optim, warmup_steps=0)
     for index, stage in enumerate(settings.stages):
         try:
             corpus = replace(settings.corpus, stage, "length", "train")
-            optim = replace(settings.optim, stage, "batch_size", "micro_batch", "steps")
+            optim = replace(run_optim, stage, "batch_size", "micro_batch", "steps")
         except InputError as error:
             raise InputError(f"stages[{index}]: {error}") from error
         stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))

@@ -17,7 +17,7 @@ from train.command_line import parse_settings
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.settings import CorpusSettings, InputError, PretrainSettings

@@ -6,7 +6,7 @@ import numpy as np
 
 from train.data.corpus import TokenStore
 from train.data.documents import read_documents
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.settings import CorpusSettings
 
 TEXTS = ["the cat sees the moon .", "a dog likes a river . " * 30, "my sister hears the song ."]

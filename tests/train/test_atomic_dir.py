@@ -1,8 +1,11 @@
 """A folder or file is there whole or not at all, whatever fails on the way."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from train.atomic_dir import report_full_disk, write_dir_atomically, write_file_atomically
 from train.settings import InputError
@@ -19,6 +22,16 @@ def test_what_is_there_stays_or_is_replaced(replace, kept, tmp_path):
         fill(tmp_path / "made", text, replace)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made" / "file").read_text() == kept
+
+
+def test_other_users_have_the_access_that_the_umask_gives(tmp_path):
+    for umask, modes in ((0o027, (0o750, 0o640)), (0o002, (0o775, 0o664))):
+        folder, before = tmp_path / oct(umask), os.umask(umask)
+        with write_dir_atomically(folder) as unfinished:
+            save_file({"a": torch.zeros(1)}, unfinished / "a.safetensors")
+        os.umask(before)
+        for path, mode in zip((folder, folder / "a.safetensors"), modes):
+            assert path.stat().st_mode & 0o777 == mode
 
 
 def test_a_replacement_that_fails_says_so_and_leaves_what_was_there(tmp_path, monkeypatch):

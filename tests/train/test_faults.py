@@ -23,7 +23,7 @@ from tiny import TINY_MODEL, log_rows, refused, sentences, soft_limit
 from train.command_line import parse_settings
 from train.data.batching import BatchFormat, SequenceIndex, StepDataset
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.settings import PretrainSettings
 
 ONE_STEP = "--run.max_hours=1e-9"  # which is over after a step

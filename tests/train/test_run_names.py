@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.run_names import model_name, split_seed
+from train.run_names import model_and_seed, model_name
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,12 @@ def test_a_model_has_the_telling_part_of_its_path_for_a_name(place, name):
     assert model_name(place) == name
 
 
-def test_a_size_is_no_seed():
-    assert split_seed("bert-1") == ("bert", 1)
-    for name in ("bert", "roformer-128", "roformer-small"):
-        assert split_seed(name) == (name, 0)
+@pytest.mark.parametrize("place", ["", "model"])
+def test_a_number_in_a_name_is_a_seed_only_if_it_is_the_seed_of_the_run(place, tmp_path):
+    for name, seed in (("bert-1", 1), ("roformer-12", 0), ("big-128", 128)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.yaml").write_text(f"run: {{seed: {seed}}}")
+    names = ("bert-1", "roformer-12", "big-128", "unset-2", "unset-512", "plain")
+    found = [model_and_seed(str(tmp_path / name / place)) for name in names]  # three without one
+    expected = [("bert", 1), ("roformer-12", 0), ("big", 128), ("unset", 2), ("unset-512", 0)]
+    assert found == [*expected, ("plain", 0)]

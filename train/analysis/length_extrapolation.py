@@ -21,16 +21,16 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from train.analysis.runs import find_folders, has_plain_rope, model_and_seed
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.loop.evaluate import evaluate, load_language_model
-from train.loop.language_model import check_length, load_config
+from train.loop.language_model import check_length, has_plain_rope, load_config
 from train.loop.launch import start_accelerator
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
+from train.run_names import find_folders, model_and_seed
 from train.settings import InputError, TextSettings, check_fields
 from train.tables import markdown_table
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from roformer import use_for_auto_classes
 from roformer.rotary import compute_inv_freq
-from train.analysis.runs import find_folders, has_plain_rope
 from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import tokenize_corpus
-from train.data.masking import Vocab
-from train.loop.language_model import build_model, load_config
+from train.data.vocabulary import Vocab
+from train.loop.language_model import build_model, has_plain_rope, load_config
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
+from train.run_names import find_folders
 from train.settings import InputError, ModelSettings, TextSettings, check_fields
 
 Floats = NDArray[np.float64]

@@ -21,11 +21,11 @@ import yaml
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from train.analysis.runs import find_folders, model_and_seed
 from train.command_line import run_command
 from train.data.vocabulary import BYTES
 from train.intervals import t_interval
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
+from train.run_names import find_folders, model_and_seed
 from train.settings import InputError
 from train.tables import markdown_table
 

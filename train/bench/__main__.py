@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from train.bench.parts import PARTS, Benchmark, BenchSettings, cells
 from train.command_line import run_command
-from train.loop.run_metadata import collect_environment
+from train.loop.launch import collect_environment
 from train.settings import InputError
 from train.tables import markdown_table
 

@@ -24,7 +24,8 @@ from torch.utils.data import Dataset
 
 from train.data import stateless_rng
 from train.data.corpus import TokenStore
-from train.data.masking import IGNORE_INDEX, Vocab, mask_tokens
+from train.data.masking import IGNORE_INDEX, mask_tokens
+from train.data.vocabulary import Vocab
 from train.settings import InputError
 
 Indices = NDArray[np.int64]

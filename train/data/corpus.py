@@ -117,14 +117,14 @@ def tokenize_corpus(
     corpus: TextSettings, part: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore:
     """Return the token store of a part, without special tokens; missing shards are made."""
-    state = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
+    tokenizer_hash = hashlib.sha256(vocabulary.tokenizer_state(tokenizer).encode()).hexdigest()
     bar = tqdm(
         desc=f"tokenizing {part}", unit=" documents", delay=1, mininterval=progress_interval()
     )
     with bar, report_full_disk(Path(corpus.cache), "corpus.cache"):
         shards: list[Path] = []
         for files in group_files(find_files(corpus, part), f"corpus.{part}"):
-            shards += _make_shards(files, corpus, part, tokenizer, state, bar)
+            shards += _make_shards(files, corpus, part, tokenizer, tokenizer_hash, bar)
     return _open_store(corpus, part, shards)
 
 
@@ -139,19 +139,20 @@ def _make_shards(
     """Return the folders of all shards of a group of files; missing ones are made."""
     text = [hash_file(file, part, corpus) for file in files]
     facts = {"format": FORMAT, "text": text, "tokenizer": tokenizer_hash}
-    prefix, shards, done = Path(corpus.cache) / short_hash(*facts.values()), list[Path](), 0
-    while _remove_unless_intact(folder := Path(f"{prefix}-{len(shards):05d}")):
-        shards.append(folder)
-        manifest = _read_manifest(folder)
-        if manifest["last"]:
-            return shards
-        done += manifest["documents"]
+    prefix = Path(corpus.cache) / short_hash(*facts.values())
+    shards = _intact_shards(prefix)
+    manifests = [_read_manifest(shard) for shard in shards]
+    if manifests and manifests[-1]["last"]:
+        return shards
+    done = sum(manifest["documents"] for manifest in manifests)
     documents = itertools.chain.from_iterable(read_file(file, part, corpus) for file in files)
     batches = _split_batches(itertools.islice(documents, done, None))
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
-        _remove_unless_intact(folder)  # the writer below keeps what is there
+        if not _is_intact(folder):  # the writer below keeps what is there
+            with suppress(FileNotFoundError):  # or another process removed it first
+                shutil.rmtree(folder)
         with write_dir_atomically(folder) as unfinished:
             rest = itertools.islice(batches, BATCHES_PER_SHARD - 1)
             counts = _write_shard(itertools.chain([batch], rest), unfinished, tokenizer, bar)
@@ -241,17 +242,19 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(text)
 
 
-def _remove_unless_intact(folder: Path) -> bool:
-    """Return whether a shard is there as it was sealed; what is left of another is removed."""
+def _intact_shards(prefix: Path) -> list[Path]:
+    """Return the folders of the shards before the first that is missing or damaged."""
+    folders = (Path(f"{prefix}-{number:05d}") for number in itertools.count())
+    return list(itertools.takewhile(_is_intact, folders))
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether a shard is there as it was sealed."""
     try:
         files = _read_manifest(folder)["files"].items()
-        if all(_fingerprint(folder / name) == found for name, found in files):
-            return True
+        return all(_fingerprint(folder / name) == found for name, found in files)
     except (OSError, ValueError, LookupError):  # no manifest, or a damaged one
-        pass
-    with suppress(FileNotFoundError):  # not made yet, or another process removed it first
-        shutil.rmtree(folder)
-    return False
+        return False
 
 
 def _fingerprint(file: Path) -> list[Any]:

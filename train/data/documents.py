@@ -46,15 +46,14 @@ def source_names(corpus: TextSettings, part: str) -> list[str]:
 def find_files(corpus: TextSettings, part: str) -> list[TextFile]:
     """Return the files of a part: those of its first source, sorted, then those of the next."""
     is_share = part == "validation" and corpus.held_out_share
-    if is_share:
-        part = "train"  # from which `read_file` draws the documents
-    key, names = f"corpus.{part}", source_names(corpus, part)
+    setting = "train" if is_share else part  # of a share, `read_file` draws the documents
+    key, names = f"corpus.{setting}", source_names(corpus, setting)
     if not names or not all(names):  # "" would be every file below the working folder
         raise InputError(f"{key} must name a source, got {names!r}; give a folder or files")
     found: list[TextFile] = []
     for name in names:
         if name == EMBEDDED:
-            found.append(demo_corpus.corpus_file(part, corpus.cache))
+            found.append(demo_corpus.corpus_file(setting, corpus.cache))
             continue
         files = _match_files(name, key)
         if not files and looks_like_path(name):
@@ -171,9 +170,9 @@ def short_hash(*facts: object) -> str:
 def _content_hash(file: Path, key: str, cache: Path) -> str:
     """SHA-256 of a file's bytes, of large ones cached while path, size and time of change stay."""
     with wrap_read_errors(file, key):
-        state = file.stat()
-    is_cached = state.st_size >= CACHED_BYTES
-    entry = cache / "hashes" / short_hash(str(file.resolve()), state.st_size, state.st_mtime_ns)
+        stat = file.stat()
+    is_cached = stat.st_size >= CACHED_BYTES
+    entry = cache / "hashes" / short_hash(str(file.resolve()), stat.st_size, stat.st_mtime_ns)
     if is_cached and entry.exists():
         return entry.read_text()
     with wrap_read_errors(file, key), file.open("rb") as stream:

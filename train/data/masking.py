@@ -6,15 +6,11 @@ whole words, as in BERT's later checkpoints; the 80/10/10 choice is drawn per to
 Called by step 4 for each batch. CONTRIBUTING.md says what to edit to add a scheme.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from train.data import stateless_rng
-from train.data.vocabulary import count_ids, find_continuations
-from train.settings import InputError
+from train.data.vocabulary import Vocab
 
 IGNORE_INDEX = -100
 """Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size. The
@@ -22,51 +18,6 @@ same as `roformer.losses.IGNORE_INDEX`: train.data imports nothing of roformer."
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
 """First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
-
-
-@dataclass(frozen=True)
-class Vocab:
-    """What batching and masking need to know of a tokenizer.
-
-    Attributes:
-        cls_id, sep_id, pad_id, mask_id: Ids of [CLS], [SEP], [PAD] and [MASK].
-        size: Number of ids, V.
-        special_ids: Ids of all special tokens, which are never masked.
-        is_continuation: [V] bool, whether an id continues a word (##ing); None if tokens do not
-            show it.
-    """
-
-    cls_id: int
-    sep_id: int
-    pad_id: int
-    mask_id: int
-    size: int
-    special_ids: tuple[int, ...]
-    is_continuation: NDArray[np.bool_] | None = None
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "Vocab":
-        """Read the ids of a tokenizer, which must have the tokens that masking needs."""
-        names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
-        ids = [getattr(tokenizer, name) for name in names]
-        missing = [name for name, value in zip(names, ids) if value is None]
-        if missing:
-            raise InputError(
-                "corpus.tokenizer must have [CLS], [SEP], [PAD] and [MASK], "
-                f"got none for {missing}; use a BERT tokenizer"
-            )
-        cls_id, sep_id, pad_id, mask_id = ids
-        special_ids = tuple(sorted(tokenizer.all_special_ids))
-        continuation = find_continuations(tokenizer)
-        return cls(cls_id, sep_id, pad_id, mask_id, count_ids(tokenizer), special_ids, continuation)
-
-    def check_whole_word(self, whole_word: bool) -> None:
-        """Check that tokens show where words begin if whole words are to be masked."""
-        if whole_word and self.is_continuation is None:
-            raise InputError(
-                "corpus.whole_word must be false unless tokens are WordPiece's (##ing), got true; "
-                "use a BERT tokenizer"
-            )
 
 
 def mask_tokens(

@@ -1,4 +1,4 @@
-"""Step 2 of the data path: training and loading of tokenizers.
+"""Step 2 of the data path: training and loading of tokenizers, and what batches need of them.
 
 The same text gives the same vocabulary, byte for byte, in every process and on every machine.
 """
@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -170,15 +171,10 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
-        if Path(name).exists():
-            remedy = "repair its files; the tokenizer of a run is in its folder model"
-        elif key == "corpus.tokenizer":
-            remedy = "check path or network, or give corpus.vocabulary_size to learn one there"
-        else:
-            remedy = "check path or network; the tokenizer of a run is in its folder model"
         raise InputError(
             f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r} "
-            f"({first_line(error)}); {remedy}"
+            f"({first_line(error)}); check path, files and network; the tokenizer of a run is "
+            "in its folder model"
         ) from error
     if not tokenizer.is_fast:
         raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")
@@ -209,6 +205,51 @@ def find_continuations(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_] 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the largest id of a tokenizer plus one; its number of tokens may be smaller."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """What batching and masking need to know of a tokenizer.
+
+    Attributes:
+        cls_id, sep_id, pad_id, mask_id: Ids of [CLS], [SEP], [PAD] and [MASK].
+        size: Number of ids, V.
+        special_ids: Ids of all special tokens, which are never masked.
+        is_continuation: [V] bool, whether an id continues a word (##ing); None if tokens do not
+            show it.
+    """
+
+    cls_id: int
+    sep_id: int
+    pad_id: int
+    mask_id: int
+    size: int
+    special_ids: tuple[int, ...]
+    is_continuation: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "Vocab":
+        """Read the ids of a tokenizer, which must have the tokens that masking needs."""
+        names = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
+        ids = [getattr(tokenizer, name) for name in names]
+        missing = [name for name, value in zip(names, ids) if value is None]
+        if missing:
+            raise InputError(
+                "corpus.tokenizer must have [CLS], [SEP], [PAD] and [MASK], "
+                f"got none for {missing}; use a BERT tokenizer"
+            )
+        cls_id, sep_id, pad_id, mask_id = ids
+        special_ids = tuple(sorted(tokenizer.all_special_ids))
+        continuation = find_continuations(tokenizer)
+        return cls(cls_id, sep_id, pad_id, mask_id, count_ids(tokenizer), special_ids, continuation)
+
+    def check_whole_word(self, whole_word: bool) -> None:
+        """Check that tokens show where words begin if whole words are to be masked."""
+        if whole_word and self.is_continuation is None:
+            raise InputError(
+                "corpus.whole_word must be false unless tokens are WordPiece's (##ing), got true; "
+                "use a BERT tokenizer"
+            )
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:

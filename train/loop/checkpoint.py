@@ -47,7 +47,7 @@ from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
 from train.loop.run_log import INITIAL_STATE, RunLog
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import InputError, PretrainSettings
+from train.settings import InputError, PretrainSettings, first_line
 
 LOCK_TIMEOUT = 60.0
 """Seconds a launch waits for another of the same run, which may be about to save and exit."""
@@ -126,10 +126,10 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         names = [store.name for store in self.stores]
-        self.inputs = {"data": names, "tokenizer": self.stores[-1].tokenizer}
+        self.hashes = {"data": names, "tokenizer": self.stores[-1].tokenizer}
         config = self.model.model.config.to_diff_dict()
         config.pop("transformers_version", None)
-        self.inputs["config"] = short_hash(config)
+        self.hashes["config"] = short_hash(config)
 
     def resume(self, total: int) -> dict[str, Any]:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
@@ -150,7 +150,7 @@ class Checkpoints:
         )
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
             path = recover_latest(self.folder)
-        state = INITIAL_STATE | {"step": 0} | self.inputs
+        state = INITIAL_STATE | {"step": 0} | self.hashes  # a new run begins with what it has now
         if path is not None:
             state |= json.loads((path / STATE).read_text())
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
@@ -159,10 +159,10 @@ class Checkpoints:
             verb = "finished" if state["step"] == total else "going on"
             self.accelerator.print(f"{verb} after step {state['step']}")
         if self.accelerator.is_main_process:
-            if state["data"] != self.inputs["data"]:
-                changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.inputs["data"]
-            if state["config"] != self.inputs["config"]:
-                changed["the model's configuration"] = state["config"], self.inputs["config"]
+            if state["data"] != self.hashes["data"]:
+                changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.hashes["data"]
+            if state["config"] != self.hashes["config"]:
+                changed["the model's configuration"] = state["config"], self.hashes["config"]
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
             write_metadata(
                 self.folder, self.settings, self.accelerator, state["step"], parameters, changed
@@ -179,18 +179,18 @@ class Checkpoints:
                 f"optim must be a budget of at least the {trained} steps that the run has trained, "
                 f"got {total} steps; train longer, or choose another run.name"
             )
-        if state["data"] != self.inputs["data"] and not self.settings.run.allow_drift:
+        if state["data"] != self.hashes["data"] and not self.settings.run.allow_drift:
             raise InputError(
                 f"{TEXT_KEYS} must give the tokens {state['data']} the run began with, "
-                f"got {self.inputs['data']}; choose another run.name, or set run.allow_drift true"
+                f"got {self.hashes['data']}; choose another run.name, or set run.allow_drift true"
             )
-        if state["tokenizer"] != self.inputs["tokenizer"]:
+        if state["tokenizer"] != self.hashes["tokenizer"]:
             raise InputError(
                 "corpus.tokenizer must be the vocabulary that the run began with, "
                 f"got {self.settings.corpus.tokenizer or 'null, which learns one of each text'}; "
                 "give the folder printed at the start of the run"
             )
-        if state["config"] != self.inputs["config"] and not self.settings.run.allow_drift:
+        if state["config"] != self.hashes["config"] and not self.settings.run.allow_drift:
             raise InputError(
                 "model.config must give the configuration that the run began with, got another, by "
                 "an edit of the folder model.init or a new version of transformers; go back, or "
@@ -212,13 +212,13 @@ class Checkpoints:
             InputError: The final checkpoint could not be written; of others this is a warning.
         """
         error = ""
-        state = run_log.state() | self.inputs
+        state = run_log.state() | self.hashes
         tensors = gather_tensors(self.model, self.optimizer)
         if self.accelerator.is_main_process:
             try:
                 write_checkpoint(self.folder, step, tensors, state)
             except (OSError, SafetensorError) as failure:
-                error = " ".join(str(failure).split())
+                error = first_line(failure)
                 run_log.warn(f"no checkpoint after step {step}, the one before stays: {error}")
             try:
                 prune(self.folder, self.settings.run.keep)
@@ -270,7 +270,7 @@ def save_model(
             is_known = isinstance(failure, OSError | SafetensorError)
             if not is_known and full_disk_errno(failure) is None:
                 raise
-            error = " ".join(str(failure).split())
+            error = first_line(failure)
     _check_written(error, "the model", accelerator)
 
 

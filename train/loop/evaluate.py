@@ -24,7 +24,7 @@ from train.command_line import run_command
 from train.data import vocabulary
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
 from train.data.corpus import describe_stores, tokenize_corpus
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.loop.language_model import LanguageModel, build_config, build_model, load_config
 from train.loop.launch import start_accelerator
 from train.settings import InputError, ModelSettings, TextSettings, check_fields

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from roformer.configuration_roformer import RoFormerConfig
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
@@ -89,11 +90,12 @@ class LanguageModel(nn.Module):
         """Whether the model predicts every next token instead of masked ones."""
         return bool(getattr(self.model.config, "is_decoder", False))
 
-    def prefer_packed_rows(self, accelerator: Accelerator) -> None:
-        """Leave padding out on a GPU too, where "auto" by itself would have to wait for lengths.
+    def choose_attention(self, accelerator: Accelerator) -> None:
+        """Change the attention implementation from "auto" to "unpadded" where a GPU is faster so.
 
-        Only if the GPU has a kernel for documents of different lengths, and the model no bias on
-        the scores and no linear attention.
+        "auto" by itself would have to wait for the lengths of documents. The GPU needs a kernel for
+        documents of different lengths; the model may have no bias on the scores and no linear
+        attention.
         """
         config = self.model.config
         if not isinstance(self.model, RoFormerPreTrainedModel):
@@ -224,6 +226,15 @@ def extend_max_positions(config: PreTrainedConfig, length: int) -> None:
         config.max_position_embeddings = max(config.max_position_embeddings, length)
 
 
+def has_plain_rope(config: PreTrainedConfig) -> bool:
+    """Whether a model is a RoFormer with softmax attention and unscaled rotary embeddings."""
+    return (
+        isinstance(config, RoFormerConfig)
+        and (config.position_encoding, config.linear_attention) == ("rope", None)
+        and (config.rope_parameters or {}).get("rope_type") == "default"
+    )
+
+
 @contextmanager
 def input_errors(key: str) -> Iterator[None]:
     """Turn errors of transformers about user input into an `InputError` for a key."""
@@ -270,6 +281,7 @@ def _config_of_settings(
                 f"model.config.{name} must stay {before} of model.init, got {value}; leave it out"
             )
         setattr(saved, name, value)  # the setter of a RoFormer completes rope_parameters
+    # a new object, field by field: the saved class may be BERT's
     names = _field_names(settings.type) & saved.to_dict().keys()
     names -= {"transformers_version", "dtype"}
     kept = {name: getattr(saved, name) for name in names}

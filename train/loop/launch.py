@@ -1,11 +1,16 @@
-"""The Accelerator of a process, checked against what the launcher was asked for."""
+"""The Accelerator of a process, checked against the launcher's request, and its environment."""
 
 import dataclasses
+import functools
 import os
+import platform
+import subprocess
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from accelerate import Accelerator
@@ -150,3 +155,49 @@ def keep_float32(plugin: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(
             policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
+
+
+def collect_environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Return versions, machine, launch and git commit, as environment.json holds them."""
+    cuda = accelerator.device.type == "cuda"
+    is_regional = accelerator.state.dynamo_plugin.use_regional_compilation
+    compiled = ("regional" if is_regional else "full") if is_compiled(accelerator) else "no"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "machine": torch.cuda.get_device_name() if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+        "compiled": compiled,
+        "commit": git_commit(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of this clone, with "-dirty" if code has changed, or "unknown".
+
+    Files that runs write into the clone, such as results, do not count as changes.
+    """
+    root = Path(__file__).parents[2]
+    code = [str(root / name) for name in ("roformer", "train", "finetune", "configs")]
+    try:
+        changed = _git(root, "status", "--porcelain", *code)
+        return _git(root, "describe", "--always", "--abbrev=12") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(clone: Path, *command: str) -> str:
+    git = ["git", "-C", str(clone), *command]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

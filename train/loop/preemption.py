@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -78,14 +77,10 @@ class PreemptionHandler:
         self.deadline = None if max_hours is None else started + 3600 * max_hours
         self.launcher_pid = launcher_pid()  # compared later: a dead launcher changes getppid()
         self.requested: set[str] = set()
-        self.longest_interval = 0.0
-        # of the last steps only, and none that has no timeout: these compile
-        self.recent_intervals: deque[float] = deque(maxlen=20)
-        self.evaluation_started: float | None = None
-        self.evaluation_seconds = 0.0
-        self.save_seconds = 0.0
         self.last_heartbeat: float | None = None
-        self.has_timeout = False
+        self.longest_interval = 0.0  # between two heartbeats
+        self.step_started: float | None = None  # of a step that may compile
+        self.longest_step = 0.0  # of the others, evaluation and save included
 
     def __enter__(self) -> "PreemptionHandler":
         # `nohup` and the `&` of a script set signals to be ignored
@@ -114,57 +109,49 @@ class PreemptionHandler:
     def stop_requests(self) -> list[bool]:
         """Return for each of `STOP_REASONS` whether this process has a reason to stop.
 
-        The time limit is reported early, by three times the longest of the last 20 steps, the
-        longest evaluation and the longest save, so that the checkpoint is complete before it.
+        The time limit is reported early, by twice the longest step so far, evaluation and save
+        included: if the next step may exceed it, this one is the last. Steps that may compile do
+        not count.
         """
         if self.launcher_pid not in (None, os.getppid()):
             self.requested.add(LAUNCHER_DIED)
-        now = time.monotonic()
-        early = 3 * max(self.recent_intervals, default=0.0)
-        early += self.evaluation_seconds + self.save_seconds
-        if self.deadline is not None and now + early > self.deadline:
+        if self.deadline is not None and time.monotonic() + 2 * self.longest_step > self.deadline:
             self.requested.add(TIME_LIMIT)
         return [reason in self.requested for reason in STOP_REASONS]
 
-    def heartbeat(self, in_evaluation: bool = False, is_new_stage: bool = False) -> None:
-        """Report progress to the watchdog.
+    def start_step(self, is_new_stage: bool) -> None:
+        """Begin a step; the first of a launch or stage may compile, and has no timeout."""
+        now, may_compile = time.monotonic(), is_new_stage or self.last_heartbeat is None
+        if self.step_started is not None:
+            self.longest_step = max(self.longest_step, now - self.step_started)
+        self.step_started = None if may_compile else now
+        self.heartbeat()
+        if may_compile:
+            faulthandler.cancel_dump_traceback_later()
+
+    def heartbeat(self) -> None:
+        """Report progress to the watchdog: at each step and each batch of an evaluation.
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
-        the process prints its stack and exits, so that the launcher ends the other processes. The
-        first step, which compiles, and that of a stage, of other lengths, have no timeout. In an
-        evaluation a batch follows instead of a step.
+        the process prints its stack and exits, so that the launcher ends the other processes.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:
-            interval = now - self.last_heartbeat
-            if self.evaluation_started is None and self.has_timeout:
-                self.recent_intervals.append(interval)
-            self.longest_interval = max(self.longest_interval, interval)
-        self.has_timeout = self.last_heartbeat is not None and not is_new_stage
-        if not self.has_timeout:
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            timeout = max(self.min_timeout, 10 * self.longest_interval)
-            faulthandler.dump_traceback_later(timeout, exit=True, file=2)
-        if in_evaluation and self.evaluation_started is None:
-            self.evaluation_started = now
-        elif not in_evaluation and self.evaluation_started is not None:
-            seconds, self.evaluation_started = now - self.evaluation_started, None
-            self.evaluation_seconds = max(self.evaluation_seconds, seconds)
+            self.longest_interval = max(self.longest_interval, now - self.last_heartbeat)
         self.last_heartbeat = now
+        timeout = max(self.min_timeout, 10 * self.longest_interval)
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
 
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
         """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
         faulthandler.dump_traceback_later(MAX_SAVE_SECONDS, exit=True, file=2)
-        started = time.monotonic()
         yield
-        self.last_heartbeat = time.monotonic()
-        self.save_seconds = max(self.save_seconds, self.last_heartbeat - started)
+        self.last_heartbeat = time.monotonic()  # a save is no interval between heartbeats
 
 
-def announce_stop(stop_requests: list[float], step: int, accelerator: Accelerator) -> int:
-    """Print the first of `STOP_REASONS` that any process has, and return its exit code."""
-    reason = next(name for name, count in zip(STOP_REASONS, stop_requests) if count)
+def announce_stop(counts: list[float], step: int, accelerator: Accelerator) -> str:
+    """Print and return the first of `STOP_REASONS` that any process has."""
+    reason = next(name for name, count in zip(STOP_REASONS, counts) if count)
     accelerator.print(f"{reason}: saved after step {step}; the same command goes on")
-    return STOP_REASONS[reason]
+    return reason

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from accelerate import Accelerator
@@ -23,14 +23,25 @@ from train.loop.memory import peak_memory
 SPIKE = 1.0
 """Rise of the loss in nats, from one report to the next, that causes a warning."""
 
+
+class Sums(NamedTuple):
+    """Sums over the micro-batches since the last report; `squares` are of lengths."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    predicted: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+
+
 INITIAL_STATE: dict[str, Any] = {
-    "tokens": 0, "seconds": 0.0, "reported": 0, "pending": [0.0] * 5, "unreported": [0.0, 0.0],
+    "tokens": 0, "seconds": 0.0, "reported": 0, "pending": Sums(), "unreported": [0.0, 0.0],
 }  # fmt: skip
 """`RunLog.state` before the first step. The keys belong to the checkpoint format.
 
 `tokens`: of the run until the last report; `seconds`: of the run; `reported`: step of the last
-report; `pending`: sums since then, as in `_reset_sums`; `unreported`: seconds since then, in all
-and waiting for batches.
+report; `pending`: the `Sums` since then, as a list; `unreported`: seconds since then, in all and
+waiting for batches.
 """
 
 
@@ -100,7 +111,7 @@ class RunLog:
         self.last_loss: float | None = None
         self.clock = Clock(state["seconds"], *state["unreported"])
         is_main = accelerator.is_main_process
-        self._reset_sums(state["pending"] if is_main else INITIAL_STATE["pending"])
+        self._reset_sums(Sums(*state["pending"]) if is_main else Sums())
         self.bar = tqdm(
             total=steps,
             initial=state["step"],
@@ -114,15 +125,16 @@ class RunLog:
             truncate_log(folder / "log.jsonl", state["step"])
             self.stream = (folder / "log.jsonl").open("a")
 
-    def _reset_sums(self, values: list[float]) -> None:
-        """Set the sums: loss, correct and predicted tokens; tokens and squared lengths."""
+    def _reset_sums(self, values: Sums) -> None:
+        """Set the sums: the first three are added on the device, the others on the host."""
         sums = torch.tensor(values, dtype=torch.float64)
         self.device_sums, self.host_sums = sums[:3].to(self.accelerator.device), sums[3:]
 
-    def _reduce_sums(self) -> list[float]:
+    def _reduce_sums(self) -> Sums:
         """Return the sums over all processes; a collective call."""
         host_sums = self.host_sums.to(self.device_sums.device)
-        return self.accelerator.reduce(torch.cat((self.device_sums, host_sums))).tolist()
+        sums = self.accelerator.reduce(torch.cat((self.device_sums, host_sums)))
+        return Sums(*sums.tolist())
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs for the log to continue exactly; a collective call."""
@@ -176,14 +188,14 @@ class RunLog:
             self.last_loss = row["loss"]
         self.reported_step = step
         self.clock.start_interval()
-        self._reset_sums(INITIAL_STATE["pending"])
+        self._reset_sums(Sums())
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s")
         self.bar.update(step - self.bar.n)
         self._write(row)
 
     def report_validation(self, step: int, scores: dict[str, float]) -> None:
         """Write the scores of an evaluation, with the tokens of all steps before it."""
-        tokens = self.reported_tokens + int(self._reduce_sums()[3])
+        tokens = self.reported_tokens + int(self._reduce_sums().tokens)
         seconds = round(self.clock.seconds, 2)
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 

@@ -5,35 +5,17 @@ machine and git commit.
 """
 
 import dataclasses
-import functools
 import json
-import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import torch
-import transformers
 import yaml
 from accelerate import Accelerator
 
 from train.atomic_dir import write_text_atomically
-from train.loop.launch import is_compiled
-from train.settings import InputError, PretrainSettings
-
-CHANGEABLE = {
-    "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
-    "model": {"gradient_checkpointing"},
-    "optim": {"micro_batch"},
-    "run": {
-        "folder", "name", "log_every", "validate_every", "validation_sequences", "save_every",
-        "keep", "tracker", "max_hours", "peak_tflops", "allow_drift", "dry",
-    },
-}  # fmt: skip
-"""Keys that may change when a run is resumed: trained weights do not depend on them, except that
-with dropout the draws depend on `micro_batch`, as on the number of processes."""
+from train.loop.launch import collect_environment
+from train.settings import CHANGEABLE, InputError, PretrainSettings
 
 
 def settings_dict(settings: Any) -> dict[str, Any]:
@@ -143,49 +125,3 @@ def write_metadata(
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
     text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
     write_text_atomically(settings_file, text)
-
-
-def collect_environment(accelerator: Accelerator) -> dict[str, Any]:
-    """Return versions, machine, launch and git commit, as environment.json holds them."""
-    cuda = accelerator.device.type == "cuda"
-    is_regional = accelerator.state.dynamo_plugin.use_regional_compilation
-    compiled = ("regional" if is_regional else "full") if is_compiled(accelerator) else "no"
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "machine": torch.cuda.get_device_name() if cuda else _processor(),
-        "threads": torch.get_num_threads(),
-        "processes": accelerator.num_processes,
-        "precision": accelerator.mixed_precision,
-        "compiled": compiled,
-        "commit": git_commit(),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
-
-
-@functools.cache
-def git_commit() -> str:
-    """Return the commit of this clone, with "-dirty" if code has changed, or "unknown".
-
-    Files that runs write into the clone, such as results, do not count as changes.
-    """
-    root = Path(__file__).parents[2]
-    code = [str(root / name) for name in ("roformer", "train", "finetune", "configs")]
-    try:
-        changed = _git(root, "status", "--porcelain", *code)
-        return _git(root, "describe", "--always", "--abbrev=12") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(clone: Path, *command: str) -> str:
-    git = ["git", "-C", str(clone), *command]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

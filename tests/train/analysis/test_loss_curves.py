@@ -9,7 +9,6 @@ import yaml
 
 from tiny import refused
 from train.analysis.loss_curves import CurvesSettings, main, paired_difference, read_runs, summary
-from train.analysis.runs import model_and_seed
 
 LOSSES = {"rope-0": [5.0, 4.0], "rope-1": [5.0, 4.2], "rope-2": [5.0, 4.1],
           "none-0": [6.0, 5.5], "none-1": [6.0, 5.8], "none-2": [6.0, 5.2]}  # fmt: skip
@@ -45,16 +44,6 @@ def compare(tmp_path, runs):
     """The numbers that the command writes."""
     main(CurvesSettings(runs, output=str(tmp_path / "c.png")))
     return json.loads((tmp_path / "c.json").read_text())
-
-
-@pytest.mark.parametrize("place", ["", "model"])
-def test_a_number_in_a_name_is_a_seed_only_if_it_is_the_seed_of_the_run(place, tmp_path):
-    for name, seed in (("bert-1", 1), ("roformer-12", 0), ("big-128", 128)):
-        write_run(tmp_path / name, [5.0], seed=seed)
-    names = ("bert-1", "roformer-12", "big-128", "unset-2", "unset-512")  # two have no settings
-    found = [model_and_seed(str(tmp_path / name / place)) for name in names]
-    expected = [("bert", 1), ("roformer-12", 0), ("big", 128), ("unset", 2), ("unset-512", 0)]
-    assert found == expected
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])

@@ -153,7 +153,6 @@ def test_the_order_of_a_billion_repeats_nothing():
     assert len(np.unique(found)) == len(shuffled_index)
     assert found.min() >= 0
     assert found.max() < 10**9
-    assert stateless_rng.permute(shuffled_index[7], 10**9, 0, 0) == found[7]
 
 
 def test_rows_are_framed_and_masked_where_it_says(sequences):

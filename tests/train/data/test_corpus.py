@@ -14,7 +14,7 @@ from launched_runs import killed_at
 from tiny import refused, sentences
 from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
-from train.data.corpus import TokenizeSettings, TokenStore, describe_stores, main, tokenize_corpus
+from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
 from train.data.documents import check_disjoint_files, read_documents
 from train.settings import CorpusSettings, TextSettings
 
@@ -149,14 +149,6 @@ def test_tokenizers_that_cut_words_in_python_are_told_apart_by_their_rules(writt
     assert tokenize(file, chinese("the", "cat", "moon")).name == store.name
     assert tokenize(file, chinese("the", "moon", "cat")).name != store.name
     assert tokenize(file, chinese("the", "cat", "moon", do_lower_case=False)).name != store.name
-
-
-def test_the_command_says_how_much_text_there_is(written, tmp_path, tokenizer_folder, capsys):
-    held_out = tmp_path / "held-out.txt"
-    held_out.write_text("the river sees a song .\n")
-    parts = {"tokenizer": str(tokenizer_folder), "validation": str(held_out)}
-    main(TokenizeSettings(corpus(written, tmp_path, **parts)))
-    assert capsys.readouterr().out.startswith("train: 9 documents, ")
 
 
 def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, tokenizer_folder):

@@ -12,7 +12,8 @@ from transformers import DataCollatorForLanguageModeling
 from tiny import refused
 from tiny_glue import tiny_tokenizer
 from train.data import vocabulary
-from train.data.masking import Vocab, mask_tokens
+from train.data.masking import mask_tokens
+from train.data.vocabulary import Vocab
 
 VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
 # ids from 40 on continue a word

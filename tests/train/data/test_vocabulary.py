@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,18 +10,19 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from tiny import command, refused
 from train.data import vocabulary
-from train.data.masking import Vocab
+from train.data.vocabulary import Vocab
 from train.settings import CorpusSettings
 
 
 def test_two_processes_learn_byte_identical_files(corpus_folder, tmp_path):
     text = str(corpus_folder / "train.jsonl")
-    command(
+    done = command(
         "-m", "train.data.corpus", f"--corpus.train={text}",
         f"--corpus.validation={corpus_folder / 'validation.jsonl'}",
         f"--corpus.tokenizer={tmp_path / 'a'}", "--corpus.vocabulary_size=120",
         f"--corpus.cache={tmp_path / 'tokens'}",
     )  # fmt: skip
+    assert re.search(r"^train: [\d,]+ documents, [\d,]+ tokens$", done.stdout, re.MULTILINE)
     settings = CorpusSettings(train=text, tokenizer=str(tmp_path / "b"), vocabulary_size=120)
     vocabulary.train_if_missing(settings)
     for file in ("vocab.txt", "tokenizer.json"):
@@ -57,8 +59,7 @@ def test_ids_may_have_gaps():
 
 def test_a_missing_or_slow_tokenizer_is_refused(tmp_path, monkeypatch):
     load = partial(vocabulary.load_tokenizer, str(tmp_path / "none"))
-    refused(load, "corpus.tokenizer must be a folder", "to learn one")
-    refused(partial(load, key="model"), "model must be a folder", "in its folder model")
+    refused(partial(load, key="model"), "model must be a folder")
     slow = SimpleNamespace(is_fast=False)
     monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: slow)
     refused(load, "corpus.tokenizer must be a fast tokenizer")
@@ -68,7 +69,7 @@ def test_a_damaged_tokenizer_is_refused_with_the_reason_and_not_for_its_path(tmp
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     load = partial(vocabulary.load_tokenizer, str(tmp_path))
-    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name", "its files")
+    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name")
 
 
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):

@@ -46,14 +46,14 @@ def test_encodings_with_a_bias_get_padded_rows(encoding):
 )
 def test_rows_are_packed_where_a_gpu_has_a_kernel_for_them(fields, precision, packed, monkeypatch):
     model = LanguageModel(roformer.RoFormerForMaskedLM(tiny_config(**fields)))
-    model.prefer_packed_rows(Accelerator(cpu=True))
+    model.choose_attention(Accelerator(cpu=True))
     assert not model.packed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
-    model.prefer_packed_rows(gpu)
+    model.choose_attention(gpu)
     assert model.packed == packed
     model.model.set_attn_implementation("sdpa")  # a name that is given is obeyed
-    model.prefer_packed_rows(gpu)
+    model.choose_attention(gpu)
     assert not model.packed
 
 

@@ -219,46 +219,47 @@ def timeouts(monkeypatch):
 
 
 @pytest.fixture
-def beat(monkeypatch, timeouts):
-    """A function that lets seconds pass before a heartbeat."""
+def sleep(monkeypatch, timeouts):
+    """A function that lets seconds pass."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    def beat(handler: PreemptionHandler, seconds: float, **options: bool) -> None:
-        now[0] += seconds
-        handler.heartbeat(**options)
-
-    return beat
+    return lambda seconds: now.append(now.pop() + seconds)
 
 
-def test_steps_that_compiled_do_not_end_a_launch_early(beat, timeouts, monkeypatch):
+def test_the_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch_early(
+    sleep, timeouts
+):
     limit = PreemptionHandler(0.0, 100 / 3600)
-    for seconds in (0, 30, *[1] * 20):
-        beat(limit, seconds)
+    found = []
+    for seconds, is_new_stage in ((0, True), (30, False), (1, True), (40, False), (1, False)):
+        sleep(seconds)
+        limit.start_step(is_new_stage)
+        found.append(timeouts[-1])
         assert not any(limit.stop_requests())
-    assert timeouts[-1] == 300  # a later compilation may take as long
-    monkeypatch.setattr(time, "monotonic", lambda: 98.0)
+    assert found == [None, 300, None, 400, 400]  # a later compilation may take as long
+    sleep(25)  # until 97
+    assert not any(limit.stop_requests())
+    sleep(1.1)
     assert any(limit.stop_requests())
 
 
-def test_time_is_kept_for_a_save_and_an_evaluation_which_do_not_count_as_steps(beat, monkeypatch):
-    limit = PreemptionHandler(0.0, 100 / 3600)
-    for seconds, in_evaluation in [(0, False), (2, False), (2, True), *[(0.5, True)] * 40]:
-        beat(limit, seconds, in_evaluation=in_evaluation)
-    beat(limit, 0.5)  # the evaluation took 20.5 s, steps take 2 s
-    started = time.monotonic()
+def test_time_is_kept_for_a_save_and_an_evaluation_which_are_no_intervals(sleep, timeouts):
+    limit = PreemptionHandler(0.0, 200 / 3600)
+    for _ in range(2):
+        limit.start_step(False)
+        sleep(2)
+    for _ in range(40):
+        limit.heartbeat()
+        sleep(0.5)
     with limit.extend_timeout():
-        monkeypatch.setattr(time, "monotonic", lambda: started + 10)
-    for now, expected in ((100 - 30.5 - 6 - 0.1, False), (100 - 30.5 - 6 + 0.1, True)):
-        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        assert any(limit.stop_requests()) == expected
-
-
-def test_the_first_step_of_a_stage_may_take_any_time(beat, timeouts):
-    limit = PreemptionHandler(0.0, None)
-    for seconds, is_new_stage in ((0, True), (1, False), (1, True), (100, False)):
-        beat(limit, seconds, is_new_stage=is_new_stage)
-    assert timeouts == [None, 25, None, 1000]
+        sleep(10)
+    assert timeouts[-1] == 900
+    limit.start_step(False)
+    assert timeouts[-1] == 25  # no interval took more than 2 s
+    sleep(200 - 34 - 2 * 32 - 0.1)  # 34 so far, of which 32 are of the longest step
+    assert not any(limit.stop_requests())
+    sleep(0.2)
+    assert any(limit.stop_requests())
 
 
 def test_a_rank_that_dies_stops_the_launch(launch):

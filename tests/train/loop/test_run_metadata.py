@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,7 +12,6 @@ import torch
 from accelerate import Accelerator
 
 from tiny import refused
-from train.loop import run_metadata
 from train.loop.run_metadata import check_changed_settings, write_metadata
 from train.settings import (
     ModelSettings,
@@ -25,7 +23,8 @@ from train.settings import (
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
-    return PretrainSettings(OptimSettings(steps=9, **optim), run=run or RunSettings())
+    optim = {"steps": 9, "warmup_steps": 2} | optim
+    return PretrainSettings(OptimSettings(**optim), run=run or RunSettings())
 
 
 SETTINGS = settings_of()
@@ -110,7 +109,7 @@ def test_a_setting_added_after_a_run_began_had_its_default(begun):
 
 def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
     def staged(**fields: int) -> PretrainSettings:
-        return PretrainSettings(stages=[StageSettings(steps=9, **fields)])
+        return PretrainSettings(stages=[StageSettings(steps=900, **fields)])
 
     write(tmp_path, staged())
     file = tmp_path / "settings.yaml"
@@ -124,20 +123,3 @@ def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
     other = settings_of(DRIFT, name="muon")
     check = partial(check_changed_settings, begun, other, "no")
     refused(check, "optim.name must stay 'adamw'", "got 'muon'; choose another run.name")
-
-
-def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):
-    for name in ("roformer", "train", "finetune", "configs", "results"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("committed")
-    one = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]
-    for command in (["init", "-q"], ["add", "."], one):
-        subprocess.run(["git", "-C", tmp_path, *command], check=True)
-    file = tmp_path / "train" / "loop" / "run_metadata.py"
-    monkeypatch.setattr(run_metadata, "__file__", str(file))
-    clean = run_metadata.git_commit.__wrapped__()
-    assert len(clean) == 12
-    (tmp_path / "results" / "file").write_text("another line")
-    assert run_metadata.git_commit.__wrapped__() == clean
-    (tmp_path / "finetune" / "file").write_text("changed")
-    assert run_metadata.git_commit.__wrapped__() == f"{clean}-dirty"
