@@ -28,8 +28,8 @@ A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Eve
 
 and, unless it failed,
 
-    label, official, rows               name of the task in tables; whether the rows are GLUE's;
-                                        split -> number of rows
+    dataset, official, rows             name of the task with its rows: mnli, or mnli (9k); whether
+                                        the rows are GLUE's; split -> number of rows
     model_type, parameters              the model's type in transformers, and its size
     truncation                          split -> shares of texts and tokens that are cut off
     headline_metric                     the metric that tables show

@@ -57,7 +57,7 @@ def data_fields(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
     majority = score_majority(task, labels["train"], validation)
     return {
         **description_field(task),
-        "label": task.result_label(rows),
+        "dataset": task.dataset_name(rows),
         "official": task.is_official(rows),
         "rows": rows,
         "headline_metric": task.headline,

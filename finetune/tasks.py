@@ -188,8 +188,8 @@ class Task(TaskSettings):
         """Whether this is a GLUE task and each split in `rows` has its official number of rows."""
         return self.is_glue and all(self.splits[split] == count for split, count in rows.items())
 
-    def result_label(self, rows: Mapping[str, int]) -> str:
-        """Name a result by its data: `mnli`, or `mnli (9k)` when rows are missing."""
+    def dataset_name(self, rows: Mapping[str, int]) -> str:
+        """Name the task with its rows: `mnli`, or `mnli (9k)` when rows are missing."""
         if not self.is_glue or self.is_official(rows):
             return self.name
         train = rows["train"]

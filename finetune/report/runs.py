@@ -7,7 +7,7 @@ missing and the demo tasks are never in one table.
 A `dataset` is a task with its rows, by name: `mnli`, or `mnli (9k)` where rows are missing.
 
 `TaskGroup.runs` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
-fields of the result of which some results lack some (`label` as `dataset`), and
+fields of the result of which some results lack some, and
 
     result            the run's
     run_id            last ten characters of the run's name
@@ -58,7 +58,7 @@ GROUPS = {
 GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 RECORDED_COLUMNS = [
-    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "config",
+    *RUN_KEY, "dataset", "model_type", "status", "collapsed", "parameters", "weights", "config",
     "tokenizer_files", "data", "precision",
 ]  # fmt: skip
 """Fields of a result that are columns of a group's runs."""
@@ -165,7 +165,6 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     # None where a field is missing: of a column without values pandas would make a float column,
     # which refuses text later
     runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
-    runs = runs.rename(columns={"label": "dataset"})  # not the label of an example
     runs["result"] = results
     runs = runs.join(_scores(runs["result"], "metrics"))
     runs["run_id"] = [run_name(result)[-10:] for result in results]

@@ -38,7 +38,7 @@ def test_only_all_nine_official_tasks_make_the_glue_average():
     assert list(scores(lines)["small-bert"])[-1] == "GLUE average"
     missing = list(scores(lines[1:])["small-bert"])
     assert missing[-1] == "mean of these 8 tasks, not the GLUE average"
-    reduced = {"official": False, "label": "cola (9k)"}
+    reduced = {"official": False, "dataset": "cola (9k)"}
     both = [*lines[1:], line(BERT, "cola", 0.9, **reduced)]
     assert list(scores(both)["small-bert"])[-1] == missing[-1]
 
@@ -53,7 +53,7 @@ def test_the_average_needs_every_task_and_has_a_spread_where_all_have_the_same_s
 
 def test_reduced_and_demo_tasks_are_never_in_the_official_table():
     lines = [line(BERT, "rte", 0.6), line(BERT, "demo-order", 0.8)]
-    lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
+    lines.append(line(BERT, "qnli", 0.9, dataset="qnli (9k)", official=False))
     lines.append(line(ROFORMER, "qnli", 0.7))
     groups = {group.name: list(group.titles.values()) for group in build_groups(lines)}
     assert groups == {
@@ -94,7 +94,7 @@ def test_models_of_one_name_keep_their_paths():
 
 
 def test_runs_on_different_data_share_no_cell():
-    """A label says how many rows there are, not which."""
+    """The name of a data set says how many rows there are, not which."""
     made = [line(ROFORMER, "rte", score, seed=seed, glue_dir=data)
             for score, seed, data in ((0.6, 0, "a"), (0.9, 0, "b"), (0.7, 1, "a"))]  # fmt: skip
     rows = scores([*made, line(ROFORMER, "cola", 0.3)])
@@ -129,7 +129,7 @@ def test_a_task_of_which_every_run_failed_still_stands_somewhere():
 
 
 def test_a_failed_run_goes_to_the_data_it_was_meant_for():
-    nine = {"label": "qnli (9k)", "official": False, "glue_dir": "nine"}
+    nine = {"dataset": "qnli (9k)", "official": False, "glue_dir": "nine"}
     lines = [line(ROFORMER, "qnli", 0.6, **nine), line(BERT, "qnli", 0.6)]
     lines += [failed(ROFORMER, "qnli", seed=1, glue_dir="nine")]
     rows = scores(lines, group="reduced")
