@@ -45,6 +45,8 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
+UNREADABLE, MISSING = math.inf, math.nan
+"""What stands for a label that is no class and no number, and for none, until they are checked."""
 ROWS_PER_CALL = 1024
 """Rows per call of the tokenizer, whose result takes 240 bytes a token."""
 BUCKET_BATCHES = 32
@@ -85,16 +87,15 @@ def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
 def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing. Until
-    they are checked, infinity stands for a label that cannot be read and nan for a missing one.
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
     if ids.keys() & set(texts):
-        numbers = np.array([ids.get(text or "", math.inf) for text in texts])
+        numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])
     else:
         numbers = np.array([to_number(text) for text in texts])
-    numbers[[text is None for text in texts]] = math.nan
+    numbers[[text is None for text in texts]] = MISSING
     if task.labels is None:
         lowest, highest = task.value_range or (-math.inf, math.inf)
         rule = f"must be numbers from {lowest} to {highest}"
@@ -132,11 +133,11 @@ def shorten_list(names: Sequence[str], count: int = 10) -> str:
 
 
 def to_number(text: str | None) -> float:
-    """Convert a label; infinity if it is not a number."""
+    """Convert a label; `UNREADABLE` if it is not a number."""
     try:
         return float(text or "")
     except ValueError:
-        return math.inf
+        return UNREADABLE
 
 
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:

@@ -259,14 +259,15 @@ def check_finite(values: Tensor | NDArray, name: str) -> None:
 
 def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     """Load train, the validation splits and, with `settings.test`, the test splits."""
+    # of the run's own task, except that the test split of AX is predicted after MNLI
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
         splits |= find_test_splits(task, settings.glue_dir)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}
-    for name, (source, split) in splits.items():
-        columns = read_split_columns(source, split, settings.glue_dir)
-        data[name] = make_examples(source, columns, *options)
+    for name, (owner, split) in splits.items():
+        columns = read_split_columns(owner, split, settings.glue_dir)
+        data[name] = make_examples(owner, columns, *options)
     return data
 
 

@@ -62,8 +62,9 @@ class CommonSettings:
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     pooling: str = "own"
-    """own: each model's own head, as in `AutoModelForSequenceClassification`. first or mean: the
-    shared head (`finetune.shared_head`) on the first token or the mean of the tokens."""
+    """Head: own is that of the model's class, as in `AutoModelForSequenceClassification`; first or
+    mean is the shared head (`finetune.shared_head`) on the first token or the mean of the tokens.
+    """
     pair_encoding: str = "joint"
     """joint: two texts are one input; separate: each is encoded alone, for the shared head."""
     attention: str | None = None
