@@ -10,6 +10,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
+from finetune.results import run_key
 from finetune.tasks import load_task
 from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, InputError, check_fields, check_seed
@@ -123,6 +124,11 @@ class GlueSettings(CommonSettings):
         check_seed(self.seed, "seed")
         if self.save is not None:
             check_writable(Path(self.save).parent, "save")
+
+    @property
+    def key(self) -> tuple:
+        """What identifies the run: runs whose keys are equal are the same run."""
+        return run_key(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
