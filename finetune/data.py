@@ -30,7 +30,6 @@ from pyarrow import parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.atomic_dir import report_full_disk, write_file_atomically
 from train.data import vocabulary
@@ -148,20 +147,6 @@ def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None
         return None if task.hub or not file else Path(file)
     files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
     return next((path for path in files if glue_dir and path.is_file()), None)
-
-
-def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
-    """Hash the files of a task's labelled splits; None for GLUE on the hub.
-
-    Of a task of your own the hash covers what decides how its rows are found, read and scored, too.
-    """
-    files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
-    content = hash_files(files)
-    if not task.is_own:
-        return content
-    others = ("name", "title", "test")
-    source = {name: value for name, value in vars(task).items() if name not in others}
-    return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
 
 
 def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:

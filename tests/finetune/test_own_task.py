@@ -17,7 +17,7 @@ import yaml
 from sklearn.metrics import accuracy_score, f1_score
 
 from finetune import data, glue
-from finetune.data import hash_task_files, read_rows, read_split_columns
+from finetune.data import read_rows, read_split_columns
 from finetune.describe_task import DescribeSettings, main
 from finetune.metrics import is_collapsed, score_fields
 from finetune.publish.model_card import finetuned_card
@@ -25,7 +25,7 @@ from finetune.report import __main__ as report
 from finetune.report import error_analysis
 from finetune.report.error_analysis import ErrorAnalysisSettings
 from finetune.results import inputs_differ, read_results, run_name
-from finetune.run_info import hash_inputs
+from finetune.run_info import hash_inputs, hash_task_files
 from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import VALUE_METRICS, Task, load_task, recorded_task
