@@ -40,7 +40,7 @@ def draw_figures(
         File name -> caption.
     """
     lines: dict[str, dict[str, float]] = {dataset: {} for dataset in group.titles}
-    for run in group.runs[group.runs["kind"].isin(LINES)].itertuples():
+    for run in group.rows[group.rows["kind"].isin(LINES)].itertuples():
         lines[run.dataset][LINES[run.kind]] = run.score
     zeros = {dataset: {"-": 0.0} for dataset in (*group.titles, AVERAGE)}
     caption = f"{SEEDS}. Dashed: {CONTROLS['majority']}; dotted: {CONTROLS['features']}."

@@ -6,7 +6,7 @@ missing and the demo tasks are never in one table.
 
 A `dataset` is a task with its rows, by name: `mnli`, or `mnli (9k)` where rows are missing.
 
-`TaskGroup.runs` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
+`TaskGroup.rows` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
 fields of the result of which some results lack some, and
 
     result            the run's
@@ -79,26 +79,27 @@ class TaskGroup:
     Attributes:
         name: Key of `GROUPS`.
         titles: Dataset -> title of its column.
-        runs: One row for each run of each configuration, configurations in the order of the table;
-            the module's docstring lists the columns. The rows of best rates and of the majority
-            class repeat runs.
+        rows: One for each run of each configuration, configurations in the order of the table; the
+            module's docstring lists the columns. The best of several rates and the majority class
+            are configurations, too. Never count `rows`: use `fine_tuned()` or `recorded()`, in
+            which no run stands twice.
     """
 
     name: str
     titles: dict[str, str]
-    runs: pd.DataFrame
+    rows: pd.DataFrame
 
     def cells(self) -> dict[tuple[str, str], pd.DataFrame]:
         """Configuration and dataset -> runs, for every cell that has runs."""
-        return dict(iter(self.runs.groupby(["configuration", "dataset"], sort=False)))
+        return dict(iter(self.rows.groupby(["configuration", "dataset"], sort=False)))
 
     def fine_tuned(self) -> pd.DataFrame:
         """The runs of networks, each once."""
-        return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
+        return self.rows[self.rows["kind"].isin(["model", "random"]) & (self.rows["best_of"] == "")]
 
     def recorded(self) -> pd.DataFrame:
         """The runs that have a result, each once."""
-        return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
+        return self.rows[(self.rows["kind"] != "majority") & (self.rows["best_of"] == "")]
 
     def average_name(self, datasets: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""

@@ -22,7 +22,7 @@ def test_the_average_is_glues_the_metrics_of_a_task_first():
     lines = [*seeds(BERT, "mrpc", (0.9, 0.8)), *seeds(BERT, "mnli", (0.6, 0.5))]
     lines += seeds(BERT, "stsb", (0.4, 0.2))
     assert scores(lines)["small-bert"]["MNLI m/mm, accuracy"] == "55.0 ± 7.1/54.0 ± 7.1 (2)"
-    runs = report(lines).group.runs
+    runs = report(lines).group.rows
     runs = runs[runs["kind"] == "model"]
     # beside the headline metric the other one is 0.02 less, and MNLI's second split 0.01
     tasks = np.array([[89.0, 79.0], [39.0, 19.0], [59.5, 49.5]])
@@ -158,7 +158,7 @@ def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
     assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-05"
     assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-05"
     assert rows["small-bert, rate 4e-05"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
-    assert set(report(lines).group.runs["best_of"]) == {"", "3"}
+    assert set(report(lines).group.rows["best_of"]) == {"", "3"}
 
 
 def test_among_rates_most_scored_seeds_then_the_smallest_rate_wins():
