@@ -96,11 +96,6 @@ def find_classes(task: Task) -> tuple[str, ...]:
             f"got {shorten_list(fractions, 3)}; give --regression true for numbers"
         )
     are_numbers = all(map(math.isfinite, found.values()))
-    if are_numbers and len(set(found.values())) < len(found):
-        raise InputError(
-            f"{task.label_column} of {task.name}/train must write each number in one way, "
-            f"got {shorten_list(sorted(found))}; correct the file"
-        )
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 
 

@@ -181,7 +181,6 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
         (GOOD, {"name": "rte"}, ["name", "rte"]),
         (GOOD, {"labels": ("red", "blue"), "regression": True}, ["labels must be null"]),
         (GOOD, {"value_range": (0.0, 5.0)}, ["value_range must", "null for classes"]),
-        ({**GOOD, "color": ["1", "1.0", "2"] * 4}, {}, ["color of own/train", "number in one way"]),
         ({"label": TEXTS, "color": COLORS}, {"columns": ("label",)}, ["columns must"]),
         ({"text": ["a", "a"], "color": ["x", "y"]}, {}, ["train of own", "different texts"]),
     ],
