@@ -223,7 +223,7 @@ def make_run(run: GlueSettings, worker: int) -> Result | None:
             return None
         accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
         try:
-            return glue.run(run, accelerator, worker)
+            return glue.run(run, accelerator, bar_line=worker, quiet=True)
         finally:
             accelerator.free_memory()
 

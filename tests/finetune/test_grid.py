@@ -162,7 +162,7 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
 def test_every_field_of_a_line_is_documented(folder, monkeypatch):
     settings = ask(folder, controls=True)
     grid.main(settings)
-    monkeypatch.setattr(grid.glue, "run", lambda *rest: 1 / 0)
+    monkeypatch.setattr(grid.glue, "run", lambda *rest, **options: 1 / 0)
     refused(lambda: grid.main(replace(settings, seeds=[1])), "2 that failed")
     lines = [json.loads(x) for x in Path(settings.output).read_text().splitlines()]
     assert {x["status"] for x in lines} == {"done", "failed"}
@@ -202,7 +202,7 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
 def test_a_run_of_another_grid_is_left_to_it(folder, monkeypatch):
     first, second = grid.list_runs(ask(folder, seeds=[0, 1]))
     made = []
-    monkeypatch.setattr(grid.glue, "run", lambda run, *rest: made.append(run))
+    monkeypatch.setattr(grid.glue, "run", lambda run, *rest, **options: made.append(run))
     with (
         run_lock(first.output, asdict(first)),
         run_lock(str(folder / "other.jsonl"), asdict(second)),  # of another results file

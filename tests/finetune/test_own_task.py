@@ -30,7 +30,7 @@ from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import VALUE_METRICS, Task, load_task, recorded_task
 from tiny import ROOT, refused
-from tiny_glue import run_settings, sentences, tiny_model
+from tiny_glue import glue_run, run_settings, sentences, tiny_model
 from train.command_line import run_command
 
 NAMES = ("negative", "positive")
@@ -226,7 +226,7 @@ def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
 
 def own_run(**changes) -> dict:
     tiny_model(Path("model"), "roformer")
-    return glue.run(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
+    return glue_run(run_settings(Path(), "own.yaml", glue_dir=None, **changes))
 
 
 def predicted() -> list:
