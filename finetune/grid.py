@@ -30,6 +30,7 @@ from filelock import Timeout
 from finetune import glue
 from finetune.models import load_config_and_tokenizer, load_model
 from finetune.results import (
+    RUN_KEY,
     Result,
     append_result,
     inputs_differ,
@@ -238,7 +239,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
         message = "its process died, which a kill or a lack of memory can cause"
     values = asdict(run)
     result = {
-        **values,
+        **{name: values[name] for name in RUN_KEY},
         **description_field(load_task(run.task)),
         **hash_inputs(run),
         "status": "failed",

@@ -23,7 +23,7 @@ A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Eve
     description                         of a task of your own: its fields, as in its YAML file
     status                              done, diverged or failed
     error                               why it diverged or failed
-    settings                            all settings; if it failed they are fields of the line, too
+    settings                            all settings
     command                             the shell command that repeats the run
 
 and, unless it failed,
