@@ -322,6 +322,7 @@ def test_other_encoders_need_no_branch(folder, kind):
     tiny_model(folder / "model", kind)
     result = glue_run(run_settings(folder, "stsb", learning_rate=1e-3))
     assert (result["status"], result["model_type"]) == ("done", kind)
+    refused(lambda: glue_run(run_settings(folder, "stsb", attention="unpadded")), "attention must")
 
 
 def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
