@@ -72,83 +72,6 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     return _hold_out(columns, task, split) if is_divided else columns
 
 
-def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
-    # blank text is allowed where official data have it: in test splits, and in one text of a pair,
-    # as in two training rows of QQP
-    for row, values in enumerate(zip(*texts.values())):
-        is_allowed = is_test or any(str(text).strip() for text in values)
-        for column, text in zip(texts, values):
-            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
-                rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
-                raise InputError(f"{rule}, got {found}; correct the file")
-
-
-def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
-    """Convert labels to int64 class ids or float32 values, [N].
-
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
-    """
-    texts = [format_label(value) for value in values]
-    ids = {label: float(index) for index, label in enumerate(task.labels or ())}
-    if ids.keys() & set(texts):
-        numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])
-    else:
-        numbers = np.array([to_number(text) for text in texts])
-    numbers[[text is None for text in texts]] = MISSING
-    if task.labels is None:
-        lowest, highest = task.value_range or (-math.inf, math.inf)
-        rule = f"must be numbers from {lowest} to {highest}"
-        valid = np.isfinite(numbers)
-    else:
-        lowest, highest = 0, task.num_labels - 1
-        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
-        valid = numbers == np.floor(numbers)
-    valid &= (numbers >= lowest) & (numbers <= highest)
-    if is_test:
-        missing = task.is_missing(numbers)
-        numbers[missing] = task.missing_label
-        valid |= missing
-    if not valid.all():
-        row = int(valid.argmin())
-        raise InputError(
-            f"{task.label_column} of {name} {rule}, got {values[row]!r} in row {row}; "
-            "correct the file or the task's labels"
-        )
-    return numbers.astype(np.float32 if task.is_regression else np.int64)
-
-
-def format_label(value: Any) -> str | None:
-    """Write a label as the name of a class, whole numbers without decimals; None if missing."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return None if is_missing else str(value).strip() or None
-
-
-def shorten_list(names: Sequence[str], count: int = 10) -> str:
-    """List names, the first ones of many."""
-    rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + rest
-
-
-def to_number(text: str | None) -> float:
-    """Convert a label; `UNREADABLE` if it is not a number."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return UNREADABLE
-
-
-def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
-    """Find the file of a split; None if there is none, or if the hub has it."""
-    if task.is_own:
-        is_held_out = split == "validation" and not task.validation
-        file = task.train if is_held_out else getattr(task, split)
-        return None if task.hub or not file else Path(file)
-    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
-    return next((path for path in files if glue_dir and path.is_file()), None)
-
-
 def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     """Read the columns that a task names from the file or data set of a split, as they are.
 
@@ -176,21 +99,14 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     return {name: table[name] for name in (*task.columns, label, *index) if name in table}
 
 
-def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
-    """Select train or validation of the training rows; equal texts stay on one side."""
-    texts = list(zip(*(columns[name] for name in task.columns)))
-    distinct = list(dict.fromkeys(texts))
-    order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
-    count = max(1, round(task.validation_share * len(distinct)))
-    held_out = {distinct[index] for index in order[:count]}
-    if count >= len(distinct):
-        raise InputError(
-            f"train of {task.name} must have several different texts where validation is null, "
-            f"got {len(distinct)}; name a validation file"
-        )
-    kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
-    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
-    return selected | {"label": columns["label"][kept]}
+def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
+    """Find the file of a split; None if there is none, or if the hub has it."""
+    if task.is_own:
+        is_held_out = split == "validation" and not task.validation
+        file = task.train if is_held_out else getattr(task, split)
+        return None if task.hub or not file else Path(file)
+    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
+    return next((path for path in files if glue_dir and path.is_file()), None)
 
 
 def _read_hub(task: Task, split: str) -> dict[str, list]:
@@ -247,6 +163,90 @@ def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
         if len(row) != len(header):
             raise ValueError(f"{len(row)} values for {len(header)} columns in row {number}")
     return dict(zip(header, map(list, zip(*rest)))) if rest else {name: [] for name in header}
+
+
+def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
+    # blank text is allowed where official data have it: in test splits, and in one text of a pair,
+    # as in two training rows of QQP
+    for row, values in enumerate(zip(*texts.values())):
+        is_allowed = is_test or any(str(text).strip() for text in values)
+        for column, text in zip(texts, values):
+            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
+                rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
+                raise InputError(f"{rule}, got {found}; correct the file")
+
+
+def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
+    """Convert labels to int64 class ids or float32 values, [N].
+
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
+    """
+    texts = [format_label(value) for value in values]
+    ids = {label: float(index) for index, label in enumerate(task.labels or ())}
+    if ids.keys() & set(texts):
+        numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])
+    else:
+        numbers = np.array([to_number(text) for text in texts])
+    numbers[[text is None for text in texts]] = MISSING
+    if task.labels is None:
+        lowest, highest = task.value_range or (-math.inf, math.inf)
+        rule = f"must be numbers from {lowest} to {highest}"
+        valid = np.isfinite(numbers)
+    else:
+        lowest, highest = 0, task.num_labels - 1
+        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
+        valid = numbers == np.floor(numbers)
+    valid &= (numbers >= lowest) & (numbers <= highest)
+    if is_test:
+        missing = task.is_missing(numbers)
+        numbers[missing] = task.missing_label
+        valid |= missing
+    if not valid.all():
+        row = int(valid.argmin())
+        raise InputError(
+            f"{task.label_column} of {name} {rule}, got {values[row]!r} in row {row}; "
+            "correct the file or the task's labels"
+        )
+    return numbers.astype(np.float32 if task.is_regression else np.int64)
+
+
+def format_label(value: Any) -> str | None:
+    """Write a label as the name of a class, whole numbers without decimals; None if missing."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return None if is_missing else str(value).strip() or None
+
+
+def to_number(text: str | None) -> float:
+    """Convert a label; `UNREADABLE` if it is not a number."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return UNREADABLE
+
+
+def shorten_list(names: Sequence[str], count: int = 10) -> str:
+    """List names, the first ones of many."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
+    """Select train or validation of the training rows; equal texts stay on one side."""
+    texts = list(zip(*(columns[name] for name in task.columns)))
+    distinct = list(dict.fromkeys(texts))
+    order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
+    count = max(1, round(task.validation_share * len(distinct)))
+    held_out = {distinct[index] for index in order[:count]}
+    if count >= len(distinct):
+        raise InputError(
+            f"train of {task.name} must have several different texts where validation is null, "
+            f"got {len(distinct)}; name a validation file"
+        )
+    kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
+    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
+    return selected | {"label": columns["label"][kept]}
 
 
 @dataclass(frozen=True)
