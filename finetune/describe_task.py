@@ -87,13 +87,14 @@ def find_classes(task: Task) -> tuple[str, ...]:
     Raises:
         InputError: The labels are numbers with decimals.
     """
-    names = [format_label(value) for value in read_rows(task, "train", None)[task.label_column]]
+    source, columns = read_rows(task, "train", None)
+    names = [format_label(value) for value in columns[task.label_column]]
     found = {name: to_number(name) for name in names if name is not None}
     fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
     if fractions:
         raise InputError(
-            f"{task.label_column} of {task.name}/train must be classes, "
-            f"got {shorten_list(fractions, 3)}; give --regression true for numbers"
+            f"{task.label_column} of {source} must be classes, got "
+            f"{shorten_list(fractions, 3)}; give --regression true for numbers"
         )
     are_numbers = all(map(math.isfinite, found.values()))
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))

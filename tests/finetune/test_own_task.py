@@ -137,7 +137,8 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     rows = [{"text": x, "color": y, "meta": z} for x, y, z in zip("ab", labels, (1, {"x": "y"}))]
     Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = Task(name="own", columns=("text",), label_column="color", train="own.jsonl")
-    assert read_rows(task, "train", None) == {"text": ["a", "b"], "color": labels}
+    columns = {"text": ["a", "b"], "color": labels}
+    assert read_rows(task, "train", None) == ("own.jsonl", columns)
 
 
 def test_ids_are_read_where_the_rows_have_no_names():
@@ -165,11 +166,11 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
     ("columns", "changes", "words"),
     [
         ({"body": TEXTS, "color": COLORS}, {}, ["own.csv", "text, color", "got body, color"]),
-        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own/train", "'' in row 0"]),
+        ({**GOOD, "color": ["", *COLORS[1:]]}, {}, ["color of own.csv", "'' in row 0"]),
         ({**GOOD, "color": ["red"] * 12}, {}, ["labels", "two different classes", "got red"]),
         ({**GOOD, "color": [0.5] * 12}, {}, ["color", "got 0.5", "--regression true"]),
-        (GOOD, {"regression": True}, ["color of own/train", "numbers", "'red' in row 0"]),
-        (GOOD, {"labels": ("red", "green")}, ["color of own/train", "red, green", "'blue' in"]),
+        (GOOD, {"regression": True}, ["color of own.csv", "numbers", "'red' in row 0"]),
+        (GOOD, {"labels": ("red", "green")}, ["color of own.csv", "red, green", "'blue' in"]),
         (GOOD, {"labels": ("red", "red")}, ["labels", "different"]),
         (GOOD, {"metrics": ("f1",)}, ["metrics", "macro_f1", "3 classes"]),
         (GOOD, {"metrics": ("rouge",)}, ["metrics", "accuracy", "got rouge"]),
