@@ -71,7 +71,8 @@ def run(
     """
     started = time.perf_counter()
     task = load_task(settings.task)
-    check_save(settings.save, accelerator)
+    if settings.save is not None and accelerator.distributed_type.value == "FSDP":
+        raise InputError("save must be null with sharded weights, got FSDP; launch without FSDP")
     config, tokenizer = load_config_and_tokenizer(settings, task)
     with accelerator.local_main_process_first():  # the others read its cache
         data = load_data(settings, task, tokenizer)
@@ -274,20 +275,6 @@ def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, 
     if task.is_own or glue_dir is None:
         return splits
     return {name: x for name, x in splits.items() if find_split_file(*x, glue_dir)}
-
-
-def check_save(save: str | None, accelerator: Accelerator) -> None:
-    """Check before training that the model can be saved after it.
-
-    Raises:
-        InputError: The folder exists, or the weights are sharded.
-    """
-    if save is None:
-        return
-    if Path(save).exists():
-        raise InputError(f"save must be new, got {save}; delete it or choose another")
-    if accelerator.distributed_type.value == "FSDP":
-        raise InputError("save must be null with sharded weights, got FSDP; launch without FSDP")
 
 
 def write_test_answers(

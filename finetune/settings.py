@@ -123,6 +123,8 @@ class GlueSettings(CommonSettings):
         check_fields(self, lambda x: 0 < x < math.inf, rule, "learning_rate")
         check_seed(self.seed, "seed")
         if self.save is not None:
+            if Path(self.save).exists():
+                raise InputError(f"save must be new, got {self.save}; delete it or choose another")
             check_writable(Path(self.save).parent, "save")
 
     @property
