@@ -30,7 +30,6 @@ from pyarrow import parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from finetune.results import hash_files
 from finetune.tasks import HUB_DATA, Task
 from train.atomic_dir import report_full_disk, write_file_atomically
 from train.data import vocabulary
@@ -45,6 +44,10 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
+ROW = "row {}, counted from 0"
+"""How messages name a row: as predictions and analyses of mistakes number them."""
+UNREADABLE, MISSING = math.inf, math.nan
+"""What stands for a label that is no class and no number, and for none, until they are checked."""
 ROWS_PER_CALL = 1024
 """Rows per call of the tokenizer, whose result takes 240 bytes a token."""
 BUCKET_BATCHES = 32
@@ -57,120 +60,31 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     Raises:
         InputError: The data are missing or do not match the task.
     """
-    table, is_test = read_rows(task, split, glue_dir), split.startswith("test")
+    source, table = read_rows(task, split, glue_dir)
+    is_test = split.startswith("test")
     is_divided = task.is_own and task.validation is None and not is_test
-    name = f"{task.name}/{'train' if is_divided else split}"  # rows are counted in the file
     texts = {column: table[column] for column in task.columns}
-    _check_texts(texts, name, is_test)
+    _check_texts(texts, source, is_test)
     index = [str(format_label(x)) for x in table.get("idx", [])] if is_test else []
     if index != [*map(str, range(len(index)))]:  # as the test server counts
         shown = shorten_list(index)
-        raise InputError(f"idx of {name} must count from 0, got {shown}; sort the rows")
+        raise InputError(f"idx of {source} must count from 0, got {shown}; sort the rows")
     values = table.get(task.label_column, [None] * len(table[task.columns[0]]))
-    columns = {**texts, "label": _convert_labels(values, task, name, is_test)}
+    columns = {**texts, "label": _convert_labels(values, task, source, is_test)}
     return _hold_out(columns, task, split) if is_divided else columns
 
 
-def _check_texts(texts: dict[str, list], name: str, is_test: bool) -> None:
-    # blank text is allowed where official data have it: in test splits, and in one text of a pair,
-    # as in two training rows of QQP
-    for row, values in enumerate(zip(*texts.values())):
-        is_allowed = is_test or any(str(text).strip() for text in values)
-        for column, text in zip(texts, values):
-            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
-                rule, found = f"column {column} of {name} must hold text", f"{text!r} in row {row}"
-                raise InputError(f"{rule}, got {found}; correct the file")
-
-
-def _convert_labels(values: list, task: Task, name: str, is_test: bool) -> NDArray:
-    """Convert labels to int64 class ids or float32 values, [N].
-
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing. Until
-    they are checked, infinity stands for a label that cannot be read and nan for a missing one.
-    """
-    texts = [format_label(value) for value in values]
-    ids = {label: float(index) for index, label in enumerate(task.labels or ())}
-    if ids.keys() & set(texts):
-        numbers = np.array([ids.get(text or "", math.inf) for text in texts])
-    else:
-        numbers = np.array([to_number(text) for text in texts])
-    numbers[[text is None for text in texts]] = math.nan
-    if task.labels is None:
-        lowest, highest = task.value_range or (-math.inf, math.inf)
-        rule = f"must be numbers from {lowest} to {highest}"
-        valid = np.isfinite(numbers)
-    else:
-        lowest, highest = 0, task.num_labels - 1
-        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
-        valid = numbers == np.floor(numbers)
-    valid &= (numbers >= lowest) & (numbers <= highest)
-    if is_test:
-        missing = task.is_missing(numbers)
-        numbers[missing] = task.missing_label
-        valid |= missing
-    if not valid.all():
-        row = int(valid.argmin())
-        raise InputError(
-            f"{task.label_column} of {name} {rule}, got {values[row]!r} in row {row}; "
-            "correct the file or the task's labels"
-        )
-    return numbers.astype(np.float32 if task.is_regression else np.int64)
-
-
-def format_label(value: Any) -> str | None:
-    """Write a label as the name of a class, whole numbers without decimals; None if missing."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return None if is_missing else str(value).strip() or None
-
-
-def shorten_list(names: Sequence[str], count: int = 10) -> str:
-    """List names, the first ones of many."""
-    rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + rest
-
-
-def to_number(text: str | None) -> float:
-    """Convert a label; infinity if it is not a number."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return math.inf
-
-
-def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
-    """Find the file of a split; None if there is none, or if the hub has it."""
-    if task.is_own:
-        is_held_out = split == "validation" and not task.validation
-        file = task.train if is_held_out else getattr(task, split)
-        return None if task.hub or not file else Path(file)
-    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
-    return next((path for path in files if glue_dir and path.is_file()), None)
-
-
-def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
-    """Hash the files of a task's labelled splits; None for GLUE on the hub.
-
-    Of a task of your own the hash covers what decides how its rows are found, read and scored, too.
-    """
-    files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
-    content = hash_files(files)
-    if not task.is_own:
-        return content
-    others = ("name", "title", "test")
-    source = {name: value for name, value in vars(task).items() if name not in others}
-    return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
-
-
-def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
+def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[str, list]]:
     """Read the columns that a task names from the file or data set of a split, as they are.
+
+    Returns:
+        The file, or the data set's name, configuration and split; and the columns.
 
     Raises:
         InputError: The file, the data set or a column is missing.
     """
     if task.hub is not None or (not task.is_own and glue_dir is None):
-        source, table = f"{task.hub or HUB_DATA} {split}", _read_hub(task, split)
+        source, table = _read_hub(task, split)
     else:
         file = find_split_file(task, split, glue_dir)
         if file is None:
@@ -187,41 +101,35 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> dict[str, list]:
     if not table[wanted[0]]:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
     index = ["idx"] if not task.is_own else []
-    return {name: table[name] for name in (*task.columns, label, *index) if name in table}
+    return source, {name: table[name] for name in (*task.columns, label, *index) if name in table}
 
 
-def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
-    """Select train or validation of the training rows; equal texts stay on one side."""
-    texts = list(zip(*(columns[name] for name in task.columns)))
-    distinct = list(dict.fromkeys(texts))
-    order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
-    count = max(1, round(task.validation_share * len(distinct)))
-    held_out = {distinct[index] for index in order[:count]}
-    if count >= len(distinct):
-        raise InputError(
-            f"train of {task.name} must have several different texts where validation is null, "
-            f"got {len(distinct)}; name a validation file"
-        )
-    kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
-    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
-    return selected | {"label": columns["label"][kept]}
+def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
+    """Find the file of a split; None if there is none, or if the hub has it."""
+    if task.is_own:
+        is_held_out = split == "validation" and not task.validation
+        file = task.train if is_held_out else getattr(task, split)
+        return None if task.hub or not file else Path(file)
+    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
+    return next((path for path in files if glue_dir and path.is_file()), None)
 
 
-def _read_hub(task: Task, split: str) -> dict[str, list]:
+def _read_hub(task: Task, split: str) -> tuple[str, dict[str, list]]:
     name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
     part = split if not task.is_own else getattr(task, split) or task.train
+    source = " ".join(filter(None, (name, config, part)))
     try:
         data = datasets.load_dataset(name, config, split=part)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"hub must hold {name}, split {part}, got {first_line(error)}; "
+            f"hub must hold {source}, got {first_line(error)}; "
             "check the names, or name files (glue_dir for GLUE)"
         ) from error
     columns, feature = data.to_dict(), data.features.get(task.label_column)
     if task.hub is not None and isinstance(feature, datasets.ClassLabel):
         names = dict(enumerate(feature.names))  # -1 marks a missing label
         columns[task.label_column] = [names.get(x) for x in columns[task.label_column]]
-    return columns
+    return source, columns
 
 
 def _read_file(file: Path) -> dict[str, list]:
@@ -244,7 +152,7 @@ def _read_jsonl(stream: TextIO) -> dict[str, list]:
     rows = [json.loads(line) for line in stream if line.strip()]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"a {type(row).__name__} instead of an object in row {number}")
+            raise ValueError(f"a {type(row).__name__} instead of an object in {ROW.format(number)}")
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -259,8 +167,93 @@ def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
         raise ValueError(f"two columns {min(twice)}")
     for number, row in enumerate(rest):
         if len(row) != len(header):
-            raise ValueError(f"{len(row)} values for {len(header)} columns in row {number}")
+            found = ROW.format(number)
+            raise ValueError(f"{len(row)} values for {len(header)} columns in {found}")
     return dict(zip(header, map(list, zip(*rest)))) if rest else {name: [] for name in header}
+
+
+def _check_texts(texts: dict[str, list], source: str, is_test: bool) -> None:
+    # blank text is allowed where official data have it: in test splits, and in one text of a pair,
+    # as in two training rows of QQP
+    for row, values in enumerate(zip(*texts.values())):
+        is_allowed = is_test or any(str(text).strip() for text in values)
+        for column, text in zip(texts, values):
+            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
+                rule = f"column {column} of {source} must hold text"
+                raise InputError(f"{rule}, got {text!r} in {ROW.format(row)}; correct the file")
+
+
+def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDArray:
+    """Convert labels to int64 class ids or float32 values, [N].
+
+    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
+    """
+    texts = [format_label(value) for value in values]
+    ids = {label: float(index) for index, label in enumerate(task.labels or ())}
+    if ids.keys() & set(texts):
+        numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])
+    else:
+        numbers = np.array([to_number(text) for text in texts])
+    numbers[[text is None for text in texts]] = MISSING
+    if task.labels is None:
+        lowest, highest = task.value_range or (-math.inf, math.inf)
+        rule = f"must be numbers from {lowest} to {highest}"
+        valid = np.isfinite(numbers)
+    else:
+        lowest, highest = 0, task.num_labels - 1
+        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
+        valid = numbers == np.floor(numbers)
+    valid &= (numbers >= lowest) & (numbers <= highest)
+    if is_test:
+        missing = task.is_missing(numbers)
+        numbers[missing] = task.missing_label
+        valid |= missing
+    if not valid.all():
+        row = int(valid.argmin())
+        raise InputError(
+            f"{task.label_column} of {source} {rule}, got {values[row]!r} in {ROW.format(row)}; "
+            "correct the file or the task's labels"
+        )
+    return numbers.astype(np.float32 if task.is_regression else np.int64)
+
+
+def format_label(value: Any) -> str | None:
+    """Write a label as the name of a class, whole numbers without decimals; None if missing."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return None if is_missing else str(value).strip() or None
+
+
+def to_number(text: str | None) -> float:
+    """Convert a label; `UNREADABLE` if it is not a number."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return UNREADABLE
+
+
+def shorten_list(names: Sequence[str], count: int = 10) -> str:
+    """List names, the first ones of many."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def _hold_out(columns: Columns, task: Task, split: str) -> Columns:
+    """Select train or validation of the training rows; equal texts stay on one side."""
+    texts = list(zip(*(columns[name] for name in task.columns)))
+    distinct = list(dict.fromkeys(texts))
+    order = permute(np.arange(len(distinct)), len(distinct), task.split_seed)
+    count = max(1, round(task.validation_share * len(distinct)))
+    held_out = {distinct[index] for index in order[:count]}
+    if count >= len(distinct):
+        raise InputError(
+            f"train of {task.name} must have several different texts where validation is null, "
+            f"got {len(distinct)}; name a validation file"
+        )
+    kept = [row for row, x in enumerate(texts) if (x in held_out) == (split == "validation")]
+    selected: Columns = {name: [columns[name][row] for row in kept] for name in task.columns}
+    return selected | {"label": columns["label"][kept]}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from finetune.data import (
     shorten_list,
     to_number,
 )
-from finetune.tasks import Task, TaskSettings, own_task
+from finetune.tasks import Task, TaskDescription, task_from_fields
 from train.atomic_dir import check_writable
 from train.command_line import run_command
 from train.settings import InputError
@@ -33,7 +33,7 @@ HEADER = "# written by finetune/describe_task.py\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribeSettings(TaskSettings):
+class DescribeSettings(TaskDescription):
     """Write the YAML file of a task, with the classes that the training rows have."""
 
     regression: bool = False
@@ -63,8 +63,8 @@ def main(settings: DescribeSettings) -> None:
     if labels is None and not settings.regression:
         # two classes stand in until they are found; metrics are checked with the real ones
         stand_in = {"labels": ("0", "1"), "metrics": (), "headline": ""}
-        labels = find_classes(own_task(values | stand_in, settings.output))
-    task = own_task(values | {"labels": labels}, settings.output)
+        labels = find_classes(task_from_fields(values | stand_in, settings.output))
+    task = task_from_fields(values | {"labels": labels}, settings.output)
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
     Path(settings.output).write_text(HEADER + text, encoding="utf-8")
@@ -87,20 +87,16 @@ def find_classes(task: Task) -> tuple[str, ...]:
     Raises:
         InputError: The labels are numbers with decimals.
     """
-    names = [format_label(value) for value in read_rows(task, "train", None)[task.label_column]]
+    source, columns = read_rows(task, "train", None)
+    names = [format_label(value) for value in columns[task.label_column]]
     found = {name: to_number(name) for name in names if name is not None}
     fractions = sorted(name for name, x in found.items() if math.isfinite(x) and x % 1)
     if fractions:
         raise InputError(
-            f"{task.label_column} of {task.name}/train must be classes, "
-            f"got {shorten_list(fractions, 3)}; give --regression true for numbers"
+            f"{task.label_column} of {source} must be classes, got "
+            f"{shorten_list(fractions, 3)}; give --regression true for numbers"
         )
     are_numbers = all(map(math.isfinite, found.values()))
-    if are_numbers and len(set(found.values())) < len(found):
-        raise InputError(
-            f"{task.label_column} of {task.name}/train must write each number in one way, "
-            f"got {shorten_list(sorted(found))}; correct the file"
-        )
     return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
 
 

@@ -59,26 +59,20 @@ class DivergedError(ArithmeticError):
 
 
 def run(
-    settings: GlueSettings, accelerator: Accelerator | None = None, worker: int | None = None
+    settings: GlueSettings, accelerator: Accelerator, bar_line: int = 0, quiet: bool = False
 ) -> Result:
     """Fine-tune, score, write the predictions, append the result; no scores if the run diverged.
 
-    `worker` is the number of a grid's worker: the progress bar is as many lines below the cursor,
-    and nothing else is printed, as the grid prints the results. None is a run outside a grid.
+    `bar_line` counts the lines from the cursor down to the progress bar. `quiet` prints nothing
+    beside it: a grid prints the results itself.
 
     Raises:
         InputError: Settings, model and data do not fit together.
     """
     started = time.perf_counter()
     task = load_task(settings.task)
-    accelerator = accelerator or start_accelerator()
-    if settings.save is not None:
-        if Path(settings.save).exists():
-            raise InputError(f"save must be new, got {settings.save}; delete it or choose another")
-        if accelerator.distributed_type.value == "FSDP":
-            raise InputError(
-                "save must be null with sharded weights, got FSDP; launch without FSDP"
-            )
+    if settings.save is not None and accelerator.distributed_type.value == "FSDP":
+        raise InputError("save must be null with sharded weights, got FSDP; launch without FSDP")
     config, tokenizer = load_config_and_tokenizer(settings, task)
     with accelerator.local_main_process_first():  # the others read its cache
         data = load_data(settings, task, tokenizer)
@@ -87,12 +81,12 @@ def run(
     labels = {split: examples.labels for split, examples in data.items()}
     result = run_fields(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
-    if worker is None:
+    if not quiet:
         for line in truncation_lines(result):
             accelerator.print(line)
     logits: Logits = {}
     try:
-        losses, logits = fine_tune(settings, model, data, accelerator, worker or 0)
+        losses, logits = fine_tune(settings, model, data, accelerator, bar_line)
         result |= {"status": "done"} | score_fields(task, logits, labels)
         result |= {"loss": losses[-1], "losses": losses}
     except DivergedError as error:
@@ -100,23 +94,21 @@ def run(
     result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     result["seconds"] = round(time.perf_counter() - started, 2)
     if accelerator.is_main_process:
-        if task.is_own and "test" in logits:
-            rows = read_split_columns(task, "test", None)
-            file = prediction_file(settings.output, result, "test").with_suffix(".csv")
-            texts = {name: rows[name] for name in task.columns}
-            write_answers(file, texts, task.labels, logits["test"])
+        answers = write_test_answers(settings, task, result, logits)
         write_result(settings.output, result, labels, logits)
         if settings.save is not None and logits:
             save_with_card(settings.save, model, tokenizer, result)
+        if not quiet:
+            print(format_result(result))
+            if answers is not None:
+                print(f"test rows with predictions: {answers}")
     return result
 
 
 def fine_tune(
-    settings: GlueSettings, model: nn.Module, data: Data, accelerator: Accelerator, worker: int = 0
+    settings: GlueSettings, model: nn.Module, data: Data, accelerator: Accelerator, bar_line: int
 ) -> tuple[list[float], Logits]:
-    """Train the model in place, then predict every split but train.
-
-    The progress bar of a grid's worker is `worker` lines below the cursor.
+    """Train the model in place, then predict every split but train; `bar_line` is that of `run`.
 
     Returns:
         Mean training loss of each epoch, and the logits of every split but train.
@@ -137,7 +129,7 @@ def fine_tune(
     suffix = ", random weights" if settings.random_weights else ""
     title = f"{settings.task} seed {settings.seed} {settings.model}{suffix}"
     disable = True if rank else None  # None: where the output is a terminal
-    bar = tqdm(desc=title, total=total_steps, position=worker, leave=False, disable=disable)
+    bar = tqdm(desc=title, total=total_steps, position=bar_line, leave=False, disable=disable)
     step, losses = 0, []
     for epoch in range(settings.epochs):
         epoch_loss = torch.zeros((), device=accelerator.device)
@@ -259,14 +251,15 @@ def check_finite(values: Tensor | NDArray, name: str) -> None:
 
 def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     """Load train, the validation splits and, with `settings.test`, the test splits."""
+    # of the run's own task, except that the test split of AX is predicted after MNLI
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
         splits |= find_test_splits(task, settings.glue_dir)
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}
-    for name, (source, split) in splits.items():
-        columns = read_split_columns(source, split, settings.glue_dir)
-        data[name] = make_examples(source, columns, *options)
+    for name, (owner, split) in splits.items():
+        columns = read_split_columns(owner, split, settings.glue_dir)
+        data[name] = make_examples(owner, columns, *options)
     return data
 
 
@@ -282,6 +275,23 @@ def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, 
     if task.is_own or glue_dir is None:
         return splits
     return {name: x for name, x in splits.items() if find_split_file(*x, glue_dir)}
+
+
+def write_test_answers(
+    settings: GlueSettings, task: Task, result: Result, logits: Logits
+) -> Path | None:
+    """Write test.csv: the test rows of your own task, read again for their texts, with predictions.
+
+    Returns:
+        The file; None if there is nothing to write.
+    """
+    if not task.is_own or "test" not in logits:
+        return None
+    rows = read_split_columns(task, "test", None)
+    texts = {name: rows[name] for name in task.columns}
+    file = prediction_file(settings.output, result, "test").with_suffix(".csv")
+    write_answers(file, texts, task.labels, logits["test"])
+    return file
 
 
 @torch.no_grad()
@@ -311,13 +321,9 @@ def check_forward(model: nn.Module, data: Data, task: Task) -> None:
 
 
 def main(settings: GlueSettings) -> None:
-    """Run, print the outcome in one line, and exit with code 1 if the run diverged."""
+    """Run, and exit with code 1 if the run diverged."""
     accelerator = start_accelerator()
     result = run(settings, accelerator)
-    accelerator.print(format_result(result))
-    answers = prediction_file(settings.output, result, "test").with_suffix(".csv")
-    if answers.exists():
-        accelerator.print(f"test rows with predictions: {answers}")
     accelerator.end_training()
     if result["status"] != "done":
         sys.exit(1)

@@ -30,12 +30,12 @@ from filelock import Timeout
 from finetune import glue
 from finetune.models import load_config_and_tokenizer, load_model
 from finetune.results import (
+    RUN_KEY,
     Result,
     append_result,
     inputs_differ,
     prediction_file,
     read_finished,
-    run_key,
     run_lock,
 )
 from finetune.run_info import format_result, hash_inputs, rerun_command, run_title
@@ -102,12 +102,12 @@ def list_runs(settings: GridSettings) -> list[GlueSettings]:
     ):
         values = {**common, "learning_rate": rate, "model": model, "seed": seed}
         runs.append(GlueSettings(**values, task=task, random_weights=random))
-    return list({run_key(asdict(run)): run for run in runs}.values())
+    return list({run.key: run for run in runs}.values())
 
 
 def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
     """Whether a run has its result, for its current inputs, and test predictions if asked for."""
-    result = finished.get(run_key(asdict(run)))
+    result = finished.get(run.key)
     if result is None or has_changed(run, finished):
         return False
     if result["status"] == "diverged":
@@ -118,14 +118,14 @@ def is_finished(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
 
 def has_changed(run: GlueSettings, finished: dict[tuple, Result]) -> bool:
     """Whether weights, tokenizer or data of a finished run have changed since."""
-    return inputs_differ(hash_inputs(run), finished.get(run_key(asdict(run)), {}))
+    return inputs_differ(hash_inputs(run), finished.get(run.key, {}))
 
 
 def check_precision(runs: list[GlueSettings], finished: dict[tuple, Result]) -> None:
     """Refuse to continue these runs in another precision, which would mix precisions in a cell."""
     precision = launch_precision()
     for run in runs:
-        earlier = finished.get(run_key(asdict(run)), {}).get("precision", precision)
+        earlier = finished.get(run.key, {}).get("precision", precision)
         if earlier != precision:
             raise InputError(
                 f"launch must have the mixed precision {earlier} of the runs in {run.output}, "
@@ -224,7 +224,7 @@ def make_run(run: GlueSettings, worker: int) -> Result | None:
             return None
         accelerator = start_accelerator()  # one per run: with fp16 it holds the loss scale
         try:
-            return glue.run(run, accelerator, worker)
+            return glue.run(run, accelerator, bar_line=worker, quiet=True)
         finally:
             accelerator.free_memory()
 
@@ -239,7 +239,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
         message = "its process died, which a kill or a lack of memory can cause"
     values = asdict(run)
     result = {
-        **values,
+        **{name: values[name] for name in RUN_KEY},
         **description_field(load_task(run.task)),
         **hash_inputs(run),
         "status": "failed",

@@ -22,6 +22,7 @@ from finetune.data import check_tokenizer
 from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHead, SharedHeadClassifier
 from finetune.tasks import Task, load_task
+from roformer.kernels.attention import OWN_IMPLEMENTATIONS
 from train.loop.language_model import input_errors
 from train.settings import InputError
 
@@ -65,6 +66,12 @@ def load_model(settings: GlueSettings, config: Any) -> nn.Module:
         InputError: The folder lacks weights of the encoder or has those of another architecture,
             or the model has no such head or attention kernel.
     """
+    is_ours = isinstance(config, roformer.RoFormerConfig)
+    if settings.attention in OWN_IMPLEMENTATIONS and not is_ours:
+        raise InputError(  # transformers would compute sdpa
+            "attention must be transformers' for a model that is no RoFormer, got "
+            f"{settings.attention}; take sdpa or eager, or leave it out"
+        )
     torch.manual_seed(settings.seed)
     if settings.pooling == "own":
         return load_weights(AutoModelForSequenceClassification, settings, config)

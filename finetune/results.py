@@ -23,13 +23,13 @@ A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Eve
     description                         of a task of your own: its fields, as in its YAML file
     status                              done, diverged or failed
     error                               why it diverged or failed
-    settings                            all settings; if it failed they are fields of the line, too
+    settings                            all settings
     command                             the shell command that repeats the run
 
 and, unless it failed,
 
-    label, official, rows               name of the task in tables; whether the rows are GLUE's;
-                                        split -> number of rows
+    dataset, official, rows             name of the task with its rows: mnli, or mnli (9k); whether
+                                        the rows are GLUE's; split -> number of rows
     model_type, parameters              the model's type in transformers, and its size
     truncation                          split -> shares of texts and tokens that are cut off
     headline_metric                     the metric that tables show
@@ -47,12 +47,11 @@ Simple features lack config, tokenizer_files, settings, parameters, truncation, 
 for versions, how they were computed.
 """
 
-import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,6 @@ RUN_KEY = (
 )  # fmt: skip
 """Fields that identify a run: runs that agree on all of them are the same run."""
 
-TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "*.model", "added_tokens.json", "special_tokens_map.json",
-)  # fmt: skip
-"""Patterns of the files from which transformers' tokenizers are loaded."""
-
 SIMPLE_FEATURES = "simple-features"
 """`model` of the results of `finetune.simple_features`."""
 
@@ -107,38 +101,6 @@ def run_name(values: Mapping[str, Any]) -> str:
     """Name the folder of a run's predictions: readable, and unique to its key."""
     digest = hashlib.sha256(json.dumps(run_key(values)).encode()).hexdigest()[:10]
     return f"{Path(values['task']).stem}-{model_name(values['model'])}-{digest}"
-
-
-def hash_weights(model: str, random: bool = False) -> str | None:
-    """Hash the weights in a local folder; None for a hub id and for a folder without weights.
-
-    Random weights are identified by the configuration they are drawn from.
-    """
-    patterns = ("config.json",) if random else ("*.safetensors", "*.bin")
-    found = (sorted(Path(model).glob(pattern)) for pattern in patterns)
-    return hash_files(next(filter(None, found), []))
-
-
-def hash_tokenizer(tokenizer: str) -> str | None:
-    """Hash the files of a tokenizer in a local folder; None for a hub id."""
-    folder = Path(tokenizer)
-    return hash_files(sorted({x for pattern in TOKENIZER_FILES for x in folder.glob(pattern)}))
-
-
-def hash_files(files: Iterable[Path | None]) -> str | None:
-    """Hash the contents of the files that exist to 16 hexadecimal digits; None if none does."""
-    found = [file for file in files if file is not None and file.is_file()]
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in found]
-    return _hash_contents(tuple(stats)) if found else None
-
-
-@functools.cache  # one reading serves all runs of a process, until size or time of change differ
-def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for name, *_ in files:
-        with open(name, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def inputs_differ(hashes: Mapping[str, Any], result: Result) -> bool:

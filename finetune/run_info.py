@@ -1,8 +1,10 @@
-"""What a result says of a run beside its scores, and how to repeat the run."""
+"""What a result says of a run beside its scores: settings, hashes of what it read, its command."""
 
 import dataclasses
+import functools
+import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,17 @@ import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from finetune.data import find_split_file, hash_task_files
+from finetune.data import find_split_file
 from finetune.metrics import headline_score, score_majority
-from finetune.results import RUN_KEY, Result, hash_files, hash_tokenizer, hash_weights
+from finetune.results import RUN_KEY, Result
 from finetune.settings import GlueSettings
 from finetune.tasks import Task, description_field, load_task
 from train.loop.launch import git_commit
+
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
+"""Patterns of the files from which transformers' tokenizers are loaded."""
 
 
 def run_fields(
@@ -57,7 +64,7 @@ def data_fields(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
     majority = score_majority(task, labels["train"], validation)
     return {
         **description_field(task),
-        "label": task.result_label(rows),
+        "dataset": task.dataset_name(rows),
         "official": task.is_official(rows),
         "rows": rows,
         "headline_metric": task.headline,
@@ -81,6 +88,52 @@ def hash_data(task: Task, glue_dir: str | None, test: bool) -> dict[str, str | N
     has_test = test and task.test is not None
     test_files = [find_split_file(task, "test", None)] if has_test else []
     return {"data": hash_task_files(task, glue_dir), "test_data": hash_files(test_files)}
+
+
+def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
+    """Hash the files of a task's labelled splits; None for GLUE on the hub.
+
+    Of a task of your own the hash covers what decides how its rows are found, read and scored, too.
+    """
+    files = [find_split_file(task, x, glue_dir) for x in ("train", *task.validation_splits)]
+    content = hash_files(files)
+    if not task.is_own:
+        return content
+    others = ("name", "title", "test")
+    source = {name: value for name, value in vars(task).items() if name not in others}
+    return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
+
+
+def hash_weights(model: str, random: bool = False) -> str | None:
+    """Hash the weights in a local folder; None for a hub id and for a folder without weights.
+
+    Random weights are identified by the configuration they are drawn from.
+    """
+    patterns = ("config.json",) if random else ("*.safetensors", "*.bin")
+    found = (sorted(Path(model).glob(pattern)) for pattern in patterns)
+    return hash_files(next(filter(None, found), []))
+
+
+def hash_tokenizer(tokenizer: str) -> str | None:
+    """Hash the files of a tokenizer in a local folder; None for a hub id."""
+    folder = Path(tokenizer)
+    return hash_files(sorted({x for pattern in TOKENIZER_FILES for x in folder.glob(pattern)}))
+
+
+def hash_files(files: Iterable[Path | None]) -> str | None:
+    """Hash the contents of the files that exist to 16 hexadecimal digits; None if none does."""
+    found = [file for file in files if file is not None and file.is_file()]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in found]
+    return _hash_contents(tuple(stats)) if found else None
+
+
+@functools.cache  # one reading serves all runs of a process, until size or time of change differ
+def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for name, *_ in files:
+        with open(name, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:

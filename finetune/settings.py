@@ -10,6 +10,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
+from finetune.results import run_key
 from finetune.tasks import load_task
 from train.atomic_dir import check_writable
 from train.settings import SCHEDULES, InputError, check_fields, check_seed
@@ -62,8 +63,9 @@ class CommonSettings:
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     pooling: str = "own"
-    """own: each model's own head, as in `AutoModelForSequenceClassification`. first or mean: the
-    shared head (`finetune.shared_head`) on the first token or the mean of the tokens."""
+    """Head: own is that of the model's class, as in `AutoModelForSequenceClassification`; first or
+    mean is the shared head (`finetune.shared_head`) on the first token or the mean of the tokens.
+    """
     pair_encoding: str = "joint"
     """joint: two texts are one input; separate: each is encoded alone, for the shared head."""
     attention: str | None = None
@@ -121,7 +123,14 @@ class GlueSettings(CommonSettings):
         check_fields(self, lambda x: 0 < x < math.inf, rule, "learning_rate")
         check_seed(self.seed, "seed")
         if self.save is not None:
+            if Path(self.save).exists():
+                raise InputError(f"save must be new, got {self.save}; delete it or choose another")
             check_writable(Path(self.save).parent, "save")
+
+    @property
+    def key(self) -> tuple:
+        """What identifies the run: runs whose keys are equal are the same run."""
+        return run_key(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ RESERVED_COLUMNS = {"error", "label", "prediction", "probability", "row"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSettings:
+class TaskDescription:
     """A task as a YAML file describes it."""
 
     name: str = ""
@@ -75,8 +75,8 @@ class TaskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(TaskSettings):
-    """A task, a row of `TASKS` or a YAML file: `TaskSettings` checked, with defaults filled in."""
+class Task(TaskDescription):
+    """A task, of `TASKS` or of a YAML file: its description checked, with defaults filled in."""
 
     def __post_init__(self) -> None:
         metrics = tuple(self.metrics or self.default_metrics)
@@ -188,8 +188,8 @@ class Task(TaskSettings):
         """Whether this is a GLUE task and each split in `rows` has its official number of rows."""
         return self.is_glue and all(self.splits[split] == count for split, count in rows.items())
 
-    def result_label(self, rows: Mapping[str, int]) -> str:
-        """Name a result by its data: `mnli`, or `mnli (9k)` when rows are missing."""
+    def dataset_name(self, rows: Mapping[str, int]) -> str:
+        """Name the task with its rows: `mnli`, or `mnli (9k)` when rows are missing."""
         if not self.is_glue or self.is_official(rows):
             return self.name
         train = rows["train"]
@@ -217,7 +217,7 @@ OFFICIAL_ROWS: dict[str, dict[str, int | None]] = {
 """GLUE's tasks: split -> number of rows."""
 
 
-def _task(
+def _row(
     name: str,
     title: str,
     columns: tuple[str, ...],
@@ -233,20 +233,20 @@ _NLI = ("premise", "hypothesis")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _ROWS = (
-    _task("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
-    _task("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
-    _task("mrpc", "MRPC", _SENTENCES, ("not_equivalent", "equivalent"), "f1", "accuracy"),
-    _task("stsb", "STS-B", _SENTENCES, None, "pearson", "spearman", headline="spearman",
+    _row("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
+    _row("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
+    _row("mrpc", "MRPC", _SENTENCES, ("not_equivalent", "equivalent"), "f1", "accuracy"),
+    _row("stsb", "STS-B", _SENTENCES, None, "pearson", "spearman", headline="spearman",
          value_range=(0, 5)),
-    _task("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
+    _row("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
          "f1", "accuracy"),
-    _task("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
-    _task("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
-    _task("rte", "RTE", _SENTENCES, ("entailment", "not_entailment"), "accuracy"),
-    _task("wnli", "WNLI", _SENTENCES, ("not_entailment", "entailment"), "accuracy"),
+    _row("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
+    _row("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    _row("rte", "RTE", _SENTENCES, ("entailment", "not_entailment"), "accuracy"),
+    _row("wnli", "WNLI", _SENTENCES, ("not_entailment", "entailment"), "accuracy"),
     # the diagnostic set, predicted by models fine-tuned on mnli
-    _task("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
-    _task("demo-order", "", ("sentence",), ("natural", "reversed"), "accuracy"),
+    _row("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
+    _row("demo-order", "", ("sentence",), ("natural", "reversed"), "accuracy"),
 )  # fmt: skip
 
 TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
@@ -273,10 +273,10 @@ def load_task(name: str) -> Task:
 
 @functools.cache  # until the file changes; a grid asks for each run
 def _read_task(file: str, modified: int) -> Task:
-    return own_task(vars(parse_settings(TaskSettings, ["--config", file])), file)
+    return task_from_fields(vars(parse_settings(TaskDescription, ["--config", file])), file)
 
 
-def own_task(values: Mapping[str, Any], file: str) -> Task:
+def task_from_fields(values: Mapping[str, Any], file: str) -> Task:
     """Make a task from the fields of a YAML file, whose name is the default of `name`.
 
     Raises:

@@ -99,8 +99,8 @@ def finetuned_card_data(result: Result) -> ModelCardData:
         eval_results=[
             EvalResult(
                 task_type="text-classification",
-                dataset_type=HUB_DATA if official else result["label"],
-                dataset_name=f"glue/{result['task']}" if official else result["label"],
+                dataset_type=HUB_DATA if official else result["dataset"],
+                dataset_name=f"glue/{result['task']}" if official else result["dataset"],
                 dataset_config=result["task"] if official else None,
                 dataset_split=split,
                 metric_type=METRIC_NAMES[name][0],

@@ -21,13 +21,13 @@ import pandas as pd
 from finetune.results import (
     SIMPLE_FEATURES,
     Result,
-    hash_weights,
     inputs_differ,
     prediction_file,
     read_predictions,
     read_results,
     run_name,
 )
+from finetune.run_info import hash_weights
 from finetune.settings import normalize_paths
 from finetune.tasks import TASKS
 from train.atomic_dir import check_writable, report_full_disk, write_file_atomically

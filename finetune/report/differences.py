@@ -90,7 +90,7 @@ def pair_differences(
     counts = [len(runs[["model", "tokenizer"]].drop_duplicates()) for runs in both]
     seeds = both[0]["pretraining_seed"].unique().tolist() if _are_seeds(both, counts) else []
     title = f" {MINUS} ".join(names)
-    if group.runs.loc[group.runs["kind"] == "model", "model"].nunique() == 1:
+    if group.rows.loc[group.rows["kind"] == "model", "model"].nunique() == 1:
         return [], "One model, no comparison; its controls: --controls true of finetune.grid."
     if not seeds and counts != [1, 1]:
         there = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
@@ -124,7 +124,7 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         if either has a single seed), absent (what is missing to judge the gain) and helped: nothing
         is, and the gain exceeds the spread.
     """
-    runs = group.runs.fillna({"parameters": 0})  # of runs that failed early
+    runs = group.rows.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "helped"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
     same += ["control_inputs_text", "rate_text", "protocol_text"]  # conditions but for the weights
@@ -178,7 +178,7 @@ def _runs_of_both(
     group: TaskGroup, pair: Sequence[str] | None
 ) -> tuple[list[str], tuple[pd.DataFrame, pd.DataFrame]]:
     """Names and pretrained runs of the two models, or of all RoFormers and all BERTs."""
-    runs = group.runs[group.runs["kind"] == "model"]
+    runs = group.rows[group.rows["kind"] == "model"]
     if pair is None:
         first, second = (runs[runs["model_type"].isin(types)] for types in MODEL_TYPES.values())
         return list(MODEL_TYPES), (first, second)

@@ -6,8 +6,8 @@ missing and the demo tasks are never in one table.
 
 A `dataset` is a task with its rows, by name: `mnli`, or `mnli (9k)` where rows are missing.
 
-`TaskGroup.runs` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
-fields of the result of which some results lack some (`label` as `dataset`), and
+`TaskGroup.rows` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
+fields of the result of which some results lack some, and
 
     result            the run's
     run_id            last ten characters of the run's name
@@ -58,7 +58,7 @@ GROUPS = {
 GLUE_TASKS = {name for name, task in TASKS.items() if task.is_glue and "train" in task.splits}
 BEST_OF = "best of {} rates by the reported split (the paper's selection)"
 RECORDED_COLUMNS = [
-    *RUN_KEY, "label", "model_type", "status", "collapsed", "parameters", "weights", "config",
+    *RUN_KEY, "dataset", "model_type", "status", "collapsed", "parameters", "weights", "config",
     "tokenizer_files", "data", "precision",
 ]  # fmt: skip
 """Fields of a result that are columns of a group's runs."""
@@ -79,26 +79,27 @@ class TaskGroup:
     Attributes:
         name: Key of `GROUPS`.
         titles: Dataset -> title of its column.
-        runs: One row for each run of each configuration, configurations in the order of the table;
-            the module's docstring lists the columns. The rows of best rates and of the majority
-            class repeat runs.
+        rows: One for each run of each configuration, configurations in the order of the table; the
+            module's docstring lists the columns. The best of several rates and the majority class
+            are configurations, too. Never count `rows`: use `fine_tuned()` or `recorded()`, in
+            which no run stands twice.
     """
 
     name: str
     titles: dict[str, str]
-    runs: pd.DataFrame
+    rows: pd.DataFrame
 
     def cells(self) -> dict[tuple[str, str], pd.DataFrame]:
         """Configuration and dataset -> runs, for every cell that has runs."""
-        return dict(iter(self.runs.groupby(["configuration", "dataset"], sort=False)))
+        return dict(iter(self.rows.groupby(["configuration", "dataset"], sort=False)))
 
     def fine_tuned(self) -> pd.DataFrame:
         """The runs of networks, each once."""
-        return self.runs[self.runs["kind"].isin(["model", "random"]) & (self.runs["best_of"] == "")]
+        return self.rows[self.rows["kind"].isin(["model", "random"]) & (self.rows["best_of"] == "")]
 
     def recorded(self) -> pd.DataFrame:
         """The runs that have a result, each once."""
-        return self.runs[(self.runs["kind"] != "majority") & (self.runs["best_of"] == "")]
+        return self.rows[(self.rows["kind"] != "majority") & (self.rows["best_of"] == "")]
 
     def average_name(self, datasets: Iterable[str]) -> str:
         """Name of the mean over these tasks; only all nine official ones make the GLUE average."""
@@ -165,7 +166,6 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     # None where a field is missing: of a column without values pandas would make a float column,
     # which refuses text later
     runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
-    runs = runs.rename(columns={"label": "dataset"})  # not the label of an example
     runs["result"] = results
     runs = runs.join(_scores(runs["result"], "metrics"))
     runs["run_id"] = [run_name(result)[-10:] for result in results]

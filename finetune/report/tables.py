@@ -127,7 +127,7 @@ def score_table(group: TaskGroup) -> Table:
     """Mean and spread over seeds of every configuration on every task, and the average."""
     frame = _by_task(group, [(*key, score_text(runs)) for key, runs in group.cells().items()])
     if len(group.titles) > 1:
-        rows = group.runs.groupby("configuration", sort=False)
+        rows = group.rows.groupby("configuration", sort=False)
         averages = [average_text(runs, list(group.titles)) for _, runs in rows]
         frame[group.average_name(group.titles)] = averages
     return Table(f"{GROUPS[group.name]}: scores", frame)
@@ -206,7 +206,7 @@ def problem_table(group: TaskGroup) -> Table:
 def paper_table(group: TaskGroup) -> Table:
     """The paper's GLUE scores above those of our pretrained models, each with its split."""
     rows: list[Sequence[str]] = [(name, *values) for name, values in PAPER.items()]
-    models = group.runs[(group.runs["kind"] == "model") & group.runs["task"].isin(PAPER_TASKS)]
+    models = group.rows[(group.rows["kind"] == "model") & group.rows["task"].isin(PAPER_TASKS)]
     for configuration, runs in models.groupby("configuration", sort=False):
         scores = {dataset: score_text(cell) for dataset, cell in runs.groupby("dataset")}
         texts = [scores.get(dataset, DASH) for dataset in PAPER_TASKS]

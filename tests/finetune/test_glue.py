@@ -32,6 +32,7 @@ from launched_runs import NO_DROPOUT, TORCHRUN
 from tiny import command, refused
 from tiny_glue import (
     PAIR,
+    glue_run,
     load_examples,
     predictions_of,
     run_settings,
@@ -48,7 +49,7 @@ def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
     for tokens in (16384, 40, 1):
         # clipped gradients would be alike whatever the loss is divided by
         run = run_settings(folder, "stsb", epochs=2, clip_norm=1e9, micro_batch_tokens=tokens)
-        logits.append(predictions_of(run, glue.run(run))[1])
+        logits.append(predictions_of(run, glue_run(run))[1])
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-5)
     np.testing.assert_allclose(logits[2], logits[0], atol=2e-5)
 
@@ -58,7 +59,7 @@ def test_a_lack_of_memory_is_one_line_before_the_first_step(folder, monkeypatch)
     monkeypatch.setattr(head, "forward", lambda *args, **inputs: torch.empty(2**60))
     monkeypatch.setattr(glue, "check_forward", lambda *args: None)
     monkeypatch.setattr(glue, "set_learning_rate", None)  # a step would call it
-    refused(lambda: glue.run(run_settings(folder)), "micro_batch_tokens")
+    refused(lambda: glue_run(run_settings(folder)), "micro_batch_tokens")
 
 
 def test_no_more_memory_is_tried_than_a_step_needs(folder, monkeypatch):
@@ -73,11 +74,11 @@ def test_a_run_says_how_much_its_length_cuts_off(folder, capsys):
     texts = ["good film", "good " * 20, "bad day", "bad " * 30]  # and [CLS], [SEP]
     for split in ("train", "validation"):
         write_split(folder / "glue", "sst2", split, {"sentence": texts, "label": [1, 1, 0, 0]})
-    line = glue.run(run_settings(folder, length=12))
+    line = glue_run(run_settings(folder, length=12))
     cut = {"texts": 0.5, "tokens": round((22 - 12 + 32 - 12) / (4 + 22 + 4 + 32), 4)}
     assert line["truncation"] == {"train": cut, "validation": cut}
     assert "train: 50.0% of the texts are longer than 12 tokens" in capsys.readouterr().out
-    assert glue.run(run_settings(folder))["truncation"]["train"]["tokens"] == 0
+    assert glue_run(run_settings(folder))["truncation"]["train"]["tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     protocol = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     protocol["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
     asked = run_settings(folder, task, batch_size=20, **protocol)  # the last batches are smaller
-    result = glue.run(asked)
+    result = glue_run(asked)
     labels, ours = predictions_of(asked, result)
     # our score follows from the saved predictions and the labels of the data's file
     file = parquet.read_table(folder / f"glue/{task}/validation.parquet")
@@ -133,11 +134,12 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
 
 def test_a_line_says_all_that_made_it(folder):
     asked = run_settings(folder, "mnli", seed=2)
-    result = glue.run(asked)
+    result = glue_run(asked)
     (line,) = read_results(asked.output)
     assert line == json.loads(json.dumps(result))
     assert all(line[name] == getattr(asked, name) for name in RUN_KEY)
-    assert (line["label"], line["official"], line["model_type"]) == ("mnli (9)", False, "roformer")
+    assert (line["dataset"], line["official"]) == ("mnli (9)", False)
+    assert line["model_type"] == "roformer"
     assert list(line["metrics"]) == ["validation_matched", "validation_mismatched"]
     assert line["majority"] == pytest.approx(2 / 3)
     assert line["rows"] == dict.fromkeys(("train", *line["metrics"]), 9)
@@ -156,7 +158,7 @@ def test_a_diverged_run_is_kept_and_the_control_never_sees_its_weights(folder):
     assert ended.value.code == 1
     (line,) = read_results(asked.output)
     assert (line["status"], line["headline"]) == ("diverged", None)
-    assert glue.run(replace(asked, random_weights=True))["status"] == "done"
+    assert glue_run(replace(asked, random_weights=True))["status"] == "done"
 
 
 @pytest.mark.parametrize(("first", "status"), [(True, "done"), (False, "diverged")])
@@ -216,7 +218,7 @@ def test_a_run_that_cannot_be_made_is_one_line_and_leaves_nothing(
     if damaged:
         (folder / "model" / damaged).write_text("{}")
     monkeypatch.chdir(folder)
-    refused(lambda: glue.run(run_settings(folder, **changes)), rule)
+    refused(lambda: glue_run(run_settings(folder, **changes)), rule)
     assert not (folder / "results.jsonl").exists()
 
 
@@ -224,7 +226,7 @@ def test_two_processes_score_each_example_once_and_match_one(folder):
     """41 training and 19 validation rows: the last batches leave one process without a row."""
     tiny_model(folder / "model", "roformer", **NO_DROPOUT)
     asked = run_settings(folder, "stsb", epochs=2, batch_size=8, learning_rate=1e-3)
-    one = glue.run(asked)
+    one = glue_run(asked)
     flags = [f"--{k}={v}" for k, v in vars(asked).items() if v is not None and v is not False]
     command(*TORCHRUN, "finetune/glue.py", *flags, ACCELERATE_USE_CPU="true")
     two = read_results(asked.output)[-1]
@@ -244,10 +246,10 @@ def test_a_tiny_model_runs_on_every_task_and_only_whole_data_are_official(real_d
     (data / task).symlink_to(real_data / ("glue_reduced" if reduced else "glue") / task)
     (data / "ax").symlink_to(real_data / "glue" / "ax")
     asked = run_settings(folder, task, glue_dir=str(data), batch_size=64, test=True)
-    result = glue.run(asked)
+    result = glue_run(asked)
     assert result["status"] == "done"
     assert result["official"] is not reduced
-    assert result["label"] == f"{task} (9k)" if reduced else task
+    assert result["dataset"] == (f"{task} (9k)" if reduced else task)
     if not reduced or task == "mnli":
         split, splits = ("ax", TASKS["ax"].splits) if reduced else ("test", TASKS[task].splits)
         labels, logits = predictions_of(asked, result, split)
@@ -257,7 +259,7 @@ def test_a_tiny_model_runs_on_every_task_and_only_whole_data_are_official(real_d
 
 def test_a_run_is_made_again_bit_for_bit_by_its_command(folder):
     asked = run_settings(folder, "stsb", epochs=2, learning_rate=1e-3, seed=3)
-    first = glue.run(asked)
+    first = glue_run(asked)
     threads, program, *words = shlex.split(first["command"])
     assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
     script = Path(sys.executable).parent / program
@@ -268,14 +270,14 @@ def test_a_run_is_made_again_bit_for_bit_by_its_command(folder):
     assert {name: second[name] for name in made} == {name: first[name] for name in made}
     files = (prediction_file(str(path), first, "validation") for path in (asked.output, again))
     assert len({file.read_bytes() for file in files}) == 1
-    assert glue.run(replace(asked, seed=4))["losses"] != first["losses"]
+    assert glue_run(replace(asked, seed=4))["losses"] != first["losses"]
 
 
 def test_a_run_that_learned_one_answer_is_marked(folder):
     texts = ["good film", "bad book"] * 16
     write_split(folder / "glue", "sst2", "train", {"sentence": texts, "label": [1] * 32})
     asked = run_settings(folder, epochs=6)
-    result = glue.run(asked)
+    result = glue_run(asked)
     _, logits = predictions_of(asked, result)
     assert set(logits.argmax(axis=1)) == {1}
     assert result["collapsed"]
@@ -287,7 +289,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
     write_mnli(folder / "glue", tests)
     write_split(folder / "glue", "ax", "test", PAIR)
     asked = run_settings(folder, "mnli", test=True)
-    result = glue.run(asked)
+    result = glue_run(asked)
     written = prediction_file(asked.output, result, "any").parent
     validation = {"validation_matched", "validation_mismatched"}
     assert {file.stem for file in written.iterdir()} == {*validation, *tests, "ax"}
@@ -295,7 +297,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
         labels, logits = read_predictions(file)
         assert logits.shape == (9, 3)
         assert (labels[0] == -1) == (file.stem not in validation)
-    glue.run(replace(asked, test=False))  # the same run: its earlier predictions are stale
+    glue_run(replace(asked, test=False))  # the same run: its earlier predictions are stale
     assert {file.stem for file in written.iterdir()} == validation
 
 
@@ -303,7 +305,7 @@ def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests)
 def test_a_run_may_start_from_a_model_fine_tuned_on_mnli(folder, pooling):
     """Its encoder is kept, and the projection to another number of classes is new."""
     tuned = folder / "tuned"
-    glue.run(run_settings(folder, "mnli", epochs=2, save=str(tuned), pooling=pooling))
+    glue_run(run_settings(folder, "mnli", epochs=2, save=str(tuned), pooling=pooling))
     encoder = tuned if pooling == "own" else tuned / ENCODER
     asked = {"model": str(encoder), "tokenizer": str(tuned), "pooling": pooling}
     run = run_settings(folder, "rte", **asked)
@@ -318,8 +320,9 @@ def test_a_run_may_start_from_a_model_fine_tuned_on_mnli(folder, pooling):
 @pytest.mark.parametrize("kind", ["roberta", "modernbert", "distilbert", "electra"])
 def test_other_encoders_need_no_branch(folder, kind):
     tiny_model(folder / "model", kind)
-    result = glue.run(run_settings(folder, "stsb", learning_rate=1e-3))
+    result = glue_run(run_settings(folder, "stsb", learning_rate=1e-3))
     assert (result["status"], result["model_type"]) == ("done", kind)
+    refused(lambda: glue_run(run_settings(folder, "stsb", attention="unpadded")), "attention must")
 
 
 def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
@@ -329,5 +332,5 @@ def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
     write_split(folder / "glue", "sst2", "validation", long)
     for train in (long, short):  # seen before training, not after
         write_split(folder / "glue", "sst2", "train", train)
-        refused(lambda: glue.run(run_settings(folder)), "model must take")
+        refused(lambda: glue_run(run_settings(folder)), "model must take")
     assert not (folder / "results.jsonl").exists()

@@ -11,7 +11,6 @@ from finetune import results
 from finetune.results import append_result, prediction_file, read_results, run_key
 from finetune.settings import GlueSettings
 from tiny import refused, soft_limit
-from tiny_glue import tiny_model
 
 RUN = asdict(GlueSettings(model="m", task="rte", glue_dir="d")) | {"status": "done"}
 
@@ -64,13 +63,6 @@ def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tm
     ):  # fmt: skip
         append_result(file, {**RUN, "status": status, "weights": weights})
         assert [line["status"] for line in read_results(file)] == [left]
-
-
-def test_the_hash_of_a_model_changes_with_its_weights(tmp_path):
-    before = results.hash_weights(tiny_model(tmp_path / "model", "roformer"))
-    assert results.hash_weights(str(tmp_path / "model")) == before
-    assert results.hash_weights(tiny_model(tmp_path / "model", "roformer")) != before
-    assert results.hash_weights("owner/name") is None
 
 
 def test_what_tells_runs_apart_is_the_protocol_and_not_where_things_are():

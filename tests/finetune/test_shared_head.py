@@ -14,7 +14,7 @@ from finetune.settings import GlueSettings
 from finetune.shared_head import ENCODER, SharedHead, SharedHeadClassifier
 from finetune.tasks import TASKS
 from tiny import refused
-from tiny_glue import predictions_of, run_settings, tiny_model, tiny_tokenizer, write_stsb
+from tiny_glue import glue_run, predictions_of, run_settings, tiny_model, tiny_tokenizer, write_stsb
 
 MEAN = {"pooling": "mean"}
 APART = {"pooling": "mean", "pair_encoding": "separate"}
@@ -97,7 +97,7 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     write_stsb(folder / "glue", train=192)
     saved = folder / "saved"
     run = run_settings(folder, task, epochs=6, save=str(saved), **protocol)
-    result = glue.run(run)
+    result = glue_run(run)
     assert result["headline"] > result["majority"] + 0.3
     model = SharedHeadClassifier.from_pretrained(saved)
     assert result["parameters"] == sum(x.numel() for x in model.parameters())
@@ -111,8 +111,8 @@ def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
     with pytest.raises((OSError, ValueError), match="config.json"):
         pipeline("text-classification", str(saved))
     whole = run_settings(folder, task, model=str(saved))
-    refused(lambda: glue.run(whole), f"model {saved} must", "config.json")
-    refused(lambda: glue.run(run), "save must be new")
+    refused(lambda: glue_run(whole), f"model {saved} must", "config.json")
+    refused(lambda: GlueSettings(**vars(run)), "save must be new")
     card = re.search(r"```python\n(.*?)```", (saved / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(saved)
     exec(card, scope := {})

@@ -11,10 +11,12 @@ from sklearn import metrics
 from transformers import AutoConfig, AutoModelForMaskedLM, BertTokenizerFast
 
 import roformer
+from finetune import glue
 from finetune.data import Examples, make_examples, read_split_columns
-from finetune.results import prediction_file, read_predictions
+from finetune.results import Result, prediction_file, read_predictions
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
+from train.loop.launch import start_accelerator
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -101,6 +103,11 @@ def run_settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
     values = {**run_paths(folder), **RECIPE, "learning_rate": RATE}
     values |= {"model": str(folder / "model"), "task": task}
     return GlueSettings(**values | changes)
+
+
+def glue_run(settings: GlueSettings) -> Result:
+    """Make a run in this process."""
+    return glue.run(settings, start_accelerator())
 
 
 def predictions_of(run, line: dict, split: str = "validation") -> tuple[NDArray, NDArray]:

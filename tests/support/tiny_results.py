@@ -31,7 +31,7 @@ def line(model: str, task: str, score: float, **changes: Any) -> dict[str, Any]:
         "status": "done",
         "collapsed": False,
         "model_type": "bert" if "bert" in model else "roformer",
-        "label": task,
+        "dataset": task,
         "official": row.is_glue,
         "rows": {split: count or 100 for split, count in row.splits.items()},
         "headline_metric": row.headline,

@@ -41,9 +41,8 @@ def test_differences_are_scipys_on_the_scores_of_shared_seeds():
     assert found.tasks["cola"].tried == 6
     test = stats.ttest_rel(ours.mean(axis=0), theirs.mean(axis=0))
     assert found.tasks[AVERAGE].p == pytest.approx(test.pvalue)
-    smaller, larger = sorted((found.tasks[x] for x in ("cola", "mnli")), key=lambda c: c.p)
+    smaller = min((found.tasks[x] for x in ("cola", "mnli")), key=lambda c: c.p)
     assert smaller.p_holm == pytest.approx(2 * smaller.p)
-    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
 
 def test_few_seeds_are_shown_one_by_one_and_four_have_an_interval():
@@ -114,9 +113,8 @@ def test_pretraining_seeds_make_pairs_and_a_difference_of_means_over_them():
     over_seeds = pairs[f"{title}, over 4 pretraining seeds"]
     assert over_seeds["rte"].differences == pytest.approx({0: 3.0, 1: 7.0, 2: 6.0, 3: 3.0})
     assert over_seeds["rte"].p == pytest.approx(stats.ttest_1samp((3, 7, 6, 3), 0).pvalue)
-    smaller, larger = sorted(over_seeds.values(), key=lambda found: found.p)
+    smaller = min(over_seeds.values(), key=lambda found: found.p)
     assert smaller.p_holm == pytest.approx(2 * smaller.p)
-    assert larger.p_holm == pytest.approx(max(2 * smaller.p, larger.p))
 
 
 def test_models_without_a_protocol_in_common_are_not_compared():
@@ -191,19 +189,13 @@ def test_the_larger_spread_of_the_two_must_be_exceeded():
     assert (gain, spread) == pytest.approx((16.0, np.std((30, 60), ddof=1)))
 
 
-def test_a_spread_needs_two_seeds_of_the_model_and_of_random_weights():
-    one_of_model = [x for x in learned() if x["random_weights"] or x["seed"] == 0]
-    one_of_control = [x for x in learned(features=0.1) if not x["random_weights"] or x["seed"] == 0]
-    for lines in (one_of_model, one_of_control):
-        assert {gain[3:] for gain in gains_of(lines).values()} == {("no two seeds", False)}
-
-
 def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_why():
-    lines = learned()
+    lines = learned(features=0.1)  # random weights are the best control
     for left, absent in (
         ([x for x in lines if not x["random_weights"]], "no random weights"),
         ([x for x in lines if x["model"] != SIMPLE_FEATURES], "no simple features"),
-        ([x for x in lines if x["seed"] == 0], "no two seeds"),
+        ([x for x in lines if x["random_weights"] or x["seed"] == 0], "no two seeds"),
+        ([x for x in lines if not x["random_weights"] or x["seed"] == 0], "no two seeds"),
     ):
         title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
         assert judge(left)[0] == f"{title} on any task."

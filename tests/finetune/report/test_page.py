@@ -21,7 +21,7 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 def folder(tmp_path_factory):
     """The report of two models and their controls, two rates and failed runs."""
     runs = []
-    reduced = {"official": False, "glue_dir": "reduced", "length": 64, "label": "mnli (9k)"}
+    reduced = {"official": False, "glue_dir": "reduced", "length": 64, "dataset": "mnli (9k)"}
     for seed, model in product(range(3), (BERT, ROFORMER)):
         for control in ({"seed": seed}, {"seed": seed, "random_weights": True}):
             tasks = ("mnli", "mrpc", "rte", "wnli", "demo-order")

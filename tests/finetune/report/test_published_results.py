@@ -26,9 +26,7 @@ def test_every_score_of_a_published_file_follows_from_its_predictions(file, caps
     lines = read_results(str(file))
     reported = collections.Counter()
     for group in build_groups(lines):
-        for run in group.runs[group.runs["best_of"] == ""].itertuples():
-            if run.kind == "majority":
-                continue
+        for run in group.recorded().itertuples():
             reported[run.run_id] += 1
             values = []
             for split in TASKS[run.task].validation_splits:

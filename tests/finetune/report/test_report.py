@@ -22,7 +22,7 @@ def test_the_average_is_glues_the_metrics_of_a_task_first():
     lines = [*seeds(BERT, "mrpc", (0.9, 0.8)), *seeds(BERT, "mnli", (0.6, 0.5))]
     lines += seeds(BERT, "stsb", (0.4, 0.2))
     assert scores(lines)["small-bert"]["MNLI m/mm, accuracy"] == "55.0 ± 7.1/54.0 ± 7.1 (2)"
-    runs = report(lines).group.runs
+    runs = report(lines).group.rows
     runs = runs[runs["kind"] == "model"]
     # beside the headline metric the other one is 0.02 less, and MNLI's second split 0.01
     tasks = np.array([[89.0, 79.0], [39.0, 19.0], [59.5, 49.5]])
@@ -38,7 +38,7 @@ def test_only_all_nine_official_tasks_make_the_glue_average():
     assert list(scores(lines)["small-bert"])[-1] == "GLUE average"
     missing = list(scores(lines[1:])["small-bert"])
     assert missing[-1] == "mean of these 8 tasks, not the GLUE average"
-    reduced = {"official": False, "label": "cola (9k)"}
+    reduced = {"official": False, "dataset": "cola (9k)"}
     both = [*lines[1:], line(BERT, "cola", 0.9, **reduced)]
     assert list(scores(both)["small-bert"])[-1] == missing[-1]
 
@@ -53,7 +53,7 @@ def test_the_average_needs_every_task_and_has_a_spread_where_all_have_the_same_s
 
 def test_reduced_and_demo_tasks_are_never_in_the_official_table():
     lines = [line(BERT, "rte", 0.6), line(BERT, "demo-order", 0.8)]
-    lines.append(line(BERT, "qnli", 0.9, label="qnli (9k)", official=False))
+    lines.append(line(BERT, "qnli", 0.9, dataset="qnli (9k)", official=False))
     lines.append(line(ROFORMER, "qnli", 0.7))
     groups = {group.name: list(group.titles.values()) for group in build_groups(lines)}
     assert groups == {
@@ -94,7 +94,7 @@ def test_models_of_one_name_keep_their_paths():
 
 
 def test_runs_on_different_data_share_no_cell():
-    """A label says how many rows there are, not which."""
+    """The name of a data set says how many rows there are, not which."""
     made = [line(ROFORMER, "rte", score, seed=seed, glue_dir=data)
             for score, seed, data in ((0.6, 0, "a"), (0.9, 0, "b"), (0.7, 1, "a"))]  # fmt: skip
     rows = scores([*made, line(ROFORMER, "cola", 0.3)])
@@ -129,7 +129,7 @@ def test_a_task_of_which_every_run_failed_still_stands_somewhere():
 
 
 def test_a_failed_run_goes_to_the_data_it_was_meant_for():
-    nine = {"label": "qnli (9k)", "official": False, "glue_dir": "nine"}
+    nine = {"dataset": "qnli (9k)", "official": False, "glue_dir": "nine"}
     lines = [line(ROFORMER, "qnli", 0.6, **nine), line(BERT, "qnli", 0.6)]
     lines += [failed(ROFORMER, "qnli", seed=1, glue_dir="nine")]
     rows = scores(lines, group="reduced")
@@ -158,7 +158,7 @@ def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
     assert row["RTE, accuracy"] == "70.5 ± 0.7 (2) at 3e-05"
     assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-05"
     assert rows["small-bert, rate 4e-05"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
-    assert set(report(lines).group.runs["best_of"]) == {"", "3"}
+    assert set(report(lines).group.rows["best_of"]) == {"", "3"}
 
 
 def test_among_rates_most_scored_seeds_then_the_smallest_rate_wins():
