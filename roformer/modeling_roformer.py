@@ -623,7 +623,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             score_bias=score_bias,
             unpad=unpad,
         )
-        # 4. remove padding, or give each document a row: the layout of the implementation
+        # 4. rows of the implementation (no padding, or one for each document), with cos and sin
         hidden_states = attention.to_layout(hidden_states)
         position_embeddings = self._cos_sin(batch, attention, hidden_states.dtype)
         # 5. encoder

@@ -108,7 +108,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         rotated = apply_rotary(x[..., :rotary_dim], cos, sin, interleave)
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     # FSDP may have cast the arguments of a layer to half precision, which `torch.complex` lacks
-    cos, sin = (x.to(at_least_float32(x.dtype)) for x in (cos, sin))
+    cos, sin = cos.to(at_least_float32(cos.dtype)), sin.to(at_least_float32(sin.dtype))
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angles for all heads
     if interleave and may_use_kernel(x, cos, sin, devices=("cpu", "cuda")):
         # (x0 + 1j x1) exp(1j m theta), equation 12: a fifth of the time on a CPU, and a third of

@@ -79,8 +79,8 @@ class PreemptionHandler:
         self.requested: set[str] = set()
         self.last_heartbeat: float | None = None
         self.longest_interval = 0.0  # between two heartbeats
-        self.step_started: float | None = None  # of a step that may compile
-        self.longest_step = 0.0  # of the others, evaluation and save included
+        self.step_started: float | None = None  # None for a step that may compile
+        self.longest_step = 0.0  # without those that may; evaluation and save included
 
     def __enter__(self) -> "PreemptionHandler":
         # `nohup` and the `&` of a script set signals to be ignored
