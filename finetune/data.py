@@ -65,7 +65,8 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
     is_divided = task.is_own and task.validation is None and not is_test
     texts = {column: table[column] for column in task.columns}
     _check_texts(texts, source, is_test)
-    index = [str(format_label(x)) for x in table.get("idx", [])] if is_test else []
+    counted = table.get("idx", []) if is_test and not task.is_own else []
+    index = [str(format_label(x)) for x in counted]
     if index != [*map(str, range(len(index)))]:  # as the test server counts
         shown = shorten_list(index)
         raise InputError(f"idx of {source} must count from 0, got {shown}; sort the rows")
@@ -75,7 +76,7 @@ def read_split_columns(task: Task, split: str, glue_dir: str | None) -> Columns:
 
 
 def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[str, list]]:
-    """Read the columns that a task names from the file or data set of a split, as they are.
+    """Read all columns of the file or data set of a split, as they are.
 
     Returns:
         The file, or the data set's name, configuration and split; and the columns.
@@ -91,8 +92,7 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[s
             rule = f"must hold {task.name}/{split} as one of {', '.join(SUFFIXES)}"
             raise InputError(f"glue_dir {rule}, got {glue_dir}; check the path")
         source, table = str(file), _read_file(file)
-    label = task.label_column
-    wanted = [*task.columns, *([] if split.startswith("test") else [label])]
+    wanted = [*task.columns, *([] if split.startswith("test") else [task.label_column])]
     if not table.keys() >= {*wanted}:
         raise InputError(
             f"{source} must have the columns {', '.join(wanted)}, got {', '.join(table)}; "
@@ -100,8 +100,7 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[s
         )
     if not table[wanted[0]]:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")
-    index = ["idx"] if not task.is_own else []
-    return source, {name: table[name] for name in (*task.columns, label, *index) if name in table}
+    return source, table
 
 
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:

@@ -29,6 +29,7 @@ from finetune.data import (
     epoch_batches,
     find_split_file,
     make_examples,
+    read_rows,
     read_split_columns,
 )
 from finetune.metrics import score_fields
@@ -280,17 +281,16 @@ def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, 
 def write_test_answers(
     settings: GlueSettings, task: Task, result: Result, logits: Logits
 ) -> Path | None:
-    """Write test.csv: the test rows of your own task, read again for their texts, with predictions.
+    """Write test.csv: the test rows of your own task, all columns, with predictions.
 
     Returns:
         The file; None if there is nothing to write.
     """
     if not task.is_own or "test" not in logits:
         return None
-    rows = read_split_columns(task, "test", None)
-    texts = {name: rows[name] for name in task.columns}
+    _, rows = read_rows(task, "test", None)
     file = prediction_file(settings.output, result, "test").with_suffix(".csv")
-    write_answers(file, texts, task.labels, logits["test"])
+    write_answers(file, rows, task.labels, logits["test"])
     return file
 
 

@@ -56,10 +56,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow
 from filelock import FileLock
 from numpy.typing import NDArray
-from pyarrow import csv, parquet
+from pyarrow import parquet
 from scipy.special import softmax
 
 from train.atomic_dir import report_full_disk, write_file_atomically
@@ -125,20 +126,20 @@ def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) 
 
 
 def write_answers(
-    file: Path, texts: Mapping[str, list[str]], names: Sequence[str] | None, logits: NDArray
+    file: Path, rows: Mapping[str, list], names: Sequence[str] | None, logits: NDArray
 ) -> None:
-    """Write N rows of texts and predictions as .csv; `names` of classes are None for a regression.
+    """Write N rows with predictions as .csv; `names` of classes are None for a regression.
 
     Logits are [N, num_labels].
     """
-    columns: dict[str, Any] = dict(texts)
+    columns: dict[str, Any] = dict(rows)
     if names is None:
         columns["prediction"] = logits[:, 0]
     else:
         columns["prediction"] = [names[index] for index in logits.argmax(axis=1)]
         columns["probability"] = softmax(logits.astype(np.float64), axis=1).max(axis=1).round(4)
     with report_full_disk(file.parent, "output"), write_file_atomically(file) as unfinished:
-        csv.write_csv(pyarrow.table(columns), unfinished)
+        pd.DataFrame(columns).to_csv(unfinished, index=False)
 
 
 def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:

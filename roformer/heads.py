@@ -265,6 +265,10 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         """
         check_not_packed(kwargs.get("cu_seq_lens_q"))
         inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
+        rows = input_ids if inputs_embeds is None else inputs_embeds
+        if position_ids is not None and rows is not None and len(rows) == 1:
+            # one document: the positions of a single row may be read as several
+            kwargs["cu_seq_lens_q"] = torch.tensor([0, rows.shape[1]])
         outputs = self.roformer(*inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")

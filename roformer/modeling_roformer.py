@@ -442,13 +442,14 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode; see `nn.Module.train`. Warns once of half-precision weights."""
-        dtypes = {p.dtype for p in self.parameters() if p.requires_grad}
-        if mode and dtypes & {torch.bfloat16, torch.float16}:
-            logger.warning_once(
-                "weights in half precision are trained: updates smaller than their spacing are "
-                "lost, unless the optimizer keeps a float32 copy; load the model with "
-                "dtype=torch.float32 and train it under autocast"
-            )
+        if mode and not self.training:  # Trainer calls this at every step
+            dtypes = {p.dtype for p in self.parameters() if p.requires_grad}
+            if dtypes & {torch.bfloat16, torch.float16}:
+                logger.warning_once(
+                    "weights in half precision are trained: updates smaller than their spacing are "
+                    "lost, unless the optimizer keeps a float32 copy; load the model with "
+                    "dtype=torch.float32 and train it under autocast"
+                )
         return super().train(mode)
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ def main(settings: PretrainSettings) -> Path:
     accelerator = start_accelerator(run.tracker, str(folder))
     # flex_attention compiles itself; a first step that compiles takes minutes
     compiled = is_compiled(accelerator) or settings.model.attention == "flex_attention"
-    preemption = PreemptionHandler(started, run.max_hours, compiled)
+    preemption = PreemptionHandler(started, run.max_hours, accelerator.num_processes, compiled)
     check_run(settings, stages, folder, accelerator)
     if run.dry:
         dry_run(settings, stages, accelerator)

@@ -24,7 +24,7 @@ from finetune.publish.model_card import finetuned_card
 from finetune.report import __main__ as report
 from finetune.report import error_analysis
 from finetune.report.error_analysis import ErrorAnalysisSettings
-from finetune.results import inputs_differ, read_results, run_name
+from finetune.results import inputs_differ, read_results, run_name, write_answers
 from finetune.run_info import hash_inputs, hash_task_files
 from finetune.settings import GlueSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
@@ -83,7 +83,8 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     texts, labels = sentences(400, 0)
     names = [NAMES[label] for label in labels]
     write("reviews.csv", {"review": texts, "stars": labels, "sentiment": names})
-    write("new.csv", {"review": texts[:9]})
+    ids = [f"00{row}" for row in range(9)]
+    write("new.csv", {"id": ids, "review": texts[:9]})
     for command in commands[:3]:
         words = shlex.split(command.replace("\\\n", " "))
         (name,) = COMMANDS.keys() & set(words)
@@ -97,8 +98,8 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     found = yaml.safe_load(capsys.readouterr().out.strip().splitlines()[-1])
     assert [x["label"] for x in found] == ["positive", "negative"]
     assert re.search(r"## validation: 0 of \d\d rows wrong", printed)
-    rows = pd.read_csv(re.search("test rows with predictions: (.*)", printed)[1])
-    assert rows["review"].tolist() == texts[:9]
+    rows = pd.read_csv(re.search("test rows with predictions: (.*)", printed)[1], dtype=str)
+    assert (rows["id"].tolist(), rows["review"].tolist()) == (ids, texts[:9])
     assert rows["prediction"].tolist() == names[:9]
 
 
@@ -133,8 +134,10 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     rows = [{"text": x, "color": y, "meta": z} for x, y, z in zip("ab", labels, (1, {"x": "y"}))]
     Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = Task(name="own", columns=("text",), label_column="color", train="own.jsonl")
-    columns = {"text": ["a", "b"], "color": labels}
+    columns = {"text": ["a", "b"], "color": labels, "meta": [1, {"x": "y"}]}
     assert read_rows(task, "train", None) == ("own.jsonl", columns)
+    write_answers(Path("answers.csv"), columns, None, np.zeros((2, 1)))
+    assert pd.read_csv("answers.csv")["meta"].tolist() == ["1", "{'x': 'y'}"]
 
 
 def test_ids_are_read_where_the_rows_have_no_names():

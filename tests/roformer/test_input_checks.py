@@ -71,3 +71,10 @@ def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, config):
     ids = IDS if head is POOLED[0] else IDS[None]
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
         head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
+
+
+def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(config):
+    model = POOLED[0](config).eval()
+    inputs = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1]] * 2)}
+    both, alone = model(**inputs).logits, model(**{k: x[:1] for k, x in inputs.items()}).logits
+    torch.testing.assert_close(alone, both[:1])

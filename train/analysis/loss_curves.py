@@ -47,6 +47,8 @@ class CurvesSettings:
     """Figure to write, .png or .svg; table and numbers are written beside it as .md and .json."""
     title: str = "Masked-LM loss"
     """Title of the figure."""
+    wall_clock: bool = True
+    """Plot the loss against minutes too; false for runs that shared a machine."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -225,10 +227,11 @@ def format_interval(interval: Row | None, digits: str = ".3f") -> str:
 def plot(models: Models, settings: CurvesSettings, unit: str) -> None:
     """Plot losses against tokens and time, and differences from the first model."""
     first, *others = models
-    panels = 3 if others else 2
-    figure, (tokens, seconds, *further) = make_axes(1, panels, 3.7 * panels, 3.3)
+    x_axes = X_AXES if settings.wall_clock else X_AXES[:1]
+    panels = len(x_axes) + bool(others)
+    figure, axes = make_axes(1, panels, 3.7 * panels, 3.3)
     colors = dict(zip(models, COLORS * len(models)))
-    for axis, (key, scale, label) in zip((tokens, seconds), X_AXES):
+    for axis, (key, scale, label) in zip(axes, x_axes):
         for model, seeds in models.items():
             runs = list(seeds.values())
             for run in runs:
@@ -238,8 +241,8 @@ def plot(models: Models, settings: CurvesSettings, unit: str) -> None:
             plot_band(axis, x / scale, losses_at(key, runs, x), colors[model], label=model)
         axis.set_xlabel(label)
         axis.set_ylabel(f"loss ({unit})")
-    tokens.legend(title="held out (dots); training (faint)")
-    for difference in further:
+    axes[0].legend(title="held out (dots); training (faint)")
+    for difference in axes[len(x_axes) :]:
         for model in others:
             x, differences = paired_difference(models[first], models[model])
             if differences.size:

@@ -28,8 +28,8 @@ STOP_REASONS = {number.name: 128 + number for number in SIGNALS}
 STOP_REASONS |= {LAUNCHER_DIED: 128 + signal.SIGHUP, TIME_LIMIT: 0}
 """Exit code for each stop reason, by the shell's convention; a time limit is not a failure."""
 
-MIN_STALL_SECONDS = 25.0
-"""Shortest heartbeat timeout. torchrun gives the other processes 30 s more to end."""
+MIN_STALL_SECONDS = 120.0
+"""Shortest heartbeat timeout: a slow disk is no fault."""
 
 MIN_STALL_SECONDS_COMPILED = 600.0
 """The same with torch.compile, which may stop at any step to compile a new shape."""
@@ -65,14 +65,22 @@ class BrokenPipeGuard:
 
 
 class PreemptionHandler:
-    """Context manager that collects requests to stop, and ends the process when it hangs.
+    """Context manager that collects requests to stop, and ends a process of several that hangs.
 
-    Inside the context, signals are recorded instead of ending the process, broken output pipes are
-    tolerated, and faulthandler's watchdog expects regular calls of `heartbeat`. The launch has to
-    stop `max_hours` after it `started` (by `time.monotonic`); `compiled` steps may take minutes.
+    Inside the context, signals are recorded instead of ending the process, and broken output pipes
+    are tolerated. With several processes faulthandler's watchdog expects regular calls of
+    `heartbeat`: if one hangs, the others would wait for it. The launch has to stop `max_hours`
+    after it `started` (by `time.monotonic`); `compiled` steps may take minutes.
     """
 
-    def __init__(self, started: float, max_hours: float | None, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        started: float,
+        max_hours: float | None,
+        num_processes: int = 1,
+        compiled: bool = False,
+    ) -> None:
+        self.has_watchdog = num_processes > 1
         self.min_timeout = MIN_STALL_SECONDS_COMPILED if compiled else MIN_STALL_SECONDS
         self.deadline = None if max_hours is None else started + 3600 * max_hours
         self.launcher_pid = launcher_pid()  # compared later: a dead launcher changes getppid()
@@ -140,14 +148,18 @@ class PreemptionHandler:
             self.longest_interval = max(self.longest_interval, now - self.last_heartbeat)
         self.last_heartbeat = now
         timeout = max(self.min_timeout, 10 * self.longest_interval)
-        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
+        self._start_watchdog(timeout)
 
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
         """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
-        faulthandler.dump_traceback_later(MAX_SAVE_SECONDS, exit=True, file=2)
+        self._start_watchdog(MAX_SAVE_SECONDS)
         yield
         self.last_heartbeat = time.monotonic()  # a save is no interval between heartbeats
+
+    def _start_watchdog(self, seconds: float) -> None:
+        if self.has_watchdog:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def announce_stop(counts: list[float], step: int, accelerator: Accelerator) -> str:

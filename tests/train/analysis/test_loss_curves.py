@@ -3,6 +3,7 @@
 import json
 import math
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import yaml
@@ -73,6 +74,11 @@ def test_models_are_compared_by_seed_at_equal_tokens_or_time(ending, start, runs
 def test_a_single_run_has_curves_and_no_interval(runs, tmp_path):
     (row,) = compare(tmp_path, runs[:1])["models"]
     assert row["at_equal_tokens"] == {"mean": 4.0, "half": None, "values": [4.0]}
+    figures = [str(tmp_path / f"{name}.png") for name in ("both", "tokens")]
+    for figure, wall_clock in zip(figures, (True, False)):
+        main(CurvesSettings([str(runs[0])], figure, wall_clock=wall_clock))
+    two_panels, one = (plt.imread(figure).shape[1] for figure in figures)
+    assert two_panels > 1.5 * one
 
 
 def test_a_shorter_run_moves_difference_and_losses_to_one_place(runs, tmp_path):
