@@ -160,8 +160,17 @@ def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
     csv.field_size_limit(2**31 - 1)
     # in GLUE's .tsv files quotes are text
     tsv: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    rows = csv.reader(stream, **(tsv if file.suffix == ".tsv" else {"strict": True}))
-    header, *rest = [row for row in rows if row] or [[]]
+    reader = csv.reader(stream, **(tsv if file.suffix == ".tsv" else {"strict": True}))
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{error} in line {reader.line_num}") from error
+    filled = [number for number, row in enumerate(rows) if row]
+    header, *rest = rows[filled[0] : filled[-1] + 1] if filled else [[]]
+    if file.suffix == ".csv" and len(header) == 1 and ";" in header[0]:
+        raise ValueError("columns separated by semicolons instead of commas")
+    # in one column a blank line is an empty text
+    rest = [row or [""] for row in rest if row or len(header) == 1]
     if twice := {name for name in header if name and header.count(name) > 1}:
         raise ValueError(f"two columns {min(twice)}")
     for number, row in enumerate(rest):
@@ -185,11 +194,16 @@ def _check_texts(texts: dict[str, list], source: str, is_test: bool) -> None:
 def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
-    Classes are given by name or, if no row has a name, by id. Test labels may be missing.
+    Classes are given by name, of which numbers may have another form (1 and 1.0), or, if the names
+    are no numbers and no row has a name, by id. Test labels may be missing.
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
-    if ids.keys() & set(texts):
+    named = {to_number(label): index for label, index in ids.items()}
+    are_numbers = len(named) == len(ids) and all(map(math.isfinite, named))
+    if ids and are_numbers:
+        numbers = np.array([named.get(to_number(text), UNREADABLE) for text in texts])
+    elif ids.keys() & set(texts):
         numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])
     else:
         numbers = np.array([to_number(text) for text in texts])
@@ -200,7 +214,8 @@ def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDA
         valid = np.isfinite(numbers)
     else:
         lowest, highest = 0, task.num_labels - 1
-        rule = f"must be {shorten_list(task.labels)}, or ids from 0 to {highest}"
+        rule = f"must be {shorten_list(task.labels)}"
+        rule += "" if are_numbers else f", or ids from 0 to {highest}"
         valid = numbers == np.floor(numbers)
     valid &= (numbers >= lowest) & (numbers <= highest)
     if is_test:

@@ -25,7 +25,7 @@ from finetune.data import (
     to_number,
 )
 from finetune.tasks import Task, TaskDescription, task_from_fields
-from train.atomic_dir import check_writable
+from train.atomic_dir import check_writable, report_full_disk, write_text_atomically
 from train.command_line import run_command
 from train.settings import InputError
 
@@ -67,11 +67,16 @@ def main(settings: DescribeSettings) -> None:
     task = task_from_fields(values | {"labels": labels}, settings.output)
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
-    Path(settings.output).write_text(HEADER + text, encoding="utf-8")
+    file = Path(settings.output)
+    with report_full_disk(file.parent, "output"):
+        write_text_atomically(file, HEADER + text)
     rows = len(splits["train"]["label"])
     if task.num_labels > rows / 2:
         found = f"{task.num_labels} classes in {rows} rows"
         print(f"warning: {found}: is {task.label_column} the label?", file=sys.stderr)
+    for index, name in enumerate(task.labels or ()):
+        if index not in splits["train"]["label"]:
+            print(f"warning: class {name} has no row in train; change split_seed", file=sys.stderr)
     known = set(zip(*(splits["train"][name] for name in task.columns)))
     for split, columns in splits.items():
         print(f"{split}: {describe_rows(task, columns)}")

@@ -26,6 +26,8 @@ from train.tables import escape_cell, markdown_table
 NUM_MISTAKES = 20
 MAX_CHARACTERS = 240
 """Characters of a text that are shown."""
+MAX_CLASSES = 20
+"""Classes of which the whole table of confusions is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,14 @@ def analyse_split(
 
 
 def confusion_table(ids: NDArray, answers: NDArray, names: NDArray) -> str:
-    """Counts of labels and predictions [N], and their share of each label's rows."""
+    """Counts of labels and predictions [N], and their share of each label's rows.
+
+    Of many classes only the most frequent mistakes.
+    """
+    if len(names) > MAX_CLASSES:
+        pairs = pd.DataFrame({"label": names[ids], "prediction": names[answers]})[ids != answers]
+        frequent = pairs.value_counts()[:MAX_CLASSES].reset_index(name="rows")
+        return markdown_table(frequent.astype(str))
     counts = confusion_matrix(ids, answers, labels=range(len(names)))
     rows = [[f"{n:,} ({100 * n / max(1, row.sum()):.1f} %)" for n in row] for row in counts]
     frame = pd.DataFrame(rows, columns=names)

@@ -140,10 +140,32 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     assert pd.read_csv("answers.csv")["meta"].tolist() == ["1", "{'x': 'y'}"]
 
 
-def test_ids_are_read_where_the_rows_have_no_names():
+def test_ids_are_read_where_the_rows_have_no_names(capsys):
     train = write("own.csv", {"text": TEXTS, "color": [0, 1, 2] * 4})
-    task = describe(train, labels=("blue", "green", "red"), validation=train)
+    task = describe(train, labels=("blue", "green", "red", "pink"), validation=train)
     assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 2] * 4
+    assert "warning: class pink has no row in train" in capsys.readouterr().err
+
+
+def test_classes_that_are_numbers_are_no_ids_and_may_have_another_form():
+    train = write("own.csv", {"text": TEXTS, "color": [2, 1, 3] * 4})
+    floats = write("floats.csv", {"text": TEXTS[:3], "color": ["1.0", "2.0", "1"]})
+    task = describe(train, validation=floats, output="folder/own.yaml")
+    assert read_split_columns(task, "validation", None)["label"].tolist() == [0, 1, 0]
+
+
+def test_a_blank_line_of_one_column_is_an_empty_text():
+    Path("new.csv").write_text("text\n\nfirst\n\nsecond\n\n")
+    task = describe(write("own.csv", GOOD), test="new.csv")
+    assert read_split_columns(task, "test", None)["text"] == ["", "first", "", "second"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("text;color\na, b;red\n", "semicolons"), ('text\na\n"a"b\n', "line 3")]
+)
+def test_what_is_wrong_with_a_csv_file_is_said(text, found):
+    Path("own.csv").write_text(text)
+    refused(lambda: describe("own.csv"), "own.csv", found)
 
 
 def test_held_out_rows_depend_on_the_seed_and_equal_texts_stay_together(capsys):

@@ -215,7 +215,8 @@ def _open_store(corpus: TextSettings, part: str, shards: list[Path]) -> TokenSto
         names = ", ".join(source_names(corpus, part))
         remedy = "check the files"
         if corpus.held_out_share:
-            remedy = f"{'raise' if part == 'validation' else 'lower'} the share"
+            remedy = f"{'raise' if part == 'validation' else 'lower'} the share, or separate "
+            remedy += "documents by blank lines: each is held out whole"
         raise InputError(f"corpus.{part} must hold text, got {names} with none; {remedy}")
     unknown = sum(manifests[x]["unknown"] for x in shards) / sum(sizes)
     if unknown > 0.5:

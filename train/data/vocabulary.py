@@ -49,7 +49,10 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int) -> list[str]:
     for text in texts():
         counts.update(normalize(text))
     if not counts:
-        raise InputError("corpus.train must hold text to learn from, got none; check the files")
+        raise InputError(
+            "corpus.train must hold text to learn from, got none; check the files, and the share "
+            "that corpus.validation holds out"
+        )
     frequent = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     # a character needs two tokens, beginning and continuation: leave at least half for words
     alphabet = sorted(frequent[: min(MAX_ALPHABET, (size - len(SPECIAL_TOKENS)) // 4)])

@@ -141,8 +141,8 @@ class Checkpoints:
 
         Raises:
             InputError: Settings, text or vocabulary differ from those at the beginning of the run,
-                the checkpoint belongs to another model or is from a step beyond `total`, or
-                machines see different checkpoints.
+                the checkpoint belongs to another model or is from a step beyond `total`, machines
+                see different checkpoints, or a finished run has none.
         """
         # a second time: another launch may have begun the run while this one waited for the lock
         changed = check_changed_settings(
@@ -150,6 +150,11 @@ class Checkpoints:
         )
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
             path = recover_latest(self.folder)
+        if path is None and (self.folder / "model").exists():
+            raise InputError(
+                f"run.name must have its checkpoints, got {self.folder} with a model and none; "
+                "choose another, or delete the folder to train it anew"
+            )
         state = INITIAL_STATE | {"step": 0} | self.hashes  # a new run begins with what it has now
         if path is not None:
             state |= json.loads((path / STATE).read_text())

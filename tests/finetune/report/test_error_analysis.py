@@ -8,7 +8,13 @@ import pytest
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
-from finetune.report.error_analysis import MAX_CHARACTERS, NUM_MISTAKES, ErrorAnalysisSettings, main
+from finetune.report.error_analysis import (
+    MAX_CHARACTERS,
+    NUM_MISTAKES,
+    ErrorAnalysisSettings,
+    confusion_table,
+    main,
+)
 from finetune.results import append_result, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny import refused
@@ -57,6 +63,14 @@ def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
 def analyse(folder: Path, task: str, **changes) -> str:
     given = {"results": str(folder / "results.jsonl"), "model": "runs/small/model", "task": task}
     return main(ErrorAnalysisSettings(**given | changes))
+
+
+def test_of_many_classes_only_mistakes_are_counted_the_most_frequent_first():
+    ids, names = np.repeat(np.arange(30), 3), np.array([f"c{i}" for i in range(30)])
+    table = confusion_table(ids, np.where(ids < 1, 29, np.where(np.arange(90) == 4, 5, ids)), names)
+    assert [line.split()[1::2] for line in table.splitlines()[2:]] == [
+        ["c0", "c29", "3"], ["c1", "c5", "1"]
+    ]  # fmt: skip
 
 
 def tables(text: str) -> list[list[list[str]]]:

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils.other import get_free_port
 
 import launched_runs as runs
-from tiny import ROOT
+from tiny import ROOT, refused
 from train.loop import checkpoint
 from train.loop.preemption import STOP_REASONS, PreemptionHandler
 
@@ -207,6 +208,9 @@ def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain, capsys):
     assert not (run / "model").exists()
     pretrain(*flags)
     runs.assert_same_run(whole, run)
+    shutil.rmtree(run / "checkpoints")
+    refused(lambda: pretrain(*flags), "run.name must have its checkpoints")
+    assert (run / "model" / "config.json").exists()
 
 
 @pytest.fixture

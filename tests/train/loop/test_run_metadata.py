@@ -92,6 +92,13 @@ def test_an_environment_that_was_deleted_is_written_again(begun):
     assert (begun / "settings.yaml").read_text() == before
 
 
+def test_before_the_first_checkpoint_the_settings_are_those_of_the_last_launch(begun):
+    write(begun, dataclasses.replace(SETTINGS, run=RunSettings(log_every=7)))
+    assert "log_every: 7" in (begun / "settings.yaml").read_text()
+    write(begun, SETTINGS, 5)
+    assert "log_every: 7" in (begun / "settings.yaml").read_text()
+
+
 def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(begun):
     check_changed_settings(begun, settings_of(RunSettings(name="x")), "no")
     less = dataclasses.replace(SETTINGS, model=ModelSettings(gradient_checkpointing=True))
