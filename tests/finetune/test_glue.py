@@ -89,7 +89,9 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     tiny_model(folder / "model", kind, **NO_DROPOUT)
     protocol = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     protocol["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
-    asked = run_settings(folder, task, batch_size=20, **protocol)  # the last batches are smaller
+    asked = run_settings(
+        folder, task, seed=3, batch_size=20, **protocol
+    )  # the last batches are smaller
     result = glue_run(asked)
     labels, ours = predictions_of(asked, result)
     # our score follows from the saved predictions and the labels of the data's file
@@ -278,9 +280,11 @@ def test_a_run_that_learned_one_answer_is_marked(folder):
     write_split(folder / "glue", "sst2", "train", {"sentence": texts, "label": [1] * 32})
     asked = run_settings(folder, epochs=6)
     result = glue_run(asked)
-    _, logits = predictions_of(asked, result)
+    labels, logits = predictions_of(asked, result)
     assert set(logits.argmax(axis=1)) == {1}
     assert result["collapsed"]
+    # the majority class is that of the training rows, whatever the scored rows have most of
+    assert result["majority"] == result["headline"] == np.mean(labels == 1) < 0.5
     assert "one answer for every row" in format_result(result)
 
 
@@ -334,3 +338,16 @@ def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
         write_split(folder / "glue", "sst2", "train", train)
         refused(lambda: glue_run(run_settings(folder)), "model must take")
     assert not (folder / "results.jsonl").exists()
+
+
+def test_dropout_of_a_step_follows_from_seed_step_and_rank(folder, monkeypatch):
+    """And dropout is on: with other draws the losses are others."""
+    seeds, losses, seed_torch, derive = [], [], torch.manual_seed, glue.derive_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
+    for rank in (0, 1):
+        monkeypatch.setattr(Accelerator, "process_index", rank)
+        losses += [glue_run(run_settings(folder, seed=5, output=str(folder / f"{rank}")))["losses"]]
+        assert seeds[-12:] == [derive(5, step, rank) for step in range(12)]
+    monkeypatch.setattr(glue, "derive_seed", lambda *key: derive(*key, 1))
+    again = glue_run(run_settings(folder, seed=5, output=str(folder / "2")))["losses"]
+    assert again != losses[1]

@@ -43,6 +43,9 @@ def test_padding_never_reaches_the_logits(pooling, texts, side):
 def test_texts_encoded_separately_are_compared_by_difference_and_product():
     head, mask = SharedHead(4, 1, "mean", 2).eval(), torch.ones(2, 1)
     states = torch.randn(2, 1, 4)
+    u, v = states[:, 0]  # in the order of the paper, which saved heads have
+    hidden = torch.nn.functional.gelu(head.dense(torch.cat((u, v, (u - v).abs(), u * v))))
+    torch.testing.assert_close(head(states, mask)[0], head.out_proj(hidden))
     with torch.no_grad():
         head.dense.weight[:, :8] = 0  # leaves the two parts that do not depend on the order
     torch.testing.assert_close(head(states, mask), head(states.flip(0), mask))

@@ -10,7 +10,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from finetune.metrics import compute_metrics
 from finetune.results import SIMPLE_FEATURES, prediction_file, read_results
-from finetune.simple_features import WORD, SimpleFeaturesSettings, features, score_tasks
+from finetune.simple_features import WORD, SimpleFeaturesSettings, features, predict, score_tasks
 from finetune.tasks import TASKS
 from tiny import refused
 from tiny_glue import predictions_of, write_split
@@ -73,3 +73,14 @@ def test_what_cannot_be_fitted_is_refused(folder):
     one_class = {"sentence": ["a film", "a day"], "label": [1, 1]}
     write_split(folder / "glue", "sst2", "train", one_class)
     refused(lambda: score_tasks(ask(folder, "sst2")), "sst2/train must have")
+
+
+def test_a_prediction_does_not_depend_on_the_other_rows_that_are_scored(folder):
+    columns = {
+        "train": {"sentence": ["good film", "bad day", "film"], "label": np.array([1, 0, 0])}
+    }
+    logits = []
+    for others in ([], ["bad bad sofa", "sofa"]):
+        columns["validation"] = {"sentence": ["bad film sofa", *others]}
+        logits.append(predict(TASKS["sst2"], columns)["validation"][0])
+    np.testing.assert_array_equal(*logits)

@@ -5,14 +5,27 @@ from finetune.tasks import TASKS
 from tiny import refused
 from train.command_line import parse_settings
 
+NLI = ("premise", "hypothesis"), ("entailment", "neutral", "contradiction")
+TWO = ("sentence1", "sentence2")
+# as nyu-mll/glue has them, written down a second time: columns, names of the ids, headline
+GLUE = {
+    "cola": (("sentence",), ("unacceptable", "acceptable"), "matthews"),
+    "sst2": (("sentence",), ("negative", "positive"), "accuracy"),
+    "mrpc": (TWO, ("not_equivalent", "equivalent"), "f1"),
+    "stsb": (TWO, None, "spearman"),
+    "qqp": (("question1", "question2"), ("not_duplicate", "duplicate"), "f1"),
+    "mnli": (*NLI, "accuracy"),
+    "qnli": (("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    "rte": (TWO, ("entailment", "not_entailment"), "accuracy"),
+    "wnli": (TWO, ("not_entailment", "entailment"), "accuracy"),
+    "ax": (*NLI, "matthews"),
+}
+
 
 def test_glue_has_nine_tasks_and_ax_with_the_headline_metrics_of_the_paper():
-    headlines = {task.name: task.headline for task in TASKS.values() if task.is_glue}
-    assert headlines == {
-        "cola": "matthews", "sst2": "accuracy", "mrpc": "f1", "stsb": "spearman", "qqp": "f1",
-        "mnli": "accuracy", "qnli": "accuracy", "rte": "accuracy", "wnli": "accuracy",
-        "ax": "matthews",
-    }  # fmt: skip
+    found = {x.name: (x.columns, x.labels, x.headline) for x in TASKS.values() if x.is_glue}
+    assert found == GLUE
+    assert TASKS["stsb"].value_range == (0, 5)
 
 
 @pytest.mark.parametrize(

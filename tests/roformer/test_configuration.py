@@ -146,3 +146,17 @@ def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_pa
     assert model.config.rope_parameters == {"rope_type": "default"} | angles
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):
         RoFormerModel.from_pretrained(tmp_path, rope_parameters=longer | {"factor": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tie_word_embeddings", False), ("sparse_prediction", True), ("summary_type", "first"),
+        ("rotary_value", True), ("use_bias", False), ("type_vocab_size", 0), ("pad_token_id", None),
+        ("embedding_size", 16), ("layer_norm_eps", 1e-5), ("position_encoding", "t5"),
+    ],
+)  # fmt: skip
+def test_a_field_comes_back_from_its_file(name, value, config, tmp_path):
+    setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    assert getattr(RoFormerConfig.from_pretrained(tmp_path), name) == value

@@ -72,3 +72,25 @@ def test_a_full_disk_is_one_line_whichever_library_meets_it(tmp_path):
     for error in (OSError(28, "full"), Exception("File too large (os error 27)")):
         with pytest.raises(InputError, match="run.folder must"), report_full_disk(tmp_path):
             raise error
+
+
+def test_what_gets_its_name_is_on_the_disk_before(tmp_path, monkeypatch):
+    """No kill can tell: after a power cut what was renamed too early would be there, and empty."""
+    events, fsync = [], os.fsync
+
+    def flush(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split(".")[-1])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for name in ("rename", "replace"):
+        change = getattr(Path, name)
+        named = lambda path, to, change=change: events.append("named") or change(path, to)  # noqa: E731
+        monkeypatch.setattr(Path, name, named)
+    fill(tmp_path / "made", "new", replace=False)
+    (temporary,) = (x for x in events if x.startswith("unfinished"))
+    assert events == ["file", temporary, "named", tmp_path.name]
+    events.clear()
+    with write_file_atomically(tmp_path / "text") as unfinished:
+        unfinished.write_text("new")
+    assert events == ["tmp", "named"]

@@ -23,6 +23,7 @@ from train.data import stateless_rng, vocabulary
 from train.loop.evaluate import EvaluateSettings, evaluate
 from train.loop.evaluate import main as validate
 from train.loop.language_model import build_config, build_model
+from train.loop.preemption import PreemptionHandler
 from train.pretrain import all_reduce_step_info, send_to_device
 from train.settings import OPTIMIZERS, InputError, ModelSettings, OptimSettings, TextSettings
 
@@ -431,3 +432,10 @@ def test_a_launcher_that_gives_less_than_asked_is_one_line(launcher, variables, 
     assert message in error
     assert launcher or (done.returncode, done.stderr.strip()) == (2, error)
     assert not launch.run.parent.exists()
+
+
+def test_labels_that_only_fill_a_shape_are_not_counted_among_the_predicted():
+    batches = [{"labels": torch.tensor(labels)} for labels in ([5, 7, -100], [-100] * 3, [0])]
+    stop = PreemptionHandler(0.0, None)
+    found, _ = all_reduce_step_info(batches, stop, Accelerator(cpu=True))
+    assert found == 3

@@ -36,7 +36,9 @@ def a_line(task: str = "rte", model: str = "google-bert/bert-base-uncased", **ch
         "schedule": "cosine", "warmup_share": 0.06, "weight_decay": 0.02, "clip_norm": 0.9,
         "model_type": "bert", "metrics": scores, "parameters": 12_345_678, "loss": 0.4567,
         "rows": {"train": 2490, **dict.fromkeys(known.validation_splits, 1000)},
-        "majority_metrics": {s: dict.fromkeys(v, 0.123) for s, v in scores.items()},
+        "majority_metrics": {
+            s: dict.fromkeys(v, 0.123 + j / 10) for j, (s, v) in enumerate(scores.items())
+        },
         "seconds": 98.76, "processes": 2, "versions": {"torch": "2.99", "transformers": "5.98"},
         "command": COMMAND,
     }  # fmt: skip
@@ -178,7 +180,8 @@ def test_the_card_says_all_of_the_line():
         "validation split", "Apache-2.0",
     ):  # fmt: skip
         assert printed in text
-    assert text.count(", majority baseline | 1,000 | 12.3 |") == 2
+    for split, score in (("matched", "12.3"), ("mismatched", "22.3")):
+        assert f"| validation_{split}, majority baseline | 1,000 | {score} |" in text
 
 
 def test_only_a_model_of_the_hub_is_a_base_model(tmp_path, monkeypatch):

@@ -159,6 +159,8 @@ def test_the_best_rate_is_chosen_for_each_task_by_its_mean_and_said_to_be():
     assert row["MRPC, F1"] == "90.5 ± 0.7 (2) at 2e-05"
     assert rows["small-bert, rate 4e-05"]["RTE, accuracy"] == "60.5 ± 0.7 (2)"
     assert set(report(lines).group.rows["best_of"]) == {"", "3"}
+    lines[1]["metrics"]["validation"]["accuracy"] = 0.8  # a lucky seed of the rate of 0.5
+    assert scores(lines)[f"small-bert, {BEST}"]["RTE, accuracy"].endswith("at 3e-05")
 
 
 def test_among_rates_most_scored_seeds_then_the_smallest_rate_wins():

@@ -18,6 +18,7 @@ from roformer import RoFormerConfig, RoFormerForMaskedLM
 from tiny import refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import BatchFormat, SequenceIndex, make_batch
+from train.loop import memory
 from train.loop.language_model import LanguageModel
 from train.loop.memory import fit_micro_batch, largest_batch
 from train.loop.optim import adamw
@@ -88,6 +89,20 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_pa
     assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "tokens").exists()
+
+
+def test_a_dry_run_adds_up_its_stages_and_counts_moments(dry_run, monkeypatch):
+    """Of micro-batches of 4 that take an hour; in units in which a tiny model has a size."""
+    monkeypatch.setattr(memory, "_measure_micro_batch", lambda *rest: (4, 3600.0))
+    monkeypatch.setattr(memory, "peak_memory", lambda device: 10**9)
+    monkeypatch.setattr(memory, "ADAM_BYTES", 8 + 10**6)
+    monkeypatch.setattr(memory, "SAVED_BYTES", 10**6)
+    stages = [{"steps": 3}, {"steps": 2, "batch_size": 32, "length": 16}]
+    _, report = dry_run("--optim.steps=null", f"--stages={json.dumps(stages)}")
+    assert report["hours"] == 3 * 16 / 4 + 2 * 32 / 4
+    assert report["tokens_at_most"] == 3 * 16 * 32 + 2 * 32 * 16
+    assert report["memory_gb"] == pytest.approx(1 + report["parameters"] / 1e3, abs=0.01)
+    assert report["checkpoints_gb"] == pytest.approx(4 * report["parameters"] / 1e3, abs=0.01)
 
 
 @pytest.fixture

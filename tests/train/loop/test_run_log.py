@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from tiny import tiny_config
-from train.loop.run_log import INITIAL_STATE, RunLog, step_flops, truncate_log
+from train.loop.run_log import INITIAL_STATE, RunLog, Sums, step_flops, truncate_log
 
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
@@ -30,10 +30,14 @@ def add(log, loss, predicted, length):
     log.add(torch.tensor(loss), torch.tensor(1), batch)
 
 
-def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_path):
+def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_path, monkeypatch):
     with RunLog(Accelerator(cpu=True), tmp_path, START, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[0])
         state = {"step": 0} | log.state()
+    with monkeypatch.context() as patch:  # the sums are those of all processes: one has them
+        patch.setattr(Accelerator, "is_main_process", False)
+        with RunLog(Accelerator(cpu=True), tmp_path, state, 2, CONFIG, 1e12) as log:
+            assert log.state()["pending"] == Sums()
     with RunLog(Accelerator(cpu=True), tmp_path, state, 2, CONFIG, 1e12) as log:
         add(log, *BATCHES[1])
         log.report_training(2, 0.5, torch.tensor(3.0))
