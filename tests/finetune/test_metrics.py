@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from finetune.metrics import compute_metrics, headline_score, is_collapsed, score_majority
+from finetune.metrics import compute_metrics, headline_score, is_collapsed
 from finetune.tasks import TASKS
 from tiny_glue import SCORERS
 
@@ -39,11 +39,6 @@ def test_a_constant_has_no_correlation_and_values_close_together_have_one(slope,
     truth = np.linspace(0, 5, 50)
     found = compute_metrics(TASKS["stsb"], 2.5 + slope * truth, truth)
     assert found == pytest.approx({"pearson": expected, "spearman": expected})
-
-
-def test_the_majority_is_that_of_the_training_split():
-    found = score_majority(TASKS["sst2"], np.array([1, 1, 0]), {"split": np.array([0, 0, 0, 1])})
-    assert found == {"split": {"accuracy": 0.25}}
 
 
 def test_the_headline_of_mnli_is_the_mean_of_both_splits():

@@ -15,9 +15,8 @@ from launched_runs import model_flag
 from tiny import log_rows
 from train.command_line import parse_settings
 from train.data import vocabulary
-from train.data.batching import BatchFormat, SequenceIndex, make_batch
+from train.data.batching import SequenceIndex
 from train.data.corpus import tokenize_corpus
-from train.data.vocabulary import Vocab
 from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.settings import CorpusSettings, InputError, PretrainSettings
@@ -40,27 +39,6 @@ def loss_of_the_text(model, corpus: CorpusSettings, tokenizer) -> tuple[float, i
     return total / number, number
 
 
-def test_every_token_of_the_text_is_predicted_from_those_before_it(
-    corpus_folder, tokenizer_folder, tokenizer, tmp_path
-):
-    corpus = CorpusSettings(
-        validation=str(corpus_folder / "validation.jsonl"),
-        tokenizer=str(tokenizer_folder),
-        cache=str(tmp_path),
-    )
-    sequences = SequenceIndex(tokenize_corpus(corpus, "validation", tokenizer), 16)
-    rows = np.arange(6)
-    for packed in (False, True):
-        vocab = Vocab.from_tokenizer(tokenizer)
-        batch_format = BatchFormat(vocab, 0.15, 0, causal=True, packed=packed)
-        found = make_batch(sequences, rows, rows * 0, batch_format)
-        ids, label_indices = found["input_ids"].flatten(), found["label_indices"]
-        assert torch.equal(ids[label_indices + 1], found["labels"])
-        text = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        assert len(label_indices) == text.sum() == sequences.locate(rows)[1].sum()
-        assert text[label_indices + 1].all()
-
-
 def test_bytes_need_no_vocabulary_and_lose_nothing():
     tokenizer = vocabulary.load_tokenizer("bytes")
     for text in ("The cat, Ünïcode ☃ and\ttabs.\n", "日本", "  two  spaces "):
@@ -76,7 +54,7 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
 
 
 @pytest.mark.parametrize(("attention", "fields"), [("unpadded", {}), ("eager", FAVOR)])
-def test_a_decoder_is_pretrained_resumed_validated_and_generates(
+def test_a_decoder_is_trained_resumed_validated_and_generates(
     attention, fields, pretrain, pretrain_flags
 ):
     flags = [*BYTES, "--optim.learning_rate=5e-3", "--optim.steps=6", "--model.type=roformer",
