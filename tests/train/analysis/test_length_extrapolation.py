@@ -78,8 +78,7 @@ def test_roformer_goes_on_where_bert_is_refused(long_text, tmp_path, capsys):
         assert loss["bert", seed, "as it is", 128] is None
     twice = LengthSettings([folders[1], "x/bert-0/model"], long_text, output=str(output))
     refused(partial(main, twice), "models", "got bert-0 twice")
-    message = next(row["refused"] for row in rows if "refused" in row)
-    assert message.startswith("length must be at most the 64 positions of the bert table, got 128")
+    assert any("64 positions of the bert table" in row.get("refused", "") for row in rows)
     table = output.with_suffix(".md").read_text()
     assert table in capsys.readouterr().out
     assert "| bert, as it is " in table

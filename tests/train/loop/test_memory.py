@@ -135,7 +135,7 @@ def limit_memory(monkeypatch):
         ("sdpa", True, 0.15, "label_indices", 4),
     ],
 )
-def test_a_micro_batch_is_halved_until_it_fits(
+def test_micro_batches_are_halved_until_they_fit(
     kernel, causal, rate, name, fits, limit_memory, capsys
 ):
     model = objective(is_decoder=causal)
@@ -200,9 +200,7 @@ def test_a_dry_run_tries_smaller_micro_batches_as_the_run_does(dry_run, limit_me
     assert report["micro_batch"] == [2]
 
 
-@pytest.mark.parametrize(
-    ("rate", "causal"), [(0.15, False), (0.4, False), (0.9, False), (0.15, True)]
-)
+@pytest.mark.parametrize(("rate", "causal"), [(0.15, False), (0.9, False), (0.15, True)])
 def test_no_batch_predicts_more_than_the_one_that_is_tried(rate, causal, tmp_path):
     sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 24)
     tried = largest_batch(objective(is_decoder=causal), 8, 24, rate)
