@@ -123,26 +123,13 @@ def flex_without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def pretrain_flags(corpus_folder: Path, tokenizer_folder: Path, tmp_path: Path) -> list[str]:
     """The `--config` of a tiny pretraining run of 12 steps in `tmp_path`."""
-    settings = {
-        "model": {"config": TINY_MODEL},
-        "corpus": {
-            "train": str(corpus_folder / "train.jsonl"),
-            "validation": str(corpus_folder / "validation.jsonl"),
-            "tokenizer": str(tokenizer_folder),
-            "length": 32,
-            "cache": str(tmp_path / "tokens"),
-        },
-        "optim": {"steps": 12, "warmup_steps": 2, "batch_size": 16, "micro_batch": 16},
-        "run": {
-            "name": "tiny",
-            "folder": str(tmp_path / "runs"),
-            "log_every": 1,
-            "validate_every": 6,
-            "save_every": 4,
-            "tracker": None,
-            "peak_tflops": 1.0,  # nothing to measure at each start
-        },
-    }
+    corpus = {part: str(corpus_folder / f"{part}.jsonl") for part in ("train", "validation")}
+    corpus |= {"tokenizer": str(tokenizer_folder), "length": 32, "cache": str(tmp_path / "tokens")}
+    optim = {"steps": 12, "warmup_steps": 2, "batch_size": 16, "micro_batch": 16}
+    run = {"name": "tiny", "folder": str(tmp_path / "runs"), "tracker": None}
+    run |= {"log_every": 1, "validate_every": 6, "save_every": 4}
+    run["peak_tflops"] = 1.0  # nothing to measure at each start
+    settings = {"model": {"config": TINY_MODEL}, "corpus": corpus, "optim": optim, "run": run}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     return [f"--config={tmp_path / 'tiny.yaml'}"]
 
@@ -153,14 +140,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
-    def begin(
-        *arguments: str | Path,
-        limits: Callable[[], None] | None = None,
-        program: str = sys.executable,
-        group: int = 0,
-        pipe: int | None = None,
-        **environment: str,
-    ) -> subprocess.Popen[bytes]:
+    def begin(*arguments, limits=None, program=sys.executable, group=0, pipe=None, **environment):
         def prepare() -> None:
             for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
                 signal.signal(number, signal.SIG_DFL)

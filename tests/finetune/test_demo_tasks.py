@@ -46,10 +46,8 @@ def test_every_second_sentence_has_its_words_backwards(tasks):
 
 
 def test_training_and_validation_rows_share_no_sentence(tasks):
-    train, validation = (
-        {tuple(sorted(words(row))) for row in rows(tasks, split)}
-        for split in ("train", "validation")
-    )
+    splits = [rows(tasks, split) for split in ("train", "validation")]
+    train, validation = ({tuple(sorted(words(row))) for row in found} for found in splits)
     assert train
     assert validation
     assert not train & validation

@@ -89,9 +89,8 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
     tiny_model(folder / "model", kind, **NO_DROPOUT)
     protocol = {"epochs": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     protocol["warmup_share"] = 0.07  # of 60 or 18 steps: no whole number
-    asked = run_settings(
-        folder, task, seed=3, batch_size=20, **protocol
-    )  # the last batches are smaller
+    # the last batches are smaller
+    asked = run_settings(folder, task, seed=3, batch_size=20, **protocol)
     result = glue_run(asked)
     labels, ours = predictions_of(asked, result)
     # our score follows from the saved predictions and the labels of the data's file
@@ -117,12 +116,10 @@ def test_the_outcome_is_that_of_transformers_trainer(kind, task, folder):
         learning_rate=asked.learning_rate,
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.clip_norm,
-        adam_epsilon=1e-8,
         warmup_steps=asked.warmup_share,  # below 1: a share
         lr_scheduler_type=asked.schedule,
         use_cpu=True,
         report_to="none",
-        save_strategy="no",
         disable_tqdm=True,
     )
     one = lambda rows: rows[0]  # noqa: E731
@@ -210,7 +207,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         (None, {"output": "file/x"}, "output must"),
     ],
 )
-def test_a_run_that_cannot_be_made_is_one_line_and_leaves_nothing(
+def test_an_impossible_run_is_one_line_and_leaves_nothing(
     folder, damaged, changes, rule, monkeypatch
 ):
     (folder / "empty").mkdir()

@@ -232,9 +232,8 @@ def test_a_file_of_another_origin_is_never_overwritten():
 
 
 def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "color": datasets.ClassLabel(names=["red", "green"])}
-    )
+    names = datasets.ClassLabel(names=["red", "green"])
+    features = datasets.Features({"text": datasets.Value("string"), "color": names})
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "color": [1, 0, 1]}, features)
     load_dataset = Mock(return_value=rows)
     monkeypatch.setattr(data.datasets, "load_dataset", load_dataset)
@@ -252,7 +251,6 @@ def own_run(**changes) -> dict:
 
 
 def predicted() -> list:
-    """The predictions for the test rows of the one run."""
     (file,) = Path("predictions").rglob("test.csv")
     return pd.read_csv(file)["prediction"].tolist()
 
@@ -268,11 +266,9 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     assert task.labels == ("both", "none", "one")
     result = own_run(test=True, epochs=6)
     truth_and_answers = names[200:], predicted()
-    expected = {
-        "accuracy": accuracy_score(*truth_and_answers),
-        "macro_f1": f1_score(*truth_and_answers, average="macro"),
-    }
-    assert result["test_metrics"] == pytest.approx(expected)
+    accuracy = accuracy_score(*truth_and_answers)
+    macro_f1 = f1_score(*truth_and_answers, average="macro")
+    assert result["test_metrics"] == pytest.approx({"accuracy": accuracy, "macro_f1": macro_f1})
     score_tasks(SimpleFeaturesSettings(tasks=["own.yaml"], output="results.jsonl"))
     Path("own.yaml").unlink()
     records = read_results("results.jsonl")
@@ -280,13 +276,13 @@ def test_pairs_of_three_classes_are_scored_on_labelled_test_rows(capsys):
     run_names = [run_name(record).rpartition("-")[0] for record in records]
     assert run_names == ["own-model", "own-simple-features"]
     card = str(finetuned_card(result, "roformer"))
-    assert f"| test | all | {100 * expected['accuracy']:.1f} |" in card
+    assert f"| test | all | {100 * accuracy:.1f} |" in card
     assert not re.search("English|language", card)
     report.main(report.ReportSettings(results="results.jsonl"))
     printed = capsys.readouterr().out
     assert "tasks of your own" in printed
     found = pd.read_csv("report.csv", dtype=str)["test_metrics accuracy"]
-    assert str(expected["accuracy"]) in found.tolist()
+    assert str(accuracy) in found.tolist()
 
 
 def test_a_run_is_recorded_after_the_file_of_its_answers(monkeypatch):

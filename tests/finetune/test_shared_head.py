@@ -56,11 +56,10 @@ def test_texts_encoded_separately_are_compared_by_difference_and_product():
 def test_every_encoder_gets_the_same_head(folder, protocol):
     tiny_model(folder / "bert", "bert", hidden_dropout_prob=0.3, initializer_range=0.5)
     tiny_model(folder / "distilbert", "distilbert")
-    models = [{"model": str(folder / name)} for name in ("model", "bert", "distilbert")]
-    first, *others = (
-        load(run_settings(folder, "stsb", **protocol, **changes)).head
-        for changes in (*models, {"random_weights": True})
-    )
+    changes = [{"model": str(folder / name)} for name in ("model", "bert", "distilbert")]
+    changes.append({"random_weights": True})
+    runs = [run_settings(folder, "stsb", **protocol, **changed) for changed in changes]
+    first, *others = (load(run).head for run in runs)
     assert repr(first).count("Dropout(p=0.1") == 1
     for head in others:
         assert repr(head) == repr(first)
@@ -91,7 +90,7 @@ def test_weights_may_be_missing_in_the_head_only(folder, kind, protocol, has_pre
     ("task", "protocol"),
     [("sst2", {"pooling": "first"}), ("sst2", APART), ("stsb", MEAN), ("stsb", APART)],
 )
-def test_a_model_learns_and_its_folder_gives_the_scored_predictions(
+def test_a_model_learns_and_is_saved_with_its_predictions(
     folder, monkeypatch, kind, task, protocol
 ):
     warned = lambda line: pytest.fail("of padding, which the head does not read")  # noqa: E731

@@ -70,7 +70,6 @@ def imported(path):
 
 
 def project_imports(path):
-    """Modules of this project that a file imports."""
     return {item for item in imported(path) if item in MODULES} - {*PACKAGES, module_of(path)}
 
 

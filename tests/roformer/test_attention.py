@@ -9,15 +9,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.masking_utils import flash_attention_mask
 
-from roformer import (
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
-    RoFormerForSequenceClassification,
-    RoFormerModel,
-)
+from roformer import RoFormerForMaskedLM, RoFormerForMultipleChoice, RoFormerModel
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
-from tiny import assert_near, build, hidden, rope_config
+from tiny import POOLED, assert_near, build, hidden, rope_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 
@@ -252,7 +247,7 @@ def test_padding_makes_no_nan_of_large_scores_in_float16(config):
 
 def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
     seen = []
-    model = model_with(config, "eager", RoFormerForSequenceClassification)
+    model = model_with(config, "eager", POOLED[0])
     layer = model.roformer.encoder.layer[0]
     layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     ids, mask = padded("right")
@@ -284,7 +279,7 @@ def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     config.summary_type = "first"  # of a mask of that kind the last token is not known
     ids, mask = padded("right")
     block_mask = create_block_mask(lambda b, h, q, k: mask[b, k].bool(), 4, None, 24, 24, "cpu")
-    for head in (RoFormerForSequenceClassification, RoFormerForMultipleChoice):
+    for head in POOLED:
         model = model_with(config, "flex_attention", head)
         input_ids = ids[:, None] if head is RoFormerForMultipleChoice else ids
         choices = mask[:, None] if head is RoFormerForMultipleChoice else mask
@@ -334,8 +329,6 @@ def test_inference_in_bfloat16_is_as_exact_for_long_rows_as_the_eager_kernel(len
     ids = torch.randint(5, 60, (2, length))
     with torch.no_grad():
         exact = model_with(config, "eager").double()(ids)[0]
-        eager, unpadded = (
-            (model_with(config, kernel).bfloat16()(ids)[0].double() - exact).norm()
-            for kernel in ("eager", "unpadded")
-        )
+        models = (model_with(config, kernel).bfloat16() for kernel in ("eager", "unpadded"))
+        eager, unpadded = ((model(ids)[0].double() - exact).norm() for model in models)
     assert unpadded < 1.2 * eager

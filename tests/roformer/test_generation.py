@@ -216,11 +216,8 @@ def test_encoder_decoder_models_are_stocks_and_generate():
         a, b = (m(**inputs, use_cache=False).logits for m in (ours, stock))
         assert_near(a, b, 2e-4)
     options = {"do_sample": False, "max_new_tokens": 8, "decoder_start_token_id": 1}
-    tokens = [
-        ours.generate(source, attention_mask=mask, use_cache=cached, **options)
-        for cached in (True, False)
-    ]
-    assert torch.equal(*tokens)
+    options["attention_mask"] = mask
+    assert torch.equal(*(ours.generate(source, use_cache=x, **options) for x in (True, False)))
 
 
 @pytest.mark.parametrize("fields", [{}, {"norm_type": "rms_norm"}], ids=str)

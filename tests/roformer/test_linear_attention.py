@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from roformer import RoFormerConfig, RoFormerModel
+from roformer import RoFormerModel
 from roformer.configuration_roformer import FEATURE_MAPS
 from roformer.linear_attention import (
     CHUNK_LENGTH,
@@ -22,12 +22,8 @@ B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole numbe
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 
-def config_of(kind: str, **fields: object) -> RoFormerConfig:
-    return tiny_config(**VARIANTS[kind] | fields)
-
-
 def model_of(kind: str, **fields: object) -> RoFormerModel:
-    return build(RoFormerModel, config_of(kind, **fields))
+    return build(RoFormerModel, tiny_config(**VARIANTS[kind] | fields))
 
 
 def features_of(kind: str) -> FeatureMap:
@@ -99,7 +95,7 @@ def test_random_features_estimate_the_kernel_of_softmax(heads):
     exact = (q @ k.T / D**0.5).exp()
     errors = []
     for number in (64, 4096):
-        features = RandomFeatureMap(config_of("favor", random_features=number))
+        features = RandomFeatureMap(tiny_config(linear_attention="favor", random_features=number))
         features.reset_parameters()
         a, b = (phi(x.double(), features) for x in (q, k))
         errors.append(((a @ b.T / number - exact) / exact).abs().mean().item())

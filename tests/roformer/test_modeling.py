@@ -33,13 +33,8 @@ PAIRS = [
     for head in (*HEADS, RoFormerModel)
     if head is not RoFormerForCausalLM or STOCK_IS_CAUSAL
 ]
-FIELDS = [
-    {},
-    {"rotary_value": True},
-    {"embedding_size": 16},
-    {"tie_word_embeddings": False},
-    {"embedding_size": 16, "rotary_value": True, "tie_word_embeddings": False, "num_labels": 5},
-]
+CHANGES = {"rotary_value": True, "embedding_size": 16, "tie_word_embeddings": False}
+FIELDS = [{}, *({name: value} for name, value in CHANGES.items()), CHANGES | {"num_labels": 5}]
 
 
 def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -54,9 +49,7 @@ def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize(("ours", "stock"), PAIRS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("saver", ["ours", "stock"])
-def test_checkpoints_give_equal_outputs_and_gradients_both_ways(
-    ours, stock, fields, saver, tmp_path
-):
+def test_checkpoints_give_equal_outputs_and_gradients(ours, stock, fields, saver, tmp_path):
     first, second = (ours, stock) if saver == "ours" else (stock, ours)
     values = {"vocab_size": 60, "summary_type": "first", "is_decoder": ours is RoFormerForCausalLM}
     saved = enlarge(first(first.config_class(**TINY_MODEL | values | fields)))
@@ -138,9 +131,7 @@ def test_the_other_pairing_of_coordinates_is_the_same_model(rotary_value, share,
     assert all(torch.equal(state[name], value) for name, value in back.items())
 
 
-@pytest.mark.parametrize(
-    "fields", [{"position_encoding": "alibi"}, {"linear_attention": "favor"}], ids=str
-)
+@pytest.mark.parametrize("fields", [{"position_encoding": "alibi"}, {"linear_attention": "favor"}])
 def test_what_has_no_order_of_coordinates_is_not_converted(fields):
     model = RoFormerModel(tiny_config(**fields))
     with pytest.raises(ValueError, match="^position_encoding must be rope"):
@@ -229,9 +220,7 @@ def test_a_state_of_stock_loads_strictly(config):
         RoFormerModel(config).load_state_dict(state | {"more": torch.zeros(1)})
 
 
-def test_a_checkpoint_goes_on_as_a_causal_model_and_one_that_sees_one_side_says_so(
-    config, tmp_path, caplog
-):
+def test_a_checkpoint_goes_on_as_a_causal_model_which_says_so(config, tmp_path, caplog):
     masked = build(RoFormerForMaskedLM, config)
     masked.save_pretrained(tmp_path)
     causal, report = RoFormerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -293,9 +282,8 @@ def test_a_resized_vocabulary_survives_saving(tied, fields, tmp_path):
 def test_weights_can_stay_on_disk(config, tmp_path):
     model = build(RoFormerForMaskedLM, config)
     model.save_pretrained(tmp_path / "model")
-    lazy = RoFormerForMaskedLM.from_pretrained(
-        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
-    )
+    places = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    lazy = RoFormerForMaskedLM.from_pretrained(tmp_path / "model", **places)
     ids = torch.randint(0, 60, (2, 9))
     torch.testing.assert_close(lazy(ids).logits, model(ids).logits)
 

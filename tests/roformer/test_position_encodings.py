@@ -114,9 +114,8 @@ def test_scores_are_those_of_the_papers_equation(encoding, equation):
     scores_of = equation(model)
     attention.double()
     given = seen["embeddings"][0].double()
-    q, k, v = (
-        getattr(attention, x)(given).unflatten(-1, (2, 16)) for x in ("query", "key", "value")
-    )
+    layers = attention.query, attention.key, attention.value
+    q, k, v = (layer(given).unflatten(-1, (2, 16)) for layer in layers)
     expected = torch.zeros_like(v)
     for h in range(2):
         for m in range(L):
@@ -130,12 +129,10 @@ def test_a_checkpoint_without_an_encodings_weights_gets_drawn_ones(encoding, tmp
     model_of("rope").save_pretrained(tmp_path)
     model = RoFormerModel.from_pretrained(tmp_path, position_encoding=encoding)
     saved = load_file(tmp_path / "model.safetensors")
-    for name, weight in model.named_parameters():
-        if name not in saved:
-            assert 0.01 < weight.std() < 0.03, name
-    assert any(name not in saved for name, _ in model.named_parameters()) == (
-        encoding in ("learned", "t5", "transformer_xl")
-    )
+    drawn = {name: x for name, x in model.named_parameters() if name not in saved}
+    assert bool(drawn) == (encoding in ("learned", "t5", "transformer_xl"))
+    for name, weight in drawn.items():
+        assert 0.01 < weight.std() < 0.03, name
 
 
 def test_a_table_of_positions_ends_and_others_do_not():

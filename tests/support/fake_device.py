@@ -89,7 +89,6 @@ class FakeDeviceMode(TorchDispatchMode):
 
 
 def to_fake_device(values: dict[str, Any]) -> dict[str, Any]:
-    """Move the tensors among the values."""
     return {k: v.to("fake:0") if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
@@ -192,7 +191,6 @@ def check_syncs() -> None:
 
 
 def main() -> None:
-    """Run all checks and print how many there were."""
     backend_registration._setup_privateuseone_for_python_backend("fake", Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     tensor = torch.tensor

@@ -28,7 +28,8 @@ PRECISION = "no" if bfloat16_is_emulated() else "bf16"  # what this CPU makes of
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PATIENCE = 120.0
 """Seconds until a test gives up waiting; generous, for busy machines."""
-Start = Callable[..., subprocess.Popen[bytes]]
+Process = subprocess.Popen[bytes]
+Start = Callable[..., Process]
 TWO_RANKS = [
     "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
     "--run.save_every=1000", "--run.validate_every=1000",
@@ -48,7 +49,6 @@ def child_processes(folder: Path) -> list[psutil.Process]:
 
 
 def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Wait until `what()` is true."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"
@@ -99,7 +99,6 @@ def complete_rows(run: Path) -> list[dict]:
 
 
 def list_checkpoints(run: Path) -> list[str]:
-    """Names of the checkpoints of a run, sorted."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
@@ -129,30 +128,26 @@ class Launches:
 
     @property
     def run(self) -> Path:
-        """Folder of the run."""
         return self.folder / "runs" / "tiny"
 
-    def __call__(
-        self, *flags: str, launcher: tuple[str, ...] = (), **options: Any
-    ) -> subprocess.Popen[bytes]:
+    def __call__(self, *flags: str, launcher: tuple[str, ...] = (), **options: Any) -> Process:
         """Start the script, without a launcher or with LAUNCH or TORCHRUN."""
         return self.start(*launcher, SCRIPT, *self.flags, *flags, **(CPU | options))
 
-    def torchrun(self, *flags: str) -> subprocess.Popen[bytes]:
-        """Start two processes by torchrun."""
+    def torchrun(self, *flags: str) -> Process:
         return self(*flags, launcher=TORCHRUN)
 
-    def ranks(self, *flags: str) -> list[subprocess.Popen[bytes]]:
+    def ranks(self, *flags: str) -> list[Process]:
         """Start two ranks in one process group, as `srun` does; each has its own exit code."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-        started: list[subprocess.Popen[bytes]] = []
+        started: list[Process] = []
         for rank in ("0", "1"):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             group = started[0].pid if started else 0
             started.append(self(*flags, group=group, **names, **address))
         return started
 
-    def train_until(self, victim: subprocess.Popen[bytes], steps: int) -> int:
+    def train_until(self, victim: Process, steps: int) -> int:
         """Wait until a launch, just started, has logged some steps of its own; return the last."""
         begun, log = self.saved_step(), self.run / "log.jsonl"
         before = log.exists() and log.stat().st_mtime_ns
@@ -179,7 +174,6 @@ class Launches:
         return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
     def rank_processes(self) -> dict[int, psutil.Process]:
-        """The process of each rank."""
         scripts = [p for p in child_processes(self.folder) if SCRIPT in p.cmdline()[:3]]
         ranks = {p.environ().get("LOCAL_RANK"): p for p in scripts}
         return {int(rank): process for rank, process in ranks.items() if rank is not None}

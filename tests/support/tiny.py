@@ -38,17 +38,11 @@ TINY_MODEL = {
     "max_position_embeddings": 64,
 }
 
+YARN = {"original_max_position_embeddings": 16}
+LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    name: {"rope_type": name, "factor": 4.0} | more
+    for name, more in {"linear": {}, "dynamic": {}, "yarn": YARN, "llama3": LLAMA3}.items()
 }
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -146,15 +140,9 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as its user would, from the root; it must fail or not, or may with None."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = [sys.executable, *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(program, cwd=ROOT, env=os.environ | settings, **options)
     assert fails in (None, done.returncode != 0), done.stderr
     return done
 

@@ -16,18 +16,13 @@ from finetune.data import Examples, make_examples, read_split_columns
 from finetune.results import Result, prediction_file, read_predictions
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
+from tiny import TINY_MODEL
 from train.loop.launch import start_accelerator
 
 WORDS = ("good", "great", "fine", "bad", "poor", "sad", "film", "book", "play", "day", "the", "a")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-SHAPE = {
-    "vocab_size": len(WORDS) + len(SPECIAL),
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+SHAPE = TINY_MODEL | SIZES | {"vocab_size": len(WORDS) + len(SPECIAL)}
 OTHER_NAMES = {
     "dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 1, "embedding_size": 16,
     "global_attn_every_n_layers": 1, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3,
@@ -83,9 +78,7 @@ def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -
     parquet.write_table(pyarrow.table(columns), file)
 
 
-def load_examples(
-    glue_dir: Path, task: str, split: str = "train", length: int = 32, tokenizer=None, **options
-) -> Examples:
+def load_examples(glue_dir, task, split="train", length=32, tokenizer=None, **options) -> Examples:
     """Read and tokenize a split; its tokens are cached in `glue_dir/tokens`."""
     columns = read_split_columns(TASKS[task], split, str(glue_dir))
     tokenizer, cache = tokenizer or tiny_tokenizer(), str(glue_dir / "tokens")
@@ -106,7 +99,6 @@ def run_settings(folder: Path, task: str = "sst2", **changes) -> GlueSettings:
 
 
 def glue_run(settings: GlueSettings) -> Result:
-    """Make a run in this process."""
     return glue.run(settings, start_accelerator())
 
 

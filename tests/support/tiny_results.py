@@ -81,7 +81,6 @@ def simple_features(task: str, score: float, **changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> str:
-    """A results file with these lines."""
     file = folder / "results.jsonl"
     file.write_text("".join(json.dumps(values) + "\n" for values in lines))
     return str(file)

@@ -20,7 +20,6 @@ def corpus(source, tmp_path: Path, **changes) -> CorpusSettings:
 
 
 def texts(source, tmp_path: Path) -> list[str]:
-    """The documents of a training text."""
     return list(read_documents(corpus(source, tmp_path), "train"))
 
 

@@ -11,12 +11,7 @@ import pytest
 
 from finetune.publish import submission
 from finetune.publish.submission import SubmissionSettings, main
-from finetune.results import (
-    SIMPLE_FEATURES,
-    append_result,
-    prediction_file,
-    write_predictions,
-)
+from finetune.results import SIMPLE_FEATURES, append_result, prediction_file, write_predictions
 from tiny import refused
 from tiny_results import line as a_line
 from tiny_results import simple_features
@@ -55,7 +50,6 @@ def logits_of(run: dict, name: str) -> np.ndarray:
 
 
 def write_run(folder: Path, run: dict, leave_out: tuple[str, ...] = ()) -> None:
-    """A line and its predictions."""
     append_result(str(folder / "results.jsonl"), run)
     for name, (task, split, rows, _) in FILES.items():
         if task == run["task"] and name not in leave_out:
@@ -100,11 +94,8 @@ def small(monkeypatch) -> None:
 
 def test_the_files_are_those_of_the_server():
     """Rows and classes of all eleven, QQP's 390,965 rows among them."""
-    found = {
-        file.name: (file.task, file.split, file.rows, file.labels and list(file.labels))
-        for file in SERVER_FILES
-    }
-    assert list(found.items()) == list(FILES.items())
+    found = [(x.name, (x.task, x.split, x.rows, x.labels and list(x.labels))) for x in SERVER_FILES]
+    assert found == list(FILES.items())
 
 
 def test_every_file_says_what_its_run_predicted(tmp_path, capsys):

@@ -16,7 +16,6 @@ def judge(lines) -> list[str]:
 
 
 def pairs_shown(lines) -> Table:
-    """The table of the differences between two models."""
     found = report(lines)
     return group_tables(found.group, found.differences)[0]
 
@@ -209,10 +208,9 @@ def test_a_task_that_is_not_judged_does_not_count_among_the_tasks():
     one_seed = [line(model, "rte", 0.7) for model in (ROFORMER, BERT)]
     # of the other two one model has a seed too few, or no controls
     wnli = [*seeds(ROFORMER, "wnli", (0.7, 0.72)), line(BERT, "wnli", 0.7)]
-    assert judge([*learned(), *one_seed, *wnli])[0] == (
-        f"RoFormer {MINUS} BERT: pretraining helps both models on 1 of 1 tasks: CoLA, Matthews."
-    )
-    column = pairs_shown([*learned(), *one_seed, *wnli]).frame["pretraining helps both"]
+    lines = [*learned(), *one_seed, *wnli]
+    assert judge(lines)[0].endswith("helps both models on 1 of 1 tasks: CoLA, Matthews.")
+    column = pairs_shown(lines).frame["pretraining helps both"]
     assert column.tolist() == ["yes", "not judged", "not judged", DASH]  # - of the mean of tasks
 
 

@@ -49,7 +49,6 @@ def two_texts(texts: list[str], labels: list[int], logits: list[list[int]]) -> d
 
 
 def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
-    """Write a run's line, its data and its predictions."""
     line = results_line("runs/small/model", task, 0.4321)
     line |= {"glue_dir": str(folder / "glue"), **changes}
     append_result(str(folder / "results.jsonl"), line)
@@ -68,9 +67,8 @@ def analyse(folder: Path, task: str, **changes) -> str:
 def test_of_many_classes_only_mistakes_are_counted_the_most_frequent_first():
     ids, names = np.repeat(np.arange(30), 3), np.array([f"c{i}" for i in range(30)])
     table = confusion_table(ids, np.where(ids < 1, 29, np.where(np.arange(90) == 4, 5, ids)), names)
-    assert [line.split()[1::2] for line in table.splitlines()[2:]] == [
-        ["c0", "c29", "3"], ["c1", "c5", "1"]
-    ]  # fmt: skip
+    rows = [line.split()[1::2] for line in table.splitlines()[2:]]
+    assert rows == [["c0", "c29", "3"], ["c1", "c5", "1"]]
 
 
 def tables(text: str) -> list[list[list[str]]]:

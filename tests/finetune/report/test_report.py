@@ -140,11 +140,10 @@ RATES = (2e-5, 3e-5, 4e-5)
 
 
 def sweep(model: str, task: str, means) -> list[dict]:
-    return [
-        line(model, task, mean + 0.01 * seed, seed=seed, learning_rate=rate)
-        for rate, mean in zip(RATES, means)
-        for seed in (0, 1)
-    ]
+    runs = []
+    for rate, mean in zip(RATES, means):
+        runs += seeds(model, task, (mean, mean + 0.01), learning_rate=rate)
+    return runs
 
 
 BEST = "best of 3 rates by the reported split (the paper's selection)"
@@ -237,10 +236,8 @@ def test_the_printed_table_names_the_split_of_every_row():
 def test_markdown_and_latex_survive_any_name_of_a_model():
     name = "a|b_c%d$e#f{g}~h^i\\j&k<l>[m]*n`o"
     found = score_table(report([line(name, "rte", 0.6)]).group)
-    columns = [
-        re.findall(r"(?<!\\)\|", row)
-        for row in markdown_table(found.frame.map(escape_cell)).splitlines()
-    ]
+    rows = markdown_table(found.frame.map(escape_cell)).splitlines()
+    columns = [re.findall(r"(?<!\\)\|", row) for row in rows]
     assert {len(bars) for bars in columns} == {3}
     body = latex_tables([found]).split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
     assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith(r" \\") for row in body)

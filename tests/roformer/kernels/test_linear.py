@@ -26,15 +26,11 @@ def calls(monkeypatch):
     return shapes
 
 
-def layer_of(wide: int, bias: bool = True) -> Linear:
-    return Linear(48, wide, bias=bias)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("wide", [16, 48, 200])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 5, 48), (2, 0, 48), (3, 2, 5, 48)])
 def test_products_and_gradients_are_those_of_float64(calls, wide, bias, shape):
-    layer, x = layer_of(wide, bias), torch.randn(shape)
+    layer, x = Linear(48, wide, bias), torch.randn(shape)
     exact = copy.deepcopy(layer).double()
     inputs = x.requires_grad_(), x.detach().double().requires_grad_()
     outputs = layer(inputs[0]), exact(inputs[1])
@@ -48,7 +44,7 @@ def test_products_and_gradients_are_those_of_float64(calls, wide, bias, shape):
 
 
 def test_parts_of_a_layer_that_learn_are_all_that_get_gradients(calls):
-    layer, x = layer_of(16), torch.randn(5, 48)
+    layer, x = Linear(48, 16), torch.randn(5, 48)
     layer.weight.requires_grad_(False)
     layer(x).sum().backward()
     assert len(calls) == 1
@@ -57,7 +53,7 @@ def test_parts_of_a_layer_that_learn_are_all_that_get_gradients(calls):
 
 
 def test_the_gradient_of_a_gradient_is_that_of_float64():
-    layer, x = layer_of(16), torch.randn(5, 48)
+    layer, x = Linear(48, 16), torch.randn(5, 48)
     found = []
     for dtype in (torch.float32, torch.float64):
         given, module = x.to(dtype).requires_grad_(), layer.to(dtype)
@@ -67,11 +63,9 @@ def test_the_gradient_of_a_gradient_is_that_of_float64():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4 * found[1].abs().max().item())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse .* tensor support is in beta", "ignore:.*invariant checks"
-)
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta", "ignore:.*invariant checks")
 def test_sparse_weights_are_left_to_torch(calls):
-    layer, x = layer_of(16), torch.randn(3, 48)
+    layer, x = Linear(48, 16), torch.randn(3, 48)
     expected = layer(x)
     calls.clear()
     layer.weight = nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
@@ -81,14 +75,14 @@ def test_sparse_weights_are_left_to_torch(calls):
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_bias_with_gaps_is_read_with_its_gaps(learns):
-    layer, x = layer_of(16), torch.randn(3, 48)
+    layer, x = Linear(48, 16), torch.randn(3, 48)
     layer.bias = nn.Parameter(torch.randn(16, 3)[:, 1])
     with torch.set_grad_enabled(learns):
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_a_weight_that_is_no_parameter_gets_its_gradient(calls):
-    layer, made = layer_of(16).requires_grad_(False), torch.randn(16, 48, requires_grad=True)
+    layer, made = Linear(48, 16).requires_grad_(False), torch.randn(16, 48, requires_grad=True)
     del layer._parameters["weight"]
     layer.weight = 2 * made
     layer(torch.ones(5, 48)).sum().backward()
@@ -97,7 +91,7 @@ def test_a_weight_that_is_no_parameter_gets_its_gradient(calls):
 
 
 def test_what_comes_out_may_be_changed_in_place(calls):
-    layer, x = layer_of(16), torch.randn(2, 3, 48)
+    layer, x = Linear(48, 16), torch.randn(2, 3, 48)
     out = layer(x)
     out.div_(2.0)[..., 0] = 0.0
     out.sum().backward()
@@ -110,7 +104,7 @@ def test_what_comes_out_may_be_changed_in_place(calls):
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("learns", [True, False])
 def test_derivatives_in_forward_mode_are_those_of_backward_mode(learns):
-    layer = layer_of(200).requires_grad_(learns)
+    layer = Linear(48, 200).requires_grad_(learns)
     x, tangent = torch.randn(5, 48), torch.randn(5, 48)
     with forward_ad.dual_level():
         out = F.gelu(layer(forward_ad.make_dual(x, tangent)))
@@ -128,21 +122,19 @@ def test_derivatives_in_forward_mode_are_those_of_backward_mode(learns):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_torch_without_a_private_name_computes_by_its_own_operator(
-    calls, monkeypatch, holder, name, value
-):
+def test_a_torch_without_a_private_name_computes_by_itself(calls, monkeypatch, holder, name, value):
     monkeypatch.undo()
     linear._prefers_onednn.cache_clear()
     monkeypatch.setattr(holder, name, value)
     monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
-    layer, x = layer_of(16), torch.randn(3, 48)
+    layer, x = Linear(48, 16), torch.randn(3, 48)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
     monkeypatch.undo()
     linear._prefers_onednn.cache_clear()
 
 
 def test_autocast_switches_of_torch_and_transforms_are_obeyed(calls, monkeypatch):
-    layer, x = layer_of(16), torch.randn(3, 48)
+    layer, x = Linear(48, 16), torch.randn(3, 48)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with monkeypatch.context() as patch:
@@ -162,7 +154,7 @@ def test_emulated_bfloat16_is_computed_in_float32_for_many_rows(rows, autocast, 
     monkeypatch.setattr(linear, "bfloat16_is_emulated", lambda: True)
     dtypes, product = [], F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: dtypes.append(x.dtype) or product(x, *rest))
-    layer, x = layer_of(200).bfloat16(), torch.randn(rows, 48).bfloat16().requires_grad_()
+    layer, x = Linear(48, 200).bfloat16(), torch.randn(rows, 48).bfloat16().requires_grad_()
     exact = copy.deepcopy(layer).double()
     inputs = x, x.detach().double().requires_grad_()
     if autocast:
@@ -180,8 +172,8 @@ def test_emulated_bfloat16_is_computed_in_float32_for_many_rows(rows, autocast, 
 def test_what_torch_refuses_is_refused():
     for wrong in (torch.randn(3, 47), torch.randn(3, 48).bfloat16(), torch.randn(3, 48).half()):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            layer_of(16)(wrong)
-    assert layer_of(16)(torch.randn(48)).shape == (16,)
+            Linear(48, 16)(wrong)
+    assert Linear(48, 16)(torch.randn(48)).shape == (16,)
 
 
 def test_a_model_computes_all_of_its_large_products_by_it(calls):

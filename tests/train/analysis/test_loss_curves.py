@@ -42,7 +42,6 @@ def runs(tmp_path):
 
 
 def compare(tmp_path, runs):
-    """The numbers that the command writes."""
     main(CurvesSettings(runs, output=str(tmp_path / "c.png")))
     return json.loads((tmp_path / "c.json").read_text())
 

@@ -27,7 +27,6 @@ def test_every_format_gives_the_same_documents(written, tmp_path, name, packed):
 
 
 def pack(file: Path, kind: str) -> Path:
-    """The file packed, beside it."""
     packed = file.with_name(file.name + {"gzip": ".gz", "zstd": ".zst"}[kind])
     with pa.CompressedOutputStream(str(packed), kind) as stream:
         stream.write(file.read_bytes())

@@ -27,7 +27,6 @@ def stage_flags(stages: list[dict]) -> list[str]:
 
 @pytest.fixture
 def run(pretrain):
-    """A function that pretrains in stages and returns the folder of the run."""
 
     def run(*flags: str, stages: list[dict] = STAGES) -> Path:
         return pretrain(*stage_flags(stages), *flags)

@@ -100,13 +100,12 @@ def test_a_size_is_kept_even_with_many_characters():
 
 
 def test_nothing_is_learned_from_nothing(tmp_path):
-    (tmp_path / "blank.txt").write_text("\n")
-    settings = CorpusSettings(
-        train=str(tmp_path / "blank.txt"), tokenizer=str(tmp_path / "v"), vocabulary_size=100
-    )
+    text, words = tmp_path / "blank.txt", tmp_path / "v"
+    text.write_text("\n")
+    settings = CorpusSettings(train=str(text), tokenizer=str(words), vocabulary_size=100)
     learn = partial(vocabulary.train_if_missing, settings)
     refused(learn, "corpus.train must hold text to learn from, got none")
-    assert not (tmp_path / "v").exists()
+    assert not words.exists()
 
 
 def test_without_a_tokenizer_each_text_gets_a_vocabulary_of_its_own(tmp_path):

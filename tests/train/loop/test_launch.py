@@ -22,9 +22,7 @@ from train.loop.launch import replace_emulated_bfloat16
         ({}, "bf16"),  # of a torch that does not tell
     ],
 )
-def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(
-    monkeypatch, capsys, capabilities, precision
-):
+def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch, capsys, capabilities, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -224,15 +224,12 @@ def timeouts(monkeypatch):
 
 @pytest.fixture
 def sleep(monkeypatch, timeouts):
-    """A function that lets seconds pass."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return lambda seconds: now.append(now.pop() + seconds)
 
 
-def test_the_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch_early(
-    sleep, timeouts
-):
+def test_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch(sleep, timeouts):
     limit = PreemptionHandler(0.0, 100 / 3600, num_processes=2)
     found = []
     for seconds, is_new_stage in ((0, True), (30, False), (1, True), (40, False), (1, False)):

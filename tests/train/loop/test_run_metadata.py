@@ -45,7 +45,6 @@ def write(folder: Path, settings: PretrainSettings, step: int = 0) -> None:
 
 @pytest.fixture
 def begun(tmp_path):
-    """The folder of a run that has begun."""
     write(tmp_path, SETTINGS)
     return tmp_path
 
