@@ -69,6 +69,16 @@ def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, conf
     assert model(**batch).logits.shape == (*batch["labels"].shape, 60)
 
 
+def test_sparse_prediction_is_saved_and_loads_in_transformers(config, tmp_path):
+    RoFormerForMaskedLM(config).save_pretrained(tmp_path)
+    model = RoFormerForMaskedLM.from_pretrained(tmp_path, sparse_prediction=True)
+    model.save_pretrained(tmp_path)
+    assert RoFormerForMaskedLM.from_pretrained(tmp_path).config.sparse_prediction
+    stock = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
+    batch = example()
+    torch.testing.assert_close(stock(**batch).loss, model.eval()(**batch).loss)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is_gradient_checkpointing",
                             "ignore::torch.jit.TracerWarning")  # fmt: skip
 def test_torch_func_and_tracing_work_with_gradients_on(config):
