@@ -150,8 +150,10 @@ def test_ids_are_read_where_the_rows_have_no_names(capsys):
 def test_classes_that_are_numbers_are_no_ids_and_may_have_another_form():
     train = write("own.csv", {"text": TEXTS, "color": [2, 1, 3] * 4})
     floats = write("floats.csv", {"text": TEXTS[:3], "color": ["1.0", "2.0", "1"]})
-    task = describe(train, validation=floats, output="folder/own.yaml")
+    hidden = write("hidden.csv", {"text": TEXTS[:2], "color": [-1, -1]})
+    task = describe(train, validation=floats, test=hidden, output="folder/own.yaml")
     assert read_split_columns(task, "validation", None)["label"].tolist() == [0, 1, 0]
+    assert read_split_columns(task, "test", None)["label"].tolist() == [-1, -1]  # none
 
 
 def test_a_blank_line_of_one_column_is_an_empty_text():

@@ -141,7 +141,7 @@ class PreemptionHandler:
         """Report progress to the watchdog: at each step and each batch of an evaluation.
 
         Without a heartbeat for ten times the longest interval so far, and at least `min_timeout`,
-        the process prints its stack and exits, so that the launcher ends the other processes.
+        a process of several prints its stack and exits, so that the launcher ends the others.
         """
         now = time.monotonic()
         if self.last_heartbeat is not None:

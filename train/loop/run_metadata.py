@@ -109,7 +109,7 @@ def write_metadata(
     run belong to neither set of settings alone. The run goes on from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
-    # before the first checkpoint nothing of an earlier launch is left but these files
+    # without a checkpoint the run begins anew, with the settings of this launch
     is_new, comments = not settings_file.exists() or (step == 0 and not changed), ""
     if is_new or not environment_file.exists() or "mixed_precision" in changed:
         environment = collect_environment(accelerator) | {"parameters": parameters}
