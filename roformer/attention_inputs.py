@@ -105,7 +105,8 @@ def prepare_attention(
         can_unpad = is_allowed and _may_unpad(requested, batch, hidden_states, layers)
         inputs = _varlen_inputs(implementation, batch, can_unpad)
         if inputs is not None:
-            if inputs.layout is not None and unpad is None and requested == AUTO:
+            warns = inputs.layout is not None and unpad is None and requested == AUTO
+            if warns and batch.padding_mask is not None and not batch.padding_mask.all():
                 logger.warning_once(
                     "last_hidden_state is 0 at padding, where nothing is computed: pool it with "
                     "the attention_mask. attn_implementation='sdpa' computes padding, 'unpadded' "

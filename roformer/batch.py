@@ -26,7 +26,7 @@ class BatchMetadata:
         attention_mask: As given to the model.
         padding_mask: [B, L] bool, False for padding; None if only a four-dimensional mask is known.
         document_ids: [B, L] int64, numbered from 0 over all rows; None if every row is one
-            document.
+            document and `cu_seqlens` was not given.
         cu_seqlens: [documents + 1] cumulative lengths of the documents, if they were given.
         max_seqlen: Length of the longest document, if it was given.
     """
@@ -108,7 +108,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
 
     This is the form that transformers' `DataCollatorWithFlattening` makes. Any other row is one
     document, and so is a row of zeros only, which switches positions off. The positions of padding
-    are ignored.
+    at the ends of the row and between documents are ignored.
 
     Returns:
         [1, L] int64, counting from 0; None if there is one document (which cannot be known while

@@ -265,11 +265,8 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         """
         check_not_packed(kwargs.get("cu_seq_lens_q"))
         inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
-        rows = input_ids if inputs_embeds is None else inputs_embeds
-        if position_ids is not None and rows is not None and len(rows) == 1:
-            # one document: the positions of a single row may be read as several
-            kwargs["cu_seq_lens_q"] = torch.tensor([0, rows.shape[1]])
-        outputs = self.roformer(*inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
+        options = BASE_MODEL_KWARGS | _one_document(position_ids, input_ids, inputs_embeds) | kwargs
+        outputs = self.roformer(*inputs, position_ids=position_ids, **options)
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
         if labels is not None:
@@ -287,6 +284,17 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _one_document(
+    position_ids: Tensor | None, input_ids: Tensor | None, inputs_embeds: Tensor | None
+) -> dict[str, Any]:
+    """Return arguments by which a single row is one document, whatever its positions are."""
+    rows = input_ids if inputs_embeds is None else inputs_embeds
+    if position_ids is None or rows is None or len(rows) > 1:
+        return {}
+    length = rows.shape[1]
+    return {"cu_seq_lens_q": torch.tensor([0, length]), "max_length_q": length}
 
 
 def _pool_token(hidden_states: Tensor, attention_mask: Any, which: str) -> Tensor:
@@ -340,7 +348,8 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
         )
-        outputs = self.roformer(*inputs, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
+        options = BASE_MODEL_KWARGS | _one_document(positions, inputs[0], inputs[-1]) | kwargs
+        outputs = self.roformer(*inputs, position_ids=positions, **options)
         pooled = _pool_token(outputs.last_hidden_state, inputs[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)

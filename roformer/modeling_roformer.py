@@ -679,8 +679,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             if is_packed:
                 name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
                 raise ValueError(
-                    f"{name} must describe no packed documents beside past_key_values, got packed "
-                    "ones; leave the cache out"
+                    f"{name} must not describe documents beside past_key_values, got both; leave "
+                    "one of them out"
                 )
             return past_key_values
         if batch.cu_seqlens is None and torch.compiler.is_compiling():

@@ -214,6 +214,18 @@ def test_flash_kernels_of_the_hub_know_the_lengths_and_unknown_kernels_are_refus
         model_with(config, "maskless")(ids, position_ids=positions)
 
 
+def test_only_padding_is_warned_of_where_it_is_left_out(config, warnings_once):
+    model, ids = build(RoFormerModel, config), torch.arange(1, 11).view(2, 5)
+    model(ids, attention_mask=torch.ones(2, 5))
+    model(ids, cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
+    model(ids[:1], position_ids=torch.tensor([[0, 1, 0, 1, 2]]))  # packed
+    assert not warnings_once.records
+    for _ in range(2):
+        model(ids, attention_mask=torch.arange(5) < torch.tensor([[5], [3]]))
+    assert len(warnings_once.records) == 1
+    assert "0 at padding" in warnings_once.text
+
+
 def test_attention_probabilities_come_from_the_eager_kernel_with_one_warning(config, warnings_once):
     ids, mask = padded("right")
     inputs = {"input_ids": ids, "attention_mask": mask, "output_attentions": True}

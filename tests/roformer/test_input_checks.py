@@ -67,8 +67,11 @@ def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, config):
         head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
 
 
-def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(config):
-    model = POOLED[0](config).eval()
-    inputs = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1]] * 2)}
-    both, alone = model(**inputs).logits, model(**{k: x[:1] for k, x in inputs.items()}).logits
+@pytest.mark.parametrize("head", POOLED)
+def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(head, config):
+    model, rows = head(config).eval(), {"input_ids": IDS}
+    rows["position_ids"] = torch.tensor([[0, 1, 2, 0, 1]] * 2)
+    if head is not POOLED[0]:  # a single choice
+        rows = {name: x[:, None] for name, x in rows.items()}
+    both, alone = model(**rows).logits, model(**{k: x[:1] for k, x in rows.items()}).logits
     torch.testing.assert_close(alone, both[:1])
