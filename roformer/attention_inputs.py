@@ -30,7 +30,7 @@ class AttentionInputs:
     """How the layers of a forward pass attend.
 
     Attributes:
-        implementation: Name of the attention implementation.
+        implementation: Name of the attention implementation; linear attention does not read it.
         attention_mask: Mask in the form of the implementation, or None.
         layout: Rows that the tokens are rearranged into for all layers, or None; always None for
             encodings with a position bias.
@@ -196,7 +196,7 @@ def _linear_attention_inputs(
             "padding mask"
         )
     if batch.document_ids is None:
-        return AttentionInputs(implementation, batch.padding_mask)  # the name is not read
+        return AttentionInputs(implementation, batch.padding_mask)
     layout = split_documents(batch.document_ids)
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
@@ -214,7 +214,10 @@ def _is_4d(mask: Any) -> bool:
 def _varlen_inputs(
     implementation: str, batch: BatchMetadata, can_unpad: bool
 ) -> AttentionInputs | None:
-    """Return document lengths in place of a mask; None if the call needs or keeps a mask."""
+    """Return document lengths in place of a mask, or None.
+
+    None where the rows stay as they are: a mask, if needed, then tells padding and documents.
+    """
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
     if not _can_take_given_lengths(batch):
         if not can_unpad or batch.padding_mask is None:
@@ -224,7 +227,8 @@ def _varlen_inputs(
         unpadded = remove_padding(batch.padding_mask, batch.document_ids)
         if unpadded is None:
             return None
-        (layout, cu_seqlens), max_seqlen = unpadded, None
+        layout, cu_seqlens = unpadded
+        max_seqlen = None
     assert cu_seqlens is not None
     if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
@@ -248,7 +252,7 @@ def _self_attention_mask(
     implementation: str,
     hidden_states: Tensor,
     batch: BatchMetadata,
-    past_key_values: Cache | None,
+    cache: Cache | None,
 ) -> Any:
     """Create the mask of a self-attention, in the form of the implementation that will take it."""
     attention_mask, document_ids = batch.attention_mask, batch.document_ids
@@ -261,7 +265,7 @@ def _self_attention_mask(
         kwargs["and_mask_function"] = packed_sequence_mask_function(document_ids)
     config = _with_implementation(config, implementation)
     if config.is_decoder:
-        mask = create_causal_mask(config, hidden_states, past_key_values=past_key_values, **kwargs)
+        mask = create_causal_mask(config, hidden_states, past_key_values=cache, **kwargs)
     else:
         # "auto" waits for a CPU only: transformers asks the device whether a mask has padding
         may_wait = requested != AUTO or hidden_states.device.type == "cpu"

@@ -218,12 +218,12 @@ class RoFormerConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON types, with the model type that follows from them."""
         fields = super().to_dict()
-        for name in {"rope_parameters", *_PLUS_FIELDS} - self._unsupported_fields():
+        unsupported = self._unsupported_fields()
+        for name in {"rope_parameters", *_PLUS_FIELDS} - unsupported:
             fields.pop(name, None)
         if not self.sparse_prediction:
             fields.pop("sparse_prediction", None)
-        is_compatible = self.is_transformers_compatible
-        return fields | {"model_type": self.model_type if is_compatible else PLUS_MODEL_TYPE}
+        return fields | {"model_type": PLUS_MODEL_TYPE if unsupported else self.model_type}
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:

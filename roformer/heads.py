@@ -2,7 +2,8 @@
 
 Class and parameter names are those of transformers' RoFormer, so that checkpoints load in both
 directions. Losses are divided by `num_items_in_batch` where transformers' Trainer passes it, except
-in question answering. Layers of heads on few tokens or labels are torch's own.
+in question answering. Classification heads are plain `nn.Linear` and `nn.Dropout`: too small for a
+kernel to gain.
 
 Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
 """
@@ -36,7 +37,8 @@ logger = logging.get_logger(__name__)
 
 BASE_MODEL_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
 """Arguments that heads pass to `RoFormerModel`: they read outputs by name and need no cache.
-`unpad` allows it to leave padding out without its warning: heads read no outputs at padding."""
+`unpad` allows it to leave padding out without its warning; heads whose loss reads outputs there
+override it."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
@@ -257,6 +259,7 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Score the labels of each sequence from its first token that is not padding.
 
+        Under a mask of four dimensions it is the first column.
         `labels` are [B] class ids, [B] values of a regression, or [B, labels] for several labels.
         All other arguments are those of `RoFormerModel.forward`.
 

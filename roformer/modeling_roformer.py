@@ -133,7 +133,6 @@ class RoFormerSelfAttention(nn.Module):
         self.is_cross_attention = is_cross_attention
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.attention_head_size
-        self.has_rotary = config.position_encoding == "rope" and not is_cross_attention
         self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not is_cross_attention
         self.relative = None  # Transformer-XL's bias; the name of its parameters in checkpoints
@@ -163,7 +162,7 @@ class RoFormerSelfAttention(nn.Module):
             hidden_states: [B, L, E].
             attention_mask: Mask in the form of the implementation (additive or boolean), or None.
                 For T5 and ALiBi it includes the position bias.
-            position_embeddings: cos and sin for RoPE, else None.
+            position_embeddings: cos and sin for RoPE, else and for cross-attention None.
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
             implementation: Name of the attention implementation, chosen in each call.
@@ -177,7 +176,7 @@ class RoFormerSelfAttention(nn.Module):
         if self.relative is not None:
             query, bias = self.relative(query, relative_positions)
             attention_mask = add_bias_to_mask(attention_mask, bias * self.scaling)
-        elif self.has_rotary:
+        elif position_embeddings is not None:
             query = self._rotate(query, position_embeddings)
         inputs = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key, value = self._key_value(inputs, position_embeddings, past_key_values)
@@ -198,7 +197,7 @@ class RoFormerSelfAttention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
 
-    def _rotate(self, x: Tensor, position_embeddings: Any) -> Tensor:
+    def _rotate(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = position_embeddings
         return apply_rotary(x, cos, sin, self.config.rope_interleave)
 
@@ -224,7 +223,7 @@ class RoFormerSelfAttention(nn.Module):
         elif self.is_cross_attention:
             cache = None  # a plain cache holds the keys of the self-attention
         key, value = (self._split_heads(layer(inputs)) for layer in (self.key, self.value))
-        if self.has_rotary:
+        if position_embeddings is not None:
             key = self._rotate(key, position_embeddings)
             if self.config.rotary_value:
                 value = self._rotate(value, position_embeddings)
@@ -316,7 +315,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
             attention_output = self.crossattention(
                 attention_output,
                 encoder_attention_mask,
-                position_embeddings,
+                None,  # nothing is rotated
                 encoder_hidden_states=encoder_hidden_states,
                 past_key_values=past_key_values,
                 **kwargs,
@@ -338,8 +337,9 @@ class RoFormerEncoder(nn.Module):
         """[B, L, E] to [B, L, E]; all other arguments, as in `RoFormerLayer`, go to every layer.
 
         `kwargs` are `implementation`, `relative_positions` and `past_key_values`, which
-        `RoFormerSelfAttention` reads, and arguments of the attention function. The others are
-        positional, because a checkpointed layer passes no gradient to keyword arguments.
+        `RoFormerSelfAttention` reads, and arguments of the attention function. `shared` are masks,
+        cos and sin, and an encoder's output in the order of `RoFormerLayer`: positional, because
+        reentrant checkpointing passes no gradient to keyword arguments.
         """
         for layer in self.layer:
             hidden_states = layer(hidden_states, *shared, **kwargs)
@@ -542,8 +542,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 which is used as it is, without causality or documents.
             token_type_ids: [B, L] or [1, L] segments; None means all 0.
             inputs_embeds: [B, L, embedding_size] in place of `input_ids`.
-            encoder_hidden_states: [B, S, E] for the cross-attention of a decoder.
-            encoder_attention_mask: [B, S], its padding mask.
+            encoder_hidden_states: [B, S', E] for the cross-attention of a decoder.
+            encoder_attention_mask: [B, S'], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
             position_ids: [L] or [B, L] integers with any start, order and gaps; None counts columns
