@@ -2,8 +2,7 @@
 
 Class and parameter names are those of transformers' RoFormer, so that checkpoints load in both
 directions. Losses are divided by `num_items_in_batch` where transformers' Trainer passes it, except
-in question answering. Classification heads are plain `nn.Linear` and `nn.Dropout`: too small for a
-kernel to gain.
+in question answering. Classification heads, too small for a kernel to gain, use torch's layers.
 
 Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
 """
@@ -29,7 +28,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .input_checks import check_not_packed, check_shape
+from .input_checks import check_shape, one_document_per_row
 from .losses import IGNORE_INDEX, compute_loss, is_sparse_loss_faster, may_unpad_for_loss
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
@@ -266,10 +265,10 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, labels]; `loss` when `labels` are given.
         """
-        check_not_packed(kwargs.get("cu_seq_lens_q"))
         inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
-        options = BASE_MODEL_KWARGS | _one_document(position_ids, input_ids, inputs_embeds) | kwargs
-        outputs = self.roformer(*inputs, position_ids=position_ids, **options)
+        rows = input_ids if inputs_embeds is None else inputs_embeds
+        kwargs |= one_document_per_row(kwargs.get("cu_seq_lens_q"), position_ids, rows)
+        outputs = self.roformer(*inputs, position_ids=position_ids, **(BASE_MODEL_KWARGS | kwargs))
         logits = self.classifier(_pool_token(outputs.last_hidden_state, attention_mask, "first"))
         loss, num_items = None, kwargs.get("num_items_in_batch")
         if labels is not None:
@@ -287,17 +286,6 @@ class RoFormerForSequenceClassification(RoFormerPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def _one_document(
-    position_ids: Tensor | None, input_ids: Tensor | None, inputs_embeds: Tensor | None
-) -> dict[str, Any]:
-    """Return arguments by which a single row is one document, whatever its positions are."""
-    rows = input_ids if inputs_embeds is None else inputs_embeds
-    if position_ids is None or rows is None or len(rows) > 1:
-        return {}
-    length = rows.shape[1]
-    return {"cu_seq_lens_q": torch.tensor([0, length]), "max_length_q": length}
 
 
 def _pool_token(hidden_states: Tensor, attention_mask: Any, which: str) -> Tensor:
@@ -342,7 +330,6 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
         Returns:
             `logits` [B, choices]; `loss` when `labels` are given.
         """
-        check_not_packed(kwargs.get("cu_seq_lens_q"))
         if input_ids is not None:
             check_shape("input_ids", input_ids, (None, None, None))
         if inputs_embeds is not None:
@@ -351,8 +338,9 @@ class RoFormerForMultipleChoice(RoFormerPreTrainedModel):
             x.flatten(0, 1) if isinstance(x, Tensor) and x.ndim > 2 else x
             for x in (input_ids, attention_mask, token_type_ids, inputs_embeds, position_ids)
         )
-        options = BASE_MODEL_KWARGS | _one_document(positions, inputs[0], inputs[-1]) | kwargs
-        outputs = self.roformer(*inputs, position_ids=positions, **options)
+        rows = inputs[0] if inputs_embeds is None else inputs[-1]
+        kwargs |= one_document_per_row(kwargs.get("cu_seq_lens_q"), positions, rows)
+        outputs = self.roformer(*inputs, position_ids=positions, **(BASE_MODEL_KWARGS | kwargs))
         pooled = _pool_token(outputs.last_hidden_state, inputs[1], self.config.summary_type)
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]  # type: ignore
         logits = self.classifier(pooled).view(-1, choices)

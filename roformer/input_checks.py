@@ -137,8 +137,13 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
         )
 
 
-def check_not_packed(cu_seq_lens_q: Any) -> None:
-    """Check that a head which reads one token of each row gets no documents in it.
+def one_document_per_row(
+    cu_seq_lens_q: Any, position_ids: Tensor | None, rows: Tensor | None
+) -> dict[str, Any]:
+    """Return arguments of `RoFormerModel` by which each row is one document.
+
+    For heads that read one token of each row [B, L, ...]. The positions of a single row may be read
+    as several documents.
 
     Raises:
         ValueError: There are document lengths.
@@ -148,6 +153,9 @@ def check_not_packed(cu_seq_lens_q: Any) -> None:
             "cu_seq_lens_q must be None for a head on one token of a row, got document lengths; "
             "give each document a row"
         )
+    if position_ids is None or rows is None or len(rows) > 1:
+        return {}
+    return {"cu_seq_lens_q": torch.tensor([0, rows.shape[1]]), "max_length_q": rows.shape[1]}
 
 
 def check_shape(name: str, tensor: Tensor, *allowed: tuple[int | None, ...]) -> None:
