@@ -10,7 +10,8 @@ set -euo pipefail
 scale=$1 glue=$2 folder=runs/pair-$1 held_out=${3:+$3/validation*}
 read -ra seeds <<< "${SEEDS-0 1}"
 tasks=${TASKS-sst2 cola stsb mrpc rte wnli}
-launch="accelerate launch --quiet --config_file configs/accelerate/${HARDWARE:-cpu}.yaml"
+hardware=${HARDWARE:-cpu}
+launch="accelerate launch --quiet --config_file configs/accelerate/$hardware.yaml"
 
 list() { (IFS=,; echo "[$*]"); }
 runs=()
@@ -18,7 +19,10 @@ for seed in "${seeds[@]}"; do runs+=("$folder/roformer-$seed" "$folder/bert-$see
 
 for seed in "${seeds[@]}"; do
   for model in roformer bert; do
-    echo "$model-$seed --run.seed $seed --config configs/model/$model-$scale.yaml"
+    flags="--run.seed $seed --config configs/model/$model-$scale.yaml"
+    # transformers' BERT: the attention of its configuration is for a CPU
+    [ $model = roformer ] || [ "$hardware" = cpu ] || flags+=" --model.attention sdpa"
+    echo "$model-$seed $flags"
   done
 done | configs/sweeps/runs.sh "pair-$scale" "${@:3}"
 grid=($launch -m finetune.grid --config configs/glue/standard.yaml --learning_rates '[2e-4]' --glue_dir "$glue" --workers "${WORKERS:-2}"
