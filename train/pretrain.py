@@ -56,7 +56,13 @@ from train.loop.optim import (
 from train.loop.preemption import STOP_REASONS, PreemptionHandler, announce_stop
 from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
-from train.settings import CorpusSettings, PretrainSettings, check_warmup, split_stages
+from train.settings import (
+    CorpusSettings,
+    PretrainSettings,
+    check_warmup,
+    name_stage,
+    split_stages,
+)
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "pretrain" / "demo.yaml")
 
@@ -126,11 +132,12 @@ def check_run(
     check_changed_settings(folder, settings, accelerator.mixed_precision)
     # held-out text is read at corpus.length, whatever the stages have
     check_model(settings.model, corpus.length)
-    for stage in stages:
-        check_model(stage.model, stage.corpus.length)
-        optim = stage.optim
-        check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-        check_disjoint_files(stage.corpus)
+    for index, stage in enumerate(stages):
+        with name_stage(index if settings.stages else None):
+            check_model(stage.model, stage.corpus.length)
+            optim = stage.optim
+            check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
+            check_disjoint_files(stage.corpus)
 
 
 def train(
@@ -251,8 +258,10 @@ def prepare_data(
         Vocab.from_tokenizer(tokenizer).check_whole_word(any(x.corpus.whole_word for x in stages))
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
-    accelerator.print(f"text: {corpus.train}; held out: {corpus.validation}")
-    accelerator.print(*describe_stores(stores, held_out), sep="\n")
+    texts = dict.fromkeys(str(stage.corpus.train) for stage in stages)
+    accelerator.print(f"text: {', '.join(texts)}; held out: {corpus.validation}")
+    distinct = {store.name: store for store in stores}  # stages may share a text
+    accelerator.print(*describe_stores([*distinct.values()], held_out), sep="\n")
     training = [SequenceIndex(store, stage.corpus.length) for stage, store in zip(stages, stores)]
     return tokenizer, training, SequenceIndex(held_out, corpus.length)
 

@@ -7,7 +7,8 @@ under configs/ lists what an experiment decides. `train.command_line` reads YAML
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +123,7 @@ class CorpusSettings(TextSettings):
     tokenizer: str | None = None
     """Folder, hub id or vocab.txt of the tokenizer, or `bytes` for one token per byte of UTF-8. A
     vocab.txt alone is read as BERT's, lower-cased unless it holds capitals. null names a folder of
-    the cache by the training text and `vocabulary_size`."""
+    the cache by the training text (of the first stage) and `vocabulary_size`."""
     vocabulary_size: int | None = None
     """Train a WordPiece vocabulary of this size, lower-cased and without accents, into the folder
     of the tokenizer if that does not exist; null uses the tokenizer that is there."""
@@ -299,6 +300,17 @@ CHANGEABLE = {
 with dropout the draws depend on `micro_batch`, as on the number of processes."""
 
 
+@contextmanager
+def name_stage(index: int | None) -> Iterator[None]:
+    """Begin the message of an `InputError` with the stage that it is about, if there are stages."""
+    try:
+        yield
+    except InputError as error:
+        if index is None:
+            raise
+        raise InputError(f"stages[{index}]: {error}") from error
+
+
 def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
     """Return the settings of each stage, as those of a run without stages.
 
@@ -314,10 +326,8 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
     # the warm-up is the run's, and may be longer than a stage
     run_optim = dataclasses.replace(settings.optim, warmup_steps=0)
     for index, stage in enumerate(settings.stages):
-        try:
+        with name_stage(index):
             corpus = replace(settings.corpus, stage, "length", "train")
             optim = replace(run_optim, stage, "batch_size", "micro_batch", "steps")
-        except InputError as error:
-            raise InputError(f"stages[{index}]: {error}") from error
         stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))
     return stages or [settings]

@@ -83,8 +83,8 @@ def test_held_out_text_has_the_length_of_the_corpus_whatever_the_stages(run):
         ([{"steps": 4, "length": 4}], "stages[0]: corpus.length must be at least 8, got 4"),
         ([{"steps": 4}, {"steps": 0}], "stages[1]: optim.steps must be positive and finite, got 0"),
         ([{"length": 64}], "steps"),
-        ([{"steps": 4, "micro_batch": 5}], "optim.batch_size must be a multiple"),
-        ([{"steps": 4, "train": "/nowhere"}], "corpus.train must exist, got '/nowhere'"),
+        ([{"steps": 4, "micro_batch": 5}], "stages[0]: optim.batch_size must be a multiple"),
+        ([{"steps": 4}, {"steps": 4, "train": "/no"}], "stages[1]: corpus.train must exist"),
         ([], "stages, got none"),
     ],
 )
@@ -93,11 +93,15 @@ def test_impossible_stages_are_refused_by_name(stages, message, run, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_text_changed_in_one_stage_is_noticed(run, other_text, tmp_path):
+def test_a_text_changed_in_one_stage_is_noticed(run, other_text, tmp_path, capsys):
     copy = shutil.copy(other_text, tmp_path / "copy.jsonl")
     for file in (other_text, copy):  # the same text in another place
-        run(stages=[{"steps": 4}, {"steps": 4, "train": str(file)}])
-    changed = partial(run, stages=[{"steps": 4}, {"steps": 4}])
+        capsys.readouterr()
+        run(stages=[{"steps": 2}, {"steps": 2}, {"steps": 4, "train": str(file)}])
+        printed = capsys.readouterr().out
+        assert printed.count("\ntrain: ") == 2  # each text once
+        assert f", {file}; held out:" in printed
+    changed = partial(run, stages=[{"steps": 2}, {"steps": 2}, {"steps": 4}])
     refused(changed, "corpus.train", "must give the tokens")
     shared = partial(run, "--corpus.validation=5%", stages=[{"steps": 4, "train": str(file)}])
     refused(shared, "corpus.validation must name text where stages have their own, got 5%")
