@@ -31,7 +31,7 @@ from train.data.batching import (
     check_batch_size,
 )
 from train.data.corpus import describe_stores, tokenize_corpus
-from train.data.documents import check_disjoint_files
+from train.data.documents import check_text_files
 from train.data.stateless_rng import derive_seed
 from train.data.vocabulary import Vocab
 from train.loop.checkpoint import Checkpoints, full_tensor, lock_run_dir, save_model
@@ -137,7 +137,7 @@ def check_run(
             check_model(stage.model, stage.corpus.length)
             optim = stage.optim
             check_batch_size(optim.batch_size, optim.micro_batch, accelerator.num_processes)
-            check_disjoint_files(stage.corpus)
+            check_text_files(stage.corpus)
 
 
 def train(
@@ -171,15 +171,13 @@ def train(
         if run.peak_tflops is None
         else run.peak_tflops * 1e12
     )
-    fit_micro_batches(dataset, model, optimizer, accelerator)
+    fit_micro_batches(dataset, model, bool(optimizer.state), accelerator)
     # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
-    indices = np.arange(len(held_out))[: run.validation_sequences]
+    sequence_ids = np.arange(len(held_out))[: run.validation_sequences]
     vocab = dataset.stages[0].batch_format.vocab
-    validate = partial(
-        evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, indices=indices
-    )
+    validate = partial(evaluate, model, held_out, vocab, accelerator, eval_rows, sequence_ids)
     with (
         preemption,
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
@@ -187,6 +185,7 @@ def train(
         guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
         is_cuda = accelerator.device.type == "cuda"  # pinned memory: for non-blocking copies
         steps = range(state["step"], total)  # an item of the loader is all batches of a step
+        # without workers: a process makes batches faster than a GPU needs them
         loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
             preemption.start_step(is_new_stage=step in dataset.starts)
@@ -221,7 +220,7 @@ def train(
                         checkpoints.save(done, log, is_last)
             if is_last:
                 return None if finished else announce_stop(counts, done, accelerator)
-    return None  # not reached: the last step has returned
+    return None  # for mypy: the last step has returned
 
 
 def all_reduce_step_info(

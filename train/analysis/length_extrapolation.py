@@ -102,11 +102,11 @@ def measure(folder: str, settings: LengthSettings, accelerator: Accelerator) -> 
             language_model = load_language_model(folder, tokenizer, length, "eager", changes)
             language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
             sequences, batch = SequenceIndex(store, length), max(1, TOKENS_PER_BATCH // length)
-            indices = select_sequences(sequences, max(settings.lengths), settings.documents)
+            sequence_ids = select_sequences(sequences, max(settings.lengths), settings.documents)
             vocab = Vocab.from_tokenizer(tokenizer)
-            scores = evaluate(language_model, sequences, vocab, accelerator, batch, indices)
+            scores = evaluate(language_model, sequences, vocab, accelerator, batch, sequence_ids)
             accelerator.free_memory()  # it keeps a reference to every model that it has prepared
-            yield row | scores | {"sequences": len(indices)}
+            yield row | scores | {"sequences": len(sequence_ids)}
 
 
 def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, Any]]:

@@ -117,7 +117,7 @@ class BatchFormat:
     Attributes:
         vocab: The tokenizer's ids.
         mask_rate: Share of tokens to mask and predict.
-        seed: Seed of the masks.
+        seed: Seed of the masks, and of the order of training.
         causal: Predict every token of the text from the tokens before it and mask nothing, whatever
             `mask_rate` is: for a decoder.
         whole_word: Whether whole words are masked instead of single tokens.
@@ -237,7 +237,7 @@ class StepDataset(Dataset):
     """Micro-batches of one process, by optimizer step.
 
     `batch_size` counts the sequences of a step over all processes, `micro_batch` those of a forward
-    pass. The seed of `batch_format` also decides the order.
+    pass.
     """
 
     sequences: SequenceIndex
@@ -247,7 +247,7 @@ class StepDataset(Dataset):
     processes: int = 1
     rank: int = 0
 
-    def micro_batch_indices(self, step: int) -> list[tuple[Indices, Indices]]:
+    def micro_batch_sequences(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
         sample_index = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         bucket_size = max(MIN_BUCKET, self.batch_size // BUCKETS_PER_STEP)
@@ -262,7 +262,7 @@ class StepDataset(Dataset):
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         return [
             make_batch(self.sequences, sequence_ids, epochs, self.batch_format)
-            for sequence_ids, epochs in self.micro_batch_indices(step)
+            for sequence_ids, epochs in self.micro_batch_sequences(step)
         ]
 
 

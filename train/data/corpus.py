@@ -39,7 +39,7 @@ from train.command_line import progress_interval, run_command
 from train.data import vocabulary
 from train.data.documents import (
     TextFile,
-    check_disjoint_files,
+    check_text_files,
     find_files,
     group_files,
     hash_file,
@@ -137,8 +137,8 @@ def _make_shards(
     bar: tqdm,
 ) -> list[Path]:
     """Return the folders of all shards of a group of files; missing ones are made."""
-    text = [hash_file(file, part, corpus) for file in files]
-    facts = {"format": FORMAT, "text": text, "tokenizer": tokenizer_hash}
+    hashes = [hash_file(file, part, corpus) for file in files]
+    facts = {"format": FORMAT, "text": hashes, "tokenizer": tokenizer_hash}
     prefix = Path(corpus.cache) / short_hash(*facts.values())
     shards = _intact_shards(prefix)
     manifests = [_read_manifest(shard) for shard in shards]
@@ -324,7 +324,7 @@ def main(settings: TokenizeSettings) -> None:
     """Tokenize both parts and print their size."""
     corpus = settings.corpus
     check_writable(Path(corpus.cache), "corpus.cache")
-    check_disjoint_files(corpus)
+    check_text_files(corpus)
     tokenizer = vocabulary.load_tokenizer(vocabulary.train_if_missing(corpus))
     train, held_out = (tokenize_corpus(corpus, part, tokenizer) for part in ("train", "validation"))
     print(*describe_stores([train], held_out), sep="\n")

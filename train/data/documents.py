@@ -182,8 +182,8 @@ def _content_hash(file: Path, key: str, cache: Path) -> str:
     return digest
 
 
-def check_disjoint_files(corpus: CorpusSettings) -> None:
-    """Check that training and held-out text share no file, and that both or none are embedded."""
+def check_text_files(corpus: CorpusSettings) -> None:
+    """Check that files exist and none is in both parts, and that both or none are embedded."""
     if (corpus.train == EMBEDDED) != (corpus.validation == EMBEDDED):
         raise InputError(
             f"corpus.validation must be {EMBEDDED!r} for both parts or neither, got train "

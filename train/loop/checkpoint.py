@@ -11,7 +11,7 @@
 
 A checkpoint is written atomically, verified by hashes when it is read, and equal for every
 sharding. It holds no random state: order and masks are functions of (seed, step), dropout of
-(seed, step, process).
+(seed, step, process); nor the loss scale of fp16, which is searched anew.
 
 Files are touched by the main process; whether it succeeded is reduced over all processes, so that
 all of them continue or stop together.

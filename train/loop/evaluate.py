@@ -61,19 +61,19 @@ def evaluate(
     vocab: Vocab,
     accelerator: Accelerator,
     batch_size: int,
-    indices: NDArray[np.int64],
+    sequence_ids: NDArray[np.int64],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Compute loss and accuracy per predicted token, exact for any number of processes.
 
-    The model is a `LanguageModel`, prepared by Accelerate. `indices` are the sequences to read;
+    The model is a `LanguageModel`, prepared by Accelerate. `sequence_ids` are those to read;
     `heartbeat` is called before each batch.
 
     Returns:
         `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.
     """
-    by_length = indices[np.argsort(sequences.locate(indices)[1], kind="stable")]
-    batches = [by_length[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+    by_length = sequence_ids[np.argsort(sequences.locate(sequence_ids)[1], kind="stable")]
+    batches = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     language_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     batch_format = BatchFormat(
@@ -135,8 +135,8 @@ def main(settings: EvaluateSettings) -> dict[str, float]:
     accelerator.print(*describe_stores([], store), sep="\n", file=sys.stderr)
     language_model = accelerator.prepare_model(language_model, evaluation_mode=True)
     sequences, vocab = SequenceIndex(store, settings.length), Vocab.from_tokenizer(tokenizer)
-    indices = np.arange(len(sequences))[: settings.sequences]
-    scores = evaluate(language_model, sequences, vocab, accelerator, settings.batch, indices)
+    sequence_ids = np.arange(len(sequences))[: settings.sequences]
+    scores = evaluate(language_model, sequences, vocab, accelerator, settings.batch, sequence_ids)
     if accelerator.is_main_process:
         print(json.dumps({"model": settings.model, "length": settings.length} | scores))
     return scores

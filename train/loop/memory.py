@@ -20,7 +20,7 @@ from train.data import vocabulary
 from train.data.batching import StagedDataset, max_predictions, packed_layout
 from train.loop.language_model import LanguageModel, build_config, build_language_model
 from train.loop.launch import any_process
-from train.loop.optim import build_optimizer, count_steps
+from train.loop.optim import count_steps
 from train.settings import InputError, PretrainSettings
 
 ADAM_BYTES = 16
@@ -68,22 +68,19 @@ def largest_batch(
 
 
 def fit_micro_batches(
-    dataset: StagedDataset,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
+    dataset: StagedDataset, model: nn.Module, has_moments: bool, accelerator: Accelerator
 ) -> None:
     """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
     for stage in dataset.stages:
         length, rate = stage.sequences.length, stage.batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
-            model, optimizer, length, stage.micro_batch, rate, accelerator
+            model, has_moments, length, stage.micro_batch, rate, accelerator
         )
 
 
 def fit_micro_batch(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    has_moments: bool,
     length: int,
     micro_batch: int,
     mask_rate: float,
@@ -91,11 +88,12 @@ def fit_micro_batch(
 ) -> int:
     """Find the largest micro-batch of sequences of `length` that fits into memory everywhere.
 
-    `model` is a `LanguageModel`, as Accelerate has prepared it. Only divisors of `micro_batch` are
-    tried, each at most half of the one before, because all processes must compute the same number
-    of micro-batches per step; the rest is accumulated. This happens before the first step, because
-    a process that runs out of memory later would leave the others waiting. Losses stay the same,
-    except with dropout.
+    `model` is a `LanguageModel`, as Accelerate has prepared it; `has_moments` tells whether the
+    optimizer has its moments, as in a resumed run, or needs memory for them. Only divisors of
+    `micro_batch` are tried, each at most half of the one before, because all processes must compute
+    the same number of micro-batches per step; the rest is accumulated. This happens before the
+    first step, because a process that runs out of memory later would leave the others waiting.
+    Losses stay the same, except with dropout.
 
     Raises:
         InputError: Not even one sequence fits, or with FSDP not `micro_batch` of them.
@@ -104,7 +102,7 @@ def fit_micro_batch(
     size = micro_batch
     while True:
         batch = largest_batch(language_model, size, length, mask_rate)
-        fits = _fits(model, optimizer, batch, accelerator)
+        fits = _fits(model, has_moments, batch, accelerator)
         if not fits and accelerator.distributed_type == DistributedType.FSDP:
             # the other processes may wait for a part of this one's weights, so it has to end
             raise InputError(
@@ -128,15 +126,12 @@ def fit_micro_batch(
 
 
 def _fits(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: dict[str, Any],
-    accelerator: Accelerator,
+    model: nn.Module, has_moments: bool, batch: dict[str, Any], accelerator: Accelerator
 ) -> bool:
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        # AdamW allocates its moments at the first step, and a resumed run has them already
-        moments = [torch.empty_like(p) for p in trained for _ in range(0 if optimizer.state else 2)]
+        # AdamW allocates its moments at the first step
+        moments = [torch.empty_like(p) for p in trained for _ in range(0 if has_moments else 2)]
         # after no_sync, FSDP2 would keep gradients that zero_grad does not free
         with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
             loss, _ = model(**send_to_device(batch, accelerator.device))
@@ -208,9 +203,8 @@ def _measure_micro_batch(
 ) -> tuple[int, float]:
     """Return a micro-batch that fits, and the seconds of its forward and backward pass."""
     length, size, mask_rate = stage.corpus.length, stage.optim.micro_batch, stage.corpus.mask_rate
-    optimizer = build_optimizer(language_model, stage.optim)
     with accelerator.autocast():
-        rows = fit_micro_batch(language_model, optimizer, length, size, mask_rate, accelerator)
+        rows = fit_micro_batch(language_model, False, length, size, mask_rate, accelerator)
     batch = largest_batch(language_model, rows, length, mask_rate)
     seconds = 0.0
     for _ in range(2):  # the second counts

@@ -49,7 +49,11 @@ def adamw(
 
 
 def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torch.optim.Optimizer:
-    """Build the optimizer that `optim.name` names."""
+    """Build the optimizer that `optim.name` names.
+
+    Its `step` changes nothing where `self.found_inf`, which `NonFiniteGuard` sets, is not 0: as
+    fused AdamW's and `MuonWithAdamW`'s.
+    """
     hidden: list[Tensor] = []
     if optim.name == "muon":  # for the linear layers between embeddings and head
         modules = language_model.model.base_model.modules()
@@ -60,7 +64,7 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
     return MuonWithAdamW(hidden, rest, rate, decay) if hidden else rest
 
 
-class _Float32InPlaceOfBfloat16(TorchFunctionMode):
+class _Bfloat16AsFloat32(TorchFunctionMode):
     """Turns calls of `Tensor.bfloat16` into copies in float32.
 
     On a CPU without bfloat16 instructions a Muon step of the demo's model takes 0.05 s instead of
@@ -109,7 +113,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             return
         parts = ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:]))
         is_emulated = self.param_groups[0]["params"][0].is_cpu and bfloat16_is_emulated()
-        with _Float32InPlaceOfBfloat16() if is_emulated else nullcontext():
+        with _Bfloat16AsFloat32() if is_emulated else nullcontext():
             for part, groups in parts:
                 part.param_groups, part.state = groups, self.state  # load_state_dict replaces both
                 part.step()

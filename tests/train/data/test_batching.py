@@ -127,7 +127,7 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
         found = []
         for rank in range(processes):
             steps = steps_of(sequences, 2048, micro, processes, rank)
-            micro_batches = steps.micro_batch_indices(step)
+            micro_batches = steps.micro_batch_sequences(step)
             sizes = [len(index) for index, _ in micro_batches]
             assert sizes == [micro] * (2048 // processes // micro)
             found += [pair for micro_batch in micro_batches for pair in zip(*micro_batch)]
@@ -137,7 +137,7 @@ def test_a_billion_sequences_are_shared_out_once_among_any_number_of_ranks(proce
 def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
     steps = steps_of(Billion(), 2048, 2, 1024, 1023)
     tracemalloc.start()
-    steps.micro_batch_indices(123_456)
+    steps.micro_batch_sequences(123_456)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2e6

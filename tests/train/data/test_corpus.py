@@ -15,7 +15,7 @@ from tiny import refused, sentences
 from tiny_tokens import TEXTS, corpus, texts
 from train.data import vocabulary
 from train.data.corpus import TokenStore, describe_stores, tokenize_corpus
-from train.data.documents import check_disjoint_files, read_documents
+from train.data.documents import check_text_files, read_documents
 from train.settings import CorpusSettings, TextSettings
 
 
@@ -237,7 +237,7 @@ def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer
     assert [len(store.document_ends) for store in stores] == list(map(len, parts))
     evaluated = TextSettings(settings.train, "20%", cache=settings.cache)
     assert tokenize_corpus(evaluated, "validation", tokenizer).name == stores[1].name
-    check_disjoint_files(settings)
+    check_text_files(settings)
     assert not [x for x in describe_stores(stores[:1], stores[1]) if "must not be" in x]
 
 

@@ -11,7 +11,7 @@ import pytest
 from tiny import refused
 from tiny_tokens import TEXTS, texts
 from train.data import demo_corpus
-from train.data.documents import check_disjoint_files, read_documents, read_file
+from train.data.documents import check_text_files, read_documents, read_file
 from train.settings import CorpusSettings
 
 
@@ -178,4 +178,4 @@ def test_a_model_is_not_measured_on_what_it_learns_from(written, tmp_path):
         ({"train": [file], "validation": [f"{folder}/../text/c.txt"]}, file),
     ):
         settings = CorpusSettings(**given, cache=str(tmp_path))
-        refused(partial(check_disjoint_files, settings), "corpus.validation", *words)
+        refused(partial(check_text_files, settings), "corpus.validation", *words)
