@@ -136,6 +136,8 @@ def _read_file(file: Path) -> dict[str, list]:
     if file.suffix not in SUFFIXES:
         found = file.suffix or "no suffix"
         raise InputError(f"{file} must be one of {', '.join(SUFFIXES)}, got {found}; convert it")
+    if not file.is_file():
+        raise InputError(f"{file} must be a file, got none; check the path")
     try:
         if file.suffix == ".parquet":
             return parquet.read_table(file).to_pydict()
@@ -211,7 +213,7 @@ def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDA
     numbers[[text is None for text in texts]] = MISSING
     if task.labels is None:
         lowest, highest = task.value_range or (-math.inf, math.inf)
-        rule = f"must be numbers from {lowest} to {highest}"
+        rule = "must be numbers" + (f" from {lowest} to {highest}" if task.value_range else "")
         valid = np.isfinite(numbers)
     else:
         lowest, highest = 0, task.num_labels - 1

@@ -29,8 +29,6 @@ from train.atomic_dir import check_writable, report_full_disk, write_text_atomic
 from train.command_line import run_command
 from train.settings import InputError
 
-HEADER = "# written by finetune/describe_task.py\n"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeSettings(TaskDescription):
@@ -45,11 +43,6 @@ class DescribeSettings(TaskDescription):
         path = Path(self.output)
         if path.suffix not in (".yaml", ".yml"):
             raise InputError(f"output must be a .yaml file, got {self.output}; add .yaml")
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        if path.exists() and not text.startswith(HEADER):
-            raise InputError(
-                f"output must be new or a file of this command, got {self.output}; choose another"
-            )
         if self.regression and self.labels is not None:
             found = shorten_list(self.labels)
             raise InputError(f"labels must be null for a regression, got {found}; leave one out")
@@ -68,8 +61,13 @@ def main(settings: DescribeSettings) -> None:
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
     file = Path(settings.output)
+    if file.exists() and file.read_bytes() != text.encode():  # it may have been edited
+        raise InputError(
+            f"output must be new, or what would be written, got {file}, which differs; delete it, "
+            "or choose another"
+        )
     with report_full_disk(file.parent, "output"):
-        write_text_atomically(file, HEADER + text)
+        write_text_atomically(file, text)
     rows = len(splits["train"]["label"])
     if task.num_labels > rows / 2:
         found = f"{task.num_labels} classes in {rows} rows"

@@ -46,6 +46,10 @@ def run_command(
             print(f"no --config: flags change the settings of {default_config}:")
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
         main(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except InputError as error:
         torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
         is_distributed = torch is not None and torch.distributed.is_initialized()
@@ -156,7 +160,8 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     word = ".".join(found[1] for found in (section, unknown) if found)
     similar = difflib.get_close_matches(word, types, n=1, cutoff=0.8)
     if similar:
-        return f"{message}; did you mean {similar[0]}?"
+        dashes = "--" if message.startswith("unrecognized arguments: --") else ""
+        return f"{message}; did you mean {dashes}{similar[0]}?"
     # several values of a flag: a glob that the shell has expanded, or names without brackets
     is_value = re.match(r"unrecognized arguments: (?!-)", message)
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"

@@ -84,7 +84,8 @@ def pretrained_card(
     settings do not contain.
     """
     folder = Path(settings.run)
-    trained = yaml.safe_load((folder / "settings.yaml").read_text())
+    settings_text = (folder / "settings.yaml").read_text()
+    trained = yaml.safe_load(settings_text)
     lines = (folder / "log.jsonl").read_text().splitlines()
     log = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be torn
     causal = bool(config.get("is_decoder"))
@@ -111,7 +112,7 @@ def pretrained_card(
         machine=json.loads((folder / "environment.json").read_text()),
         end=[row for row in log if "validation_loss" in row][-1],
         training_loss=[row["loss"] for row in log if "loss" in row][-1],
-        yaml_settings=yaml.safe_dump(trained, sort_keys=False).strip(),
+        yaml_settings=settings_text.strip(),  # with comments on what changed during the run
     )
 
 

@@ -106,11 +106,15 @@ def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder
     environment.filters["base64"] = lambda picture: base64.b64encode(
         (folder / picture).read_bytes()
     ).decode()
+    tables = [table for section in sections for table in section["tables"]]
+    shown = " ".join(f"{table.title} {table.frame.to_csv()}" for table in tables)
     text = {
-        suffix: environment.get_template(f"report.{suffix}.j2").render(sections=sections)
+        suffix: environment.get_template(f"report.{suffix}.j2").render(
+            sections=sections, shown=shown
+        )
         for suffix in ("md", "html")
     }
-    tex = latex_tables(table for section in sections for table in section["tables"])
+    tex = latex_tables(tables)
     for suffix, content in {**text, "tex": tex, "csv": csv_report(groups)}.items():
         (folder / f"report.{suffix}").write_text(content, encoding="utf-8")
     return text["md"]

@@ -91,7 +91,7 @@ def pair_differences(
     seeds = both[0]["pretraining_seed"].unique().tolist() if _are_seeds(both, counts) else []
     title = f" {MINUS} ".join(names)
     if group.rows.loc[group.rows["kind"] == "model", "model"].nunique() == 1:
-        return [], "One model, no comparison; its controls: --controls true of finetune.grid."
+        return [], "One model, no comparison."
     if not seeds and counts != [1, 1]:
         there = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
         remedy = '; name two models with --pair "[A, B]"' if max(counts) > 1 else ""

@@ -18,6 +18,7 @@ from finetune.report.runs import (
     average,
     task_title,
 )
+from finetune.results import PROTOCOL_FIELDS
 from finetune.tasks import TASKS, recorded_task
 from train.intervals import Comparison
 
@@ -59,10 +60,15 @@ def by_conditions(differences: Sequence[Difference]) -> list[list[Difference]]:
 
 
 def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
-    """Say on which tasks pretraining helps both models, for all conditions, and name the models."""
-    gains, sentences = control_gains(group), []
+    """Say on which tasks pretraining helps, which models are compared, and the common protocol."""
+    gains, sentences = control_gains(group), list[str]()
+    for configuration, rows in gains[gains["absent"] == ""].groupby("configuration", sort=False):
+        if not differences:
+            helped = dict(zip(rows["dataset"], rows["helped"]))
+            sentences.append(f"{configuration}: {_verdict(group, helped, 'it')}")
     for same in by_conditions(differences):
-        sentences.append(f"{same[0].title()}: {_verdict(group, helped_tasks(same, gains))}")
+        helped = helped_tasks(same, gains)
+        sentences.append(f"{same[0].title()}: {_verdict(group, helped, 'both models')}")
     if differences:
         first, second = [pair.first for pair in differences], [pair.second for pair in differences]
         models = [dict.fromkeys(x["short_name"].iloc[0] for x in runs) for runs in (first, second)]
@@ -72,20 +78,32 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
         sentences.append(f"{who}.")
     unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["dataset"].unique()
     for absent, datasets in unjudged.items():
-        listed = "; ".join(group.titles[dataset] for dataset in datasets)
-        sentences.append(f"Not judged, because there are {absent}: {listed}.")
-    return sentences
+        titles = "; ".join(group.titles[dataset] for dataset in datasets)
+        remedy = "" if absent == "no scores" else " (finetune.grid makes them: --controls, --seeds)"
+        sentences.append(
+            f"Whether pretraining helps is not judged with {absent}{remedy}: {titles}."
+        )
+    return [*sentences, *_protocol(group)]
 
 
-def _verdict(group: TaskGroup, helped: Mapping[str, bool | None]) -> str:
-    """Say on which of the tasks that are judged pretraining helps both models."""
+def _protocol(group: TaskGroup) -> list[str]:
+    """Say what all fine-tuned runs have in common of the protocol, and their precision."""
+    runs = group.fine_tuned()
+    formats = PROTOCOL_FIELDS | {"precision": "precision {}"}
+    values = {name: runs[name].dropna().unique() for name in formats}
+    texts = [formats[name].format(found[0]) for name, found in values.items() if len(found) == 1]
+    return [f"All runs: {', '.join(texts)}."] if texts else []
+
+
+def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], who: str) -> str:
+    """Say on which of the tasks that are judged pretraining helps the models."""
     judged = [found for found in helped.values() if found is not None]
     if not judged:
-        return "whether pretraining helps both models is not judged on any task."
+        return f"whether pretraining helps {who} is not judged on any task."
     titles = [group.titles[dataset] for dataset, found in helped.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
-    text = f"pretraining helps both models on {len(titles)} of {len(judged)} tasks{names}."
-    if len(titles) < len(judged):
+    text = f"pretraining helps {who} on {len(titles)} of {len(judged)} tasks{names}."
+    if len(titles) < len(judged) and who != "it":
         text += " Where it does not, the difference says nothing about pretraining."
     return text
 
@@ -186,7 +204,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
         spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
         text = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
         texts.append((row.configuration, row.dataset, text))
-    return Table("Above the best control without pretraining", _by_task(group, texts))
+    return Table("Difference from the best control without pretraining", _by_task(group, texts))
 
 
 def problem_table(group: TaskGroup) -> Table:

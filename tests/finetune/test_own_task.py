@@ -200,7 +200,7 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
         (GOOD, {"headline": "matthews"}, ["headline", "accuracy, macro_f1", "got matthews"]),
         (GOOD, {"columns": ("text", "text")}, ["columns", "one or two"]),
         (GOOD, {"validation_share": 1.0}, ["validation_share", "below 1"]),
-        (GOOD, {"validation": "none.csv"}, ["none.csv", "No such file"]),
+        (GOOD, {"validation": "none.csv"}, ["none.csv must be a file"]),
         (GOOD, {"validation": "own.txt"}, ["own.txt", ".csv"]),
         (GOOD, {"name": "rte"}, ["name", "rte"]),
         (GOOD, {"labels": ("red", "blue"), "regression": True}, ["labels must be null"]),
@@ -226,11 +226,14 @@ def test_a_wrong_description_is_refused_in_one_line(text, words):
     refused(lambda: GlueSettings(model="m", task="own.yaml"), *words)
 
 
-def test_a_file_of_another_origin_is_never_overwritten():
+def test_a_file_with_other_content_is_never_overwritten():
     train = write("own.csv", GOOD)
-    Path("own.yaml").write_text("mine\n")
+    for _ in range(2):
+        describe(train)
+    edited = Path("own.yaml").read_text() + "# mine\n"
+    Path("own.yaml").write_text(edited)
     refused(lambda: describe(train), "output", "own.yaml")
-    assert Path("own.yaml").read_text() == "mine\n"
+    assert Path("own.yaml").read_text() == edited
 
 
 def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):
@@ -328,14 +331,15 @@ def test_a_regression_of_any_range_is_scored_and_predicted():
 
 
 def test_the_hash_covers_what_decides_the_rows_and_their_scores():
-    file = write("own.csv", GOOD)
-    same = [describe(file, title="Own"), describe(file, metrics=("accuracy", "macro_f1"))]
-    other = [describe(file, split_seed=1), describe(file, labels=("green", "red", "blue"))]
-    other.append(describe(file, metrics=("matthews",)))
-    hashes = [hash_task_files(task, None) for task in (*same, *other)]
+    file, metrics = write("own.csv", GOOD), ("accuracy", "macro_f1")
+    same = [{"title": "Own"}, {"metrics": metrics}]
+    other = [{"split_seed": 1}, {"labels": ("green", "red", "blue")}, {"metrics": ("matthews",)}]
+    every = enumerate([*same, *other])
+    tasks = [describe(file, output=f"{i}/own.yaml", **changes) for i, changes in every]
+    hashes = [hash_task_files(task, None) for task in tasks]
     assert (len({*hashes[:2]}), len({*hashes})) == (1, 4)
     Path("own.csv").write_text(Path("own.csv").read_text() + "more,red\n")
-    assert hash_task_files(same[0], None) not in hashes
+    assert hash_task_files(tasks[0], None) not in hashes
 
 
 def test_a_run_with_other_test_rows_is_made_again():

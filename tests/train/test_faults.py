@@ -235,11 +235,14 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
     text = (run / "settings.yaml").read_text()
     assert text.splitlines()[0] == f"# {first}"
     refused(pretrain, "optim.learning_rate must stay 0.5", "got 0.001")
-    refused(lambda: pretrain(runs.model_flag(intermediate_size=32), drift), "must hold this model")
+    smaller = runs.model_flag(intermediate_size=32)
+    refused(lambda: pretrain(smaller, fast), "model.config.intermediate_size must stay", "got 32")
+    refused(lambda: pretrain(smaller, drift), "must hold this model")
     assert (run / "settings.yaml").read_text() == text  # what could not go on has changed nothing
     refused(lambda: pretrain(*other, fast, drift), "corpus.tokenizer must be the vocabulary")
     pretrain(other[1], fast, drift)
     assert max(log_rows(run)) == 12
+    pretrain(other[1], fast, drift, "--optim.clip_norm=2")  # finished: trains nothing
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
     assert notes[0] == f"# {first}"
     assert notes[1].startswith("# run.allow_drift changed after step 3: the tokens of corpus.")

@@ -1,6 +1,8 @@
 """Settings: every shipped YAML parses, every mistake is one line that names the key."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -88,7 +90,7 @@ def test_flags_win_over_later_files_over_earlier_ones(tmp_path):
 
 
 MISTAKES = {
-    "--optim.learning_rte=1": ("--optim.learning_rte=1", "did you mean optim.learning_rate?"),
+    "--optim.learning_rte=1": ("--optim.learning_rte=1", "did you mean --optim.learning_rate?"),
     "--optim.lr=1": ("unrecognized arguments: --optim.lr=1", "see --help"),
     "--corpus.train a.txt b.txt": ("b.txt; quote globs, write a list as",),
     "--corpus.validation=0.02": ("corpus.validation must be text, or a share", "got 0.02"),
@@ -192,3 +194,14 @@ def test_an_error_of_any_process_is_printed(rank, start, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         run_command(main, PretrainSettings, ["--optim.steps=x"])
     assert capsys.readouterr().err.startswith(f"{start}optim.steps must be")
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_message():
+    code = """
+from dataclasses import make_dataclass
+from train.command_line import run_command
+run_command(lambda _: print("x\\n" * 10**6), make_dataclass("Settings", ()), [])
+"""
+    shell = ["bash", "-c", '"$0" -c "$1" | head -n 1', sys.executable, code]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("x\n", "")

@@ -187,7 +187,8 @@ def check_text_files(corpus: CorpusSettings) -> None:
     if (corpus.train == EMBEDDED) != (corpus.validation == EMBEDDED):
         raise InputError(
             f"corpus.validation must be {EMBEDDED!r} for both parts or neither, got train "
-            f"{corpus.train!r} and validation {corpus.validation!r}; name held-out text of yours"
+            f"{corpus.train!r} and validation {corpus.validation!r}; beside text of yours give "
+            "--corpus.validation 2%, or files"
         )
     if corpus.train == EMBEDDED:
         return

@@ -174,10 +174,11 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many kinds, and the Rust library's is bare
+        of_run = Path(name) / "model"
+        remedy = f"name {of_run}" if of_run.is_dir() else "check path, files and network"
         raise InputError(
             f"{key} must be a folder, vocab.txt or hub id of a tokenizer, got {name!r} "
-            f"({first_line(error)}); check path, files and network; the tokenizer of a run is "
-            "in its folder model"
+            f"({first_line(error)}); {remedy}"
         ) from error
     if not tokenizer.is_fast:
         raise InputError(f"{key} must be a fast tokenizer, got {name}; use a BERT tokenizer")

@@ -135,8 +135,8 @@ class Checkpoints:
         """Load the newest intact checkpoint, if any, and write the run's metadata.
 
         The metadata is written last, so that a launch that cannot continue changes nothing but the
-        names of damaged checkpoints and the tracker's files. The model of a run that was finished
-        earlier and now continues to `total` steps is removed.
+        names of damaged checkpoints and the tracker's files; a finished run keeps its settings. The
+        model of a run that was finished earlier and now continues to `total` steps is removed.
         Returns the state to continue from.
 
         Raises:
@@ -164,15 +164,18 @@ class Checkpoints:
             verb = "finished" if state["step"] == total else "going on"
             self.accelerator.print(f"{verb} after step {state['step']}")
         if self.accelerator.is_main_process:
+            finished = state["step"] == total
             if state["data"] != self.hashes["data"]:
                 changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.hashes["data"]
             if state["config"] != self.hashes["config"]:
                 changed["the model's configuration"] = state["config"], self.hashes["config"]
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            if finished:
+                changed = {}  # nothing was trained with them
             write_metadata(
                 self.folder, self.settings, self.accelerator, state["step"], parameters, changed
             )
-            if state["step"] != total:
+            if not finished:
                 shutil.rmtree(self.folder / "model", ignore_errors=True)
         return state
 

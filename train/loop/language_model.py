@@ -7,6 +7,7 @@ Initial weights are random, from a checkpoint, or from a BERT.
 """
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,11 +188,13 @@ def build_config(
             f"model.type must be a transformers model type, got {settings.type}; "
             "use roformer or bert"
         )
-    unknown = settings.config.keys() - _field_names(settings.type)
-    if unknown:
+    names = _field_names(settings.type)
+    if unknown := settings.config.keys() - names:
+        similar = difflib.get_close_matches(min(unknown), names, n=1)
+        remedy = f"did you mean {similar[0]}?" if similar else "check the spelling"
         raise InputError(
             f"model.config must be a field of the {settings.type} configuration, "
-            f"got {min(unknown)!r}; check the spelling"
+            f"got {min(unknown)!r}; {remedy}"
         )
     with input_errors("model.config"):
         config = _config_of_settings(settings, tokenizer)
@@ -247,8 +250,10 @@ def input_errors(key: str) -> Iterator[None]:
         remedy = "change it"
         if "Repo id must be" in line:
             line, remedy = "no such folder, and no id of the hub", "check the path"
-        elif "`model_type`" in line:  # no config.json
-            remedy = "the model of a run is in its folder model"
+        elif "`model_type`" in line:
+            line, remedy = "no config.json of a model", "the model of a run is in its folder model"
+        elif "couldn't connect" in line or "Cannot find the requested files" in line:
+            line, remedy = "no connection to the hub, and no copy here", "name a local folder"
         raise InputError(f"{key} must be usable by transformers, got: {line}; {remedy}") from error
 
 

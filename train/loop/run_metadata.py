@@ -49,10 +49,12 @@ def _changed_settings(
     stages_before = [_decisive(stage) for stage in before.get("stages") or []]
     for section, values in now.items():
         # a run that began before a setting was added had its default
-        begun_section = settings_dict(type(getattr(settings, section))()) | before.get(section, {})
-        for key, value in values.items():
-            begun = begun_section[key]
-            if begun != value and key not in CHANGEABLE.get(section, ()):
+        defaults = settings_dict(type(getattr(settings, section))())
+        begun_values = dict(_flatten(defaults | before.get(section, {})))
+        values = dict(_flatten(values))
+        for key in begun_values | values:  # config.hidden_size is a key of model
+            begun, value = begun_values.get(key), values.get(key)
+            if begun != value and key.split(".")[0] not in CHANGEABLE.get(section, ()):
                 changed[f"{section}.{key}"] = begun, value
     if stages_before != stages:
         changed["stages"] = stages_before, stages

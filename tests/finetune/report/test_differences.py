@@ -85,10 +85,12 @@ def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, size
     assert "2 RoFormer and 2 BERT; name two models" in found.no_pairs
 
 
-def test_one_model_is_not_compared_and_told_of_controls():
+def test_one_model_is_compared_with_its_controls_only():
+    alone = [x for x in learned() if x["model"] != ROFORMER]
+    assert judge(alone)[0] == "small-bert: pretraining helps it on 1 of 1 tasks: CoLA, Matthews."
     found = report(seeds("runs/mine/model", "rte", (0.6, 0.7)))
     assert found.differences == []
-    assert found.no_pairs.startswith("One model, no comparison; its controls: --controls")
+    assert found.no_pairs == "One model, no comparison."
     titles = [table.title for table in group_tables(found.group, [])]
     assert titles[0] == "GLUE, validation split: scores"
     assert not any("as printed" in title for title in titles)  # with two of its tasks
@@ -162,14 +164,16 @@ def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread()
     title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
     rest = "Where it does not, the difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
-    assert judge(learned()) == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
+    *verdict, protocol = judge(learned())
+    assert verdict == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
+    assert protocol.startswith("All runs: rate ")
     assert pairs_shown(learned()).frame["pretraining helps both"].tolist() == ["yes"]
     for lines in (
         learned(gain=0.1),  # 2 above simple features
         learned(random=0.69),  # 1 above random weights
         learned(features=0.72 - (spread - 0.01) / 100),
     ):
-        assert judge(lines) == [f"{title} 0 of 1 tasks. {rest}", models]
+        assert judge(lines) == [f"{title} 0 of 1 tasks. {rest}", models, protocol]
         assert pairs_shown(lines).frame["pretraining helps both"].tolist() == ["no"]
     assert judge(learned(features=0.72 - (spread + 0.01) / 100))[0].endswith("CoLA, Matthews.")
     found = gains_of(learned())["small-bert", "cola"]
@@ -200,7 +204,9 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
     ):
         title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
         assert judge(left)[0] == f"{title} on any task."
-        assert judge(left)[-1] == f"Not judged, because there are {absent}: CoLA, Matthews."
+        found = judge(left)[-2]
+        assert found.startswith(f"Whether pretraining helps is not judged with {absent} (finetune.")
+        assert found.endswith(": CoLA, Matthews.")
         assert pairs_shown(left).frame["pretraining helps both"].tolist() == ["not judged"]
 
 

@@ -16,7 +16,8 @@ from tiny import build, refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex
 from train.loop.evaluate import evaluate
-from train.loop.language_model import CrossEntropy, LanguageModel, load_config
+from train.loop.language_model import CrossEntropy, LanguageModel, build_config, load_config
+from train.settings import ModelSettings
 
 
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
@@ -83,6 +84,11 @@ def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
     vocab = dataclasses.replace(VOCAB, size=7000)
     found = evaluate(model, sequences, vocab, Accelerator(), 32, np.arange(300))
     assert found["validation_tokens"] / 6000 == pytest.approx(0.15, abs=0.02)
+
+
+def test_a_field_that_is_misspelt_is_named_with_the_one_that_is_meant():
+    settings = ModelSettings(config={"num_layers": 2})
+    refused(partial(build_config, settings, 64), "'num_layers'", "mean num_hidden_layers?")
 
 
 def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
