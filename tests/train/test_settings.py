@@ -197,11 +197,8 @@ def test_an_error_of_any_process_is_printed(rank, start, capsys, monkeypatch):
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_message():
-    code = """
-from dataclasses import make_dataclass
-from train.command_line import run_command
-run_command(lambda _: print("x\\n" * 10**6), make_dataclass("Settings", ()), [])
-"""
+    code = "from train.command_line import *; from dataclasses import make_dataclass as settings;"
+    code += "run_command(lambda _: print('x\\n' * 10**6), settings('Settings', ()), [])"
     shell = ["bash", "-c", '"$0" -c "$1" | head -n 1', sys.executable, code]
     done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("x\n", "")

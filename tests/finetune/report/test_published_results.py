@@ -1,6 +1,7 @@
 """The results files of this repository: read by the report, and their scores recomputed."""
 
 import collections
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from finetune.results import prediction_file, read_results
 from finetune.tasks import TASKS
 from tiny import ROOT, name_of
 from tiny_glue import SCORERS
+from train.intervals import compare, holm_corrected
+from train.run_names import model_name
 
 ELSEWHERE = ("long", "pair-50m", "pair-100m")  # their predictions are not in the tree
 FOUND = [x for x in (ROOT / "results").rglob("*.jsonl") if x.parent.name not in ELSEWHERE]
@@ -37,3 +40,34 @@ def test_every_score_of_a_published_file_follows_from_its_predictions(file, caps
     assert len(reported) == len(lines)
     assert set(reported.values()) == {1}
     assert capsys.readouterr().err == ""
+
+
+def test_the_table_over_two_files_of_the_pair_follows_from_them():
+    folder, scores = ROOT / "results" / "pair", collections.defaultdict(dict)
+    for file in ("results.jsonl", "results-float32.jsonl"):
+        for run in read_results(str(folder / file)):
+            if run["learning_rate"] and not run["random_weights"]:
+                key = TASKS[run["task"]].title.split()[0], file, model_name(run["model"])
+                scores[key][run["seed"]] = 100 * run["headline"]
+    page = (folder / "README.md").read_text().translate(str.maketrans("−", "-", "*"))  # noqa: RUF001
+    rows = re.findall(
+        r"^\| (\S+)[^|]*\| ([01]) \| (.*) \| (.*) \| (.*) \| (\S+) \| (\S+) \|", page, re.M
+    )
+    assert len({task for task, *_ in rows}) == 9
+    for seed, suffix in enumerate(("", "-1")):
+        printed = {task: found for task, number, *found in rows if number == str(seed)}
+        differences = {task: {} for task in printed}
+        for (task, file, model), runs in scores.items():
+            if task in printed and model == f"roformer-small{suffix}":
+                others = scores[task, file, f"bert-small{suffix}"]
+                found = {s: runs[s] - others[s] for s in runs.keys() & others.keys()}
+                differences[task] = found | differences[task]  # of two devices the GPU's
+        family = {
+            task: compare(x, dict.fromkeys(x, 0.0), len(x)) for task, x in differences.items()
+        }
+        for task, c in holm_corrected(family).items():
+            values = ", ".join(f"{c.differences[s]:+.2f}" for s in sorted(c.differences))
+            low, high = c.t_interval
+            cells = [values, f"{c.mean:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{c.p:.3f}"]
+            assert printed[task][:-1] == cells
+            assert float(printed[task][-1]) == pytest.approx(c.p_holm, rel=0.05)
