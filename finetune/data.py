@@ -30,7 +30,7 @@ from pyarrow import parquet
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from finetune.tasks import HUB_DATA, Task
+from finetune.tasks import HUB_DATA, PREDICTION_COLUMNS, Task
 from train.atomic_dir import report_full_disk, write_file_atomically
 from train.data import vocabulary
 from train.data.stateless_rng import permute
@@ -97,6 +97,10 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[s
         raise InputError(
             f"{source} must have the columns {', '.join(wanted)}, got {', '.join(table)}; "
             "correct the file or the task's columns"
+        )
+    if task.is_own and split == "test" and (taken := PREDICTION_COLUMNS & table.keys()):
+        raise InputError(
+            f"{source} must not have the columns of predictions, got {min(taken)}; rename it"
         )
     if not table[wanted[0]]:
         raise InputError(f"{source} must hold at least one row, got none; fill the split")

@@ -74,7 +74,8 @@ def main(settings: DescribeSettings) -> None:
         print(f"warning: {found}: is {task.label_column} the label?", file=sys.stderr)
     for index, name in enumerate(task.labels or ()):
         if index not in splits["train"]["label"]:
-            print(f"warning: class {name} has no row in train; change split_seed", file=sys.stderr)
+            remedy = "add rows" if task.validation else "change split_seed"
+            print(f"warning: class {name} has no row in train; {remedy}", file=sys.stderr)
     known = set(zip(*(splits["train"][name] for name in task.columns)))
     for split, columns in splits.items():
         print(f"{split}: {describe_rows(task, columns)}")

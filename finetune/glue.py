@@ -83,7 +83,7 @@ def run(
     result = run_fields(settings, config.model_type, labels, accelerator)
     result["truncation"] = {split: examples.truncation for split, examples in data.items()}
     if not quiet:
-        for line in truncation_lines(result):
+        for line in truncation_lines(settings.length, result["truncation"]):
             accelerator.print(line)
     logits: Logits = {}
     try:
@@ -149,9 +149,9 @@ def fine_tune(
             bar.update()
             if step % CHECK_EVERY == 0 or step == total_steps:
                 if scaler is None:
-                    check_finite(gradient_norm, f"gradient at step {step}")  # on every process
+                    check_finite(gradient_norm, f"gradient by step {step}")  # on every process
                 elif scaler.get_scale() <= MIN_LOSS_SCALE:
-                    raise DivergedError(f"gradient at step {step} not finite at any scale")
+                    raise DivergedError(f"gradient by step {step} not finite at any scale")
                 bar.set_postfix(loss=f"{loss.item() * world_size / len(rows):.3f}", refresh=False)
         losses.append(accelerator.reduce(epoch_loss).item() / len(train))
     bar.close()

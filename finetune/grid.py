@@ -38,7 +38,13 @@ from finetune.results import (
     read_finished,
     run_lock,
 )
-from finetune.run_info import format_result, hash_inputs, rerun_command, run_title
+from finetune.run_info import (
+    format_result,
+    hash_inputs,
+    rerun_command,
+    run_title,
+    truncation_lines,
+)
 from finetune.settings import CommonSettings, GlueSettings, GridSettings
 from finetune.simple_features import SimpleFeaturesSettings, score_tasks
 from finetune.tasks import description_field, load_task
@@ -139,14 +145,22 @@ def launch_precision() -> str:
 
 
 def check_runs(runs: list[GlueSettings]) -> None:
-    """Load every model and every task's data, and send a batch through each model."""
+    """Load every model and every task's data, and send a batch through each model.
+
+    Prints how much of the texts is cut off, for each task once.
+    """
     # the first run of a model and task stands for the others
-    unique = {(run.model, run.task): run for run in reversed(runs)}
+    unique, printed = {(run.model, run.task): run for run in reversed(runs)}, set[str]()
     for run in unique.values():
         task = load_task(run.task)
         config, tokenizer = load_config_and_tokenizer(run, task)
         data = glue.load_data(run, task, tokenizer)
         glue.check_forward(load_model(run, config), data, task)
+        if run.task not in printed:
+            cut = {split: examples.truncation for split, examples in data.items()}
+            for line in truncation_lines(run.length, cut):
+                print(f"{run.task} {line}", flush=True)
+        printed.add(run.task)
 
 
 def make_runs(

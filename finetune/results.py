@@ -7,7 +7,7 @@
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
-`run_lock` keeps them from making the same run twice.
+`run_lock` keeps two grids from making the same run.
 
 A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Every line has
 
@@ -159,7 +159,7 @@ def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:
 
 
 def run_lock(results: str, values: Mapping[str, Any]) -> FileLock:
-    """Make the lock that keeps two processes from making the same run.
+    """Make the lock that keeps two grids from making the same run.
 
     It lies beside the results. The kernel releases it when its process ends, however it ends.
     """

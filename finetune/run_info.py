@@ -157,12 +157,12 @@ def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: 
     return shlex.join([*launch, "finetune/glue.py", *flags])
 
 
-def truncation_lines(result: Result) -> list[str]:
-    """Say how much of each split the length of a run cuts off; no line if all texts fit."""
+def truncation_lines(length: int, truncation: Mapping[str, dict[str, float]]) -> list[str]:
+    """Say how much of each split a length cuts off; no line if all texts fit."""
     return [
-        f"{split}: {shares['texts']:.1%} of the texts are longer than {result['length']} tokens; "
+        f"{split}: {shares['texts']:.1%} of the texts are longer than {length} tokens; "
         f"{shares['tokens']:.1%} of all tokens are cut off"
-        for split, shares in result["truncation"].items()
+        for split, shares in truncation.items()
         if shares["texts"]
     ]
 

@@ -38,7 +38,7 @@ from finetune.settings import check_output, normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.loop.launch import git_commit
-from train.settings import InputError, first_line
+from train.settings import first_line
 
 WORD = r"[\u3400-\u9fff]|[^\W\u3400-\u9fff]{2,}"
 """scikit-learn's words, and each Chinese character, as between them there are no spaces."""
@@ -65,7 +65,10 @@ class SimpleFeaturesSettings:
 
 
 def score_tasks(settings: SimpleFeaturesSettings) -> None:
-    """Score each task that has no result for the data as they are."""
+    """Score each task that has no result for the data as they are.
+
+    A task that has no features is left out with a warning.
+    """
     for name in settings.tasks:
         task = load_task(name)
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
@@ -77,12 +80,11 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
         if with_test:
             is_current &= prediction_file(settings.output, key, "test").exists()
         if not is_current:
-            result = score_task(task, settings, key | inputs)
-            print(f"{name} {SIMPLE_FEATURES}: {100 * result['headline']:.1f}", flush=True)
+            score_task(task, settings, key | inputs)
 
 
-def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -> Result:
-    """Fit, score, write the predictions and append the result, which is returned.
+def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -> None:
+    """Fit, score, write the predictions, append the result and print it.
 
     `identity` are the fields of its key and the hashes of its inputs.
     """
@@ -94,8 +96,8 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -
     try:
         logits = predict(task, columns)
     except ValueError as error:  # scikit-learn's: one class, or texts without words
-        rule, remedy = "must have words and two classes", "add rows, or leave out this control"
-        raise InputError(f"{task.name}/train {rule}, got {first_line(error)}; {remedy}") from error
+        print(f"warning: {task.name} has no simple features: {first_line(error)}", flush=True)
+        return
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{identity['task']}]"]
     command += [*folder, *(["--test", "true"] if "test" in splits else [])]
@@ -110,7 +112,8 @@ def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -
         "seconds": round(time.perf_counter() - started, 2),
     }
     write_result(settings.output, result, labels, logits)
-    return result
+    score = f"{100 * result['headline']:.1f}"
+    print(f"{identity['task']} {SIMPLE_FEATURES}: {score}", flush=True)
 
 
 def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.float32]]:

@@ -33,7 +33,9 @@ METRIC_NAMES = {
     "pearson": ("pearsonr", "Pearson correlation"),
 }
 """Metric -> its name on the hub and in print."""
-RESERVED_COLUMNS = {"error", "label", "prediction", "probability", "row"}
+PREDICTION_COLUMNS = {"prediction", "probability"}
+"""What is added to the rows of a test file."""
+RESERVED_COLUMNS = {"error", "label", "row", *PREDICTION_COLUMNS}
 """Names that no text column of your own may have."""
 
 

@@ -16,8 +16,8 @@ from train.run_names import model_name
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
-AVERAGE = "average"
-"""Stands for a dataset in the comparison of averages over tasks."""
+AVERAGE = ""
+"""Stands for a dataset in the comparison of averages over tasks; no task has this name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
     # of one seed it is nan; features and majority class have no seeds
     deviations = scores.std(), by_row.loc[best, "std"] if best[0] == "random" else 0.0
     spread = float(np.max(deviations))
-    absent += ["no two seeds"] if pd.isna(spread) else []
+    absent += ["no second seed"] if pd.isna(spread) else []
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
 
 

@@ -104,7 +104,7 @@ def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], who: str) -> s
     names = f": {'; '.join(titles)}" if titles else ""
     text = f"pretraining helps {who} on {len(titles)} of {len(judged)} tasks{names}."
     if len(titles) < len(judged) and who != "it":
-        text += " Where it does not, the difference says nothing about pretraining."
+        text += " Elsewhere this is not shown, and a difference says nothing about pretraining."
     return text
 
 
@@ -116,7 +116,7 @@ def difference_table(
         pair.seeds_text or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
         for pair in differences
     }
-    words = {True: "yes", False: "no", None: "not judged"}
+    words = {True: "yes", False: "not shown", None: "not judged"}
     cells["pretraining helps both"] = {
         dataset: words[found] for dataset, found in helped_tasks(differences, gains).items()
     }

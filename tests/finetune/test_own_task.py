@@ -207,6 +207,7 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
         (GOOD, {"value_range": (0.0, 5.0)}, ["value_range must", "null for classes"]),
         ({"label": TEXTS, "color": COLORS}, {"columns": ("label",)}, ["columns must"]),
         ({"text": ["a", "a"], "color": ["x", "y"]}, {}, ["train of own", "different texts"]),
+        (GOOD | {"prediction": COLORS}, {"test": "own.csv"}, ["own.csv must not", "prediction"]),
     ],
 )
 def test_a_task_that_cannot_be_is_refused_in_one_line(columns, changes, words):

@@ -162,7 +162,7 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
     title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
-    rest = "Where it does not, the difference says nothing about pretraining."
+    rest = "Elsewhere this is not shown, and a difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
     *verdict, protocol = judge(learned())
     assert verdict == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
@@ -174,7 +174,7 @@ def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread()
         learned(features=0.72 - (spread - 0.01) / 100),
     ):
         assert judge(lines) == [f"{title} 0 of 1 tasks. {rest}", models, protocol]
-        assert pairs_shown(lines).frame["pretraining helps both"].tolist() == ["no"]
+        assert pairs_shown(lines).frame["pretraining helps both"].tolist() == ["not shown"]
     assert judge(learned(features=0.72 - (spread + 0.01) / 100))[0].endswith("CoLA, Matthews.")
     found = gains_of(learned())["small-bert", "cola"]
     assert found == pytest.approx(("features", 12.0, spread, "", True))
@@ -199,8 +199,8 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
     for left, absent in (
         ([x for x in lines if not x["random_weights"]], "no random weights"),
         ([x for x in lines if x["model"] != SIMPLE_FEATURES], "no simple features"),
-        ([x for x in lines if x["random_weights"] or x["seed"] == 0], "no two seeds"),
-        ([x for x in lines if not x["random_weights"] or x["seed"] == 0], "no two seeds"),
+        ([x for x in lines if x["random_weights"] or x["seed"] == 0], "no second seed"),
+        ([x for x in lines if not x["random_weights"] or x["seed"] == 0], "no second seed"),
     ):
         title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
         assert judge(left)[0] == f"{title} on any task."
