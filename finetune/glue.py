@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from finetune.tasks import TASKS, Task, load_task
 from train.command_line import run_command
 from train.data.stateless_rng import derive_seed
 from train.loop.launch import start_accelerator
-from train.loop.memory import is_out_of_memory
+from train.loop.memory import fits_into_memory
 from train.loop.optim import MIN_LOSS_SCALE, adamw, schedule_factor, set_learning_rate
 from train.settings import InputError, first_line
 
@@ -196,16 +197,11 @@ def check_memory(
     """
     longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
     rows = train.micro_batches(longest, max_tokens, accelerator.num_processes)[0]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    try:
-        moments = [torch.empty_like(p) for p in trained for _ in range(2)]  # of AdamW's first step
-        compute_gradients(model, train, rows, max_tokens, accelerator)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        rule, remedy = "must fit into memory", "lower it, or shorten length"
-        raise InputError(f"micro_batch_tokens {rule}, got {max_tokens}; {remedy}") from error
-    del moments
+    gradients = partial(compute_gradients, model, train, rows, max_tokens, accelerator)
+    if not fits_into_memory(model, False, gradients):
+        raise InputError(
+            f"micro_batch_tokens must fit into memory, got {max_tokens}; lower it or length"
+        )
     model.zero_grad(set_to_none=True)
 
 

@@ -6,7 +6,9 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,11 @@ SAVED_BYTES = 12
 """Bytes per parameter of weight and moments in a checkpoint."""
 
 
-def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether an error of a forward or backward pass means too little memory."""
-    # torch's allocators and mmap; cuBLAS and cuDNN
-    messages = (
-        "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
-        "status_alloc_failed",
-    )  # fmt: skip
-    is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return is_known or any(message in str(error).lower() for message in messages)
+OUT_OF_MEMORY = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
+    "status_alloc_failed",
+)  # fmt: skip
+"""In the messages of torch's allocators and mmap, and of cuBLAS and cuDNN."""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -102,7 +100,8 @@ def fit_micro_batch(
     size = micro_batch
     while True:
         batch = largest_batch(language_model, size, length, mask_rate)
-        fits = _fits(model, has_moments, batch, accelerator)
+        compute_gradients = partial(_compute_gradients, model, batch, accelerator)
+        fits = fits_into_memory(model, has_moments, compute_gradients)
         if not fits and accelerator.distributed_type == DistributedType.FSDP:
             # the other processes may wait for a part of this one's weights, so it has to end
             raise InputError(
@@ -125,23 +124,31 @@ def fit_micro_batch(
         accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
 
 
-def _fits(
-    model: nn.Module, has_moments: bool, batch: dict[str, Any], accelerator: Accelerator
+def fits_into_memory(
+    model: nn.Module, has_moments: bool, compute_gradients: Callable[[], object]
 ) -> bool:
+    """Compute gradients beside the two moments of AdamW; return False if memory runs out.
+
+    Its first step allocates the moments; `has_moments` tells whether the optimizer has them.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        # AdamW allocates its moments at the first step
         moments = [torch.empty_like(p) for p in trained for _ in range(0 if has_moments else 2)]
-        # after no_sync, FSDP2 would keep gradients that zero_grad does not free
-        with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
-            loss, _ = model(**send_to_device(batch, accelerator.device))
-            accelerator.backward(loss / len(batch["labels"]))
+        compute_gradients()
         del moments
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_known and not any(message in str(error).lower() for message in OUT_OF_MEMORY):
             raise
         return False
     return True
+
+
+def _compute_gradients(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> None:
+    # after no_sync, FSDP2 would keep gradients that zero_grad does not free
+    with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
+        loss, _ = model(**send_to_device(batch, accelerator.device))
+        accelerator.backward(loss / len(batch["labels"]))
 
 
 def dry_run(
