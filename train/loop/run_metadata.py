@@ -50,10 +50,10 @@ def _changed_settings(
     for section, values in now.items():
         # a run that began before a setting was added had its default
         defaults = settings_dict(type(getattr(settings, section))())
-        begun_values = dict(_flatten(defaults | before.get(section, {})))
-        values = dict(_flatten(values))
-        for key in begun_values | values:  # config.hidden_size is a key of model
-            begun, value = begun_values.get(key), values.get(key)
+        kept = {key: before.get(section, {}).get(key, defaults[key]) for key in defaults}
+        first, second = dict(_flatten(kept)), dict(_flatten(values))
+        for key in first | second:  # config.hidden_size is a key of model
+            begun, value = first.get(key), second.get(key)
             if begun != value and key.split(".")[0] not in CHANGEABLE.get(section, ()):
                 changed[f"{section}.{key}"] = begun, value
     if stages_before != stages:

@@ -104,10 +104,11 @@ def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(beg
     check_changed_settings(begun, less, "no")
 
 
-def test_a_setting_added_after_a_run_began_had_its_default(begun):
+def test_a_setting_added_after_a_run_began_had_its_default_and_one_removed_is_ignored(begun):
     file = begun / "settings.yaml"
-    file.write_text(re.sub("  (name: adamw|clip_norm: .*)\n", "", file.read_text(), count=2))
-    assert "adamw" not in file.read_text()
+    text = re.sub("  (name: adamw|clip_norm: .*)\n", "", file.read_text(), count=2)
+    file.write_text(text.replace("optim:\n", "optim:\n  removed: 2\n"))
+    assert "adamw" not in text
     check_changed_settings(begun, SETTINGS, "no")
     other = settings_of(clip_norm=0.5)
     assert changes(begun, other) == {"optim.clip_norm": (1.0, 0.5)}
