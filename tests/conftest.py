@@ -171,7 +171,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def launch(start: Start, pretrain_flags: list[str], tmp_path: Path) -> Launches:
-    """Starts the pretraining run in processes of their own."""
     return Launches(start, pretrain_flags, tmp_path)
 
 

@@ -148,7 +148,6 @@ def test_a_line_says_all_that_made_it(folder):
 
 
 def test_a_diverged_run_is_kept_and_the_control_never_sees_its_weights(folder):
-    """Broken weights make a run diverge; the control with the same folder goes through."""
     file = folder / "model" / "model.safetensors"
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
     asked = run_settings(folder)

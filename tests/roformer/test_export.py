@@ -63,9 +63,6 @@ def saved(folder: Path, model: Module, tokenizer: PreTrainedTokenizerBase) -> No
         roformer.use_for_auto_classes()
 
 
-# torch.export
-
-
 def exported(model: Module, inputs: dict[str, Tensor], shapes: dict | None = None) -> Module:
     """An exported program; the model then computes padding, as programs do."""
     shapes = shapes or dict.fromkeys(inputs, AXES)
@@ -132,9 +129,6 @@ def test_an_exported_program_keeps_packed_documents_apart(key):
     assert_near(program(**inputs)[0], torch.cat(separate, dim=1))
 
 
-# ONNX
-
-
 @torch.no_grad()
 def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
     model = build(RoFormerForMaskedLM, tiny_config(num_hidden_layers=1))
@@ -148,9 +142,6 @@ def test_onnxruntime_computes_the_same_at_any_batch_length_and_position():
         expected = model(**inputs)[0]
         for start in (0, 1_000_000):  # scores depend on distances only: inexact angles would show
             assert_near(run(**inputs, position_ids=positions + start)[0], expected, 1e-4)
-
-
-# sentence-transformers
 
 
 def mean_pooled(model: RoFormerModel, tokenizer, texts: list[str], length: int) -> Tensor:
@@ -174,9 +165,6 @@ def test_sentence_transformers_embeds_with_a_saved_encoder(kind, tokenizer, tmp_
     assert_near(embedder.encode(texts, convert_to_tensor=True), wanted)
     embedder.max_seq_length = 150  # it was the configuration's 64, which limits nothing of ours
     assert_near(embedder.encode(texts, convert_to_tensor=True), longer)
-
-
-# transformers' pipelines
 
 
 @pytest.fixture(params=["object", *TYPES])
@@ -228,9 +216,6 @@ def test_text_generation_continues_with_the_models_best_tokens(make_pipeline, to
         for _ in range(6):
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert row["generated_token_ids"][-len(ids) :] == ids  # padding on the left
-
-
-# tokenizers
 
 
 @pytest.mark.parametrize("kind", TYPES)

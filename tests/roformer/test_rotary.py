@@ -26,20 +26,14 @@ def test_rotation_is_the_papers_matrix_product(start):
     torch.testing.assert_close(rotated(x, positions).double(), exact, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_input_is_rotated_in_float32(dtype):
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_input_of_low_precision_and_under_autocast_is_rotated_in_float32(dtype, autocast):
     x = torch.randn(1, 512, 1, 64).to(dtype)
     exact = rotated(x.float(), torch.arange(512))
-    result = rotated(x, torch.arange(512))
-    assert result.dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = rotated(x, torch.arange(512))
     torch.testing.assert_close(result, exact.to(dtype), rtol=0, atol=0)
-
-
-def test_autocast_leaves_the_rotation_in_float32():
-    x = torch.randn(1, 512, 1, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = rotated(x, torch.arange(512))
-    torch.testing.assert_close(inside, rotated(x, torch.arange(512)), rtol=0, atol=0)
 
 
 def test_cos_and_sin_may_have_been_cast():

@@ -307,7 +307,7 @@ MISFITS = {
         "64 positions of the bert",
     ),  # the length of held-out text
     "--model.type=brt": ("model.type must be a transformers model type", "got brt"),
-    '--model.config={"hidden_sze":8}': ("model.config must be a field", "got 'hidden_sze'"),
+    '--model.config={"num_layers":2}': ("model.config must be a field", "mean num_hidden_layers?"),
     '--model.config={"hidden_size":33}': ("model must be usable", "hidden_size", "multiple"),
     '--model.config={"hidden_act":"gelo"}': ("model.config must be usable", "hidden_act", "gelo"),
     '--model.config={"num_hidden_layers":1.5}': ("model.config must be usable", "integer"),

@@ -43,11 +43,6 @@ def test_a_damaged_archive_is_one_line_that_names_it(written, tokenize, kind):
         refused(partial(tokenize, packed), rule, packed.name, "; repair the file")
 
 
-def test_folders_and_globs_are_read(written, tmp_path):
-    assert len(texts(written, tmp_path)) == 9
-    assert len(texts(written / "*.*l*", tmp_path)) == 3
-
-
 def test_empty_files_and_null_texts_are_no_documents_and_no_error(written, tmp_path):
     (written / "d.jsonl").write_text("")
     (written / "e[0].jsonl").write_text('{"text": null}\n')
@@ -75,7 +70,6 @@ BAD_FILES = {
     "h.jsonl": (b'{"text": "\\ud83d"}', "corpus.text_column", "line 1 of", "h.jsonl"),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column", "line 1 of", "with 5;"),
 }
-
 
 BAD_NAMES = [
     ("{0}/empty", "corpus.train must hold", ".parquet", "got none in"),
@@ -157,7 +151,9 @@ def test_docstrings_are_read_without_running_the_file(tmp_path):
     assert list(demo_corpus.docstrings(file)) == []
 
 
-def test_linked_files_and_folders_are_read_once(written, tokenize, tmp_path):
+def test_folders_and_globs_are_read_and_linked_files_and_folders_once(written, tokenize, tmp_path):
+    assert len(texts(written, tmp_path)) == 9
+    assert len(texts(written / "*.*l*", tmp_path)) == 3
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "d.txt").write_text("from elsewhere\n")
     (written / "linked").symlink_to(tmp_path / "more")

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 import roformer
 from roformer.configuration_roformer import POSITION_BIASES, POSITION_ENCODINGS
-from tiny import build, refused, tiny_config
+from tiny import refused, tiny_config
 from tiny_tokens import VOCAB, make_token_store
 from train.data.batching import IGNORE_INDEX, SequenceIndex
 from train.loop.evaluate import evaluate
-from train.loop.language_model import CrossEntropy, LanguageModel, build_config, load_config
-from train.settings import ModelSettings
+from train.loop.language_model import CrossEntropy, LanguageModel, load_config
 
 
 def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
@@ -29,23 +28,15 @@ def test_a_batch_with_nothing_to_predict_has_no_loss_and_no_gradient():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
-def test_encodings_with_a_bias_get_padded_rows(encoding):
-    config = tiny_config(position_encoding=encoding)
-    model = LanguageModel(build(roformer.RoFormerForMaskedLM, config, "unpadded"))
-    assert model.packed != (encoding in POSITION_BIASES)
-
-
 @pytest.mark.parametrize(
     ("fields", "precision", "packed"),
     [
-        ({}, "bf16", True),
         ({}, "no", False),
-        ({"position_encoding": "alibi"}, "bf16", False),
+        *(({"position_encoding": x}, "bf16", x not in POSITION_BIASES) for x in POSITION_ENCODINGS),
         ({"linear_attention": "elu"}, "bf16", False),
     ],
 )
-def test_rows_are_packed_where_a_gpu_has_a_kernel_for_them(fields, precision, packed, monkeypatch):
+def test_rows_are_packed_with_a_kernel_and_without_a_bias(fields, precision, packed, monkeypatch):
     model = LanguageModel(roformer.RoFormerForMaskedLM(tiny_config(**fields)))
     model.choose_attention(Accelerator(cpu=True))
     assert not model.packed
@@ -56,6 +47,8 @@ def test_rows_are_packed_where_a_gpu_has_a_kernel_for_them(fields, precision, pa
     model.model.set_attn_implementation("sdpa")  # a name that is given is obeyed
     model.choose_attention(gpu)
     assert not model.packed
+    model.model.set_attn_implementation("unpadded")
+    assert model.packed != (fields.get("position_encoding") in POSITION_BIASES)
 
 
 @pytest.mark.parametrize("offset", [0.0, 2.0**17])
@@ -84,11 +77,6 @@ def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
     vocab = dataclasses.replace(VOCAB, size=7000)
     found = evaluate(model, sequences, vocab, Accelerator(), 32, np.arange(300))
     assert found["validation_tokens"] / 6000 == pytest.approx(0.15, abs=0.02)
-
-
-def test_a_field_that_is_misspelt_is_named_with_the_one_that_is_meant():
-    settings = ModelSettings(config={"num_layers": 2})
-    refused(partial(build_config, settings, 64), "'num_layers'", "mean num_hidden_layers?")
 
 
 def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
