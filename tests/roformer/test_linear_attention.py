@@ -5,7 +5,6 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from roformer import RoFormerModel
 from roformer.configuration_roformer import FEATURE_MAPS
 from roformer.linear_attention import (
     CHUNK_LENGTH,
@@ -15,15 +14,11 @@ from roformer.linear_attention import (
     orthogonal_vectors,
 )
 from roformer.rotary import compute_inv_freq, rotary_embeddings
-from tiny import VARIANTS, assert_near, build, hidden, rotation_matrices, tiny_config
+from tiny import assert_near, hidden, model_of, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
-
-
-def model_of(kind: str, **fields: object) -> RoFormerModel:
-    return build(RoFormerModel, tiny_config(**VARIANTS[kind] | fields))
 
 
 def features_of(kind: str) -> FeatureMap:

@@ -12,16 +12,12 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_roformer import POSITION_ENCODINGS
 from roformer.position_encodings import alibi_slopes, sinusoidal_embeddings, t5_buckets
-from tiny import TINY_MODEL, assert_near, build, enlarge, hidden, tiny_config
+from tiny import TINY_MODEL, assert_near, enlarge, hidden, model_of, tiny_config
 from train.loop.language_model import load_bert_weights
 from train.settings import InputError
 
 B, L, V = 2, 12, 60
 IDS = torch.randint(5, V, (B, L), generator=torch.Generator().manual_seed(1))
-
-
-def model_of(encoding: str, **fields: object) -> RoFormerModel:
-    return build(RoFormerModel, tiny_config(position_encoding=encoding, **fields), "eager")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import transformers
 
 from roformer import RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_roformer import FEATURE_MAPS, POSITION_ENCODINGS
-from tiny import VARIANTS, assert_near, build, hidden, tiny_config
+from tiny import VARIANTS, assert_near, build, hidden, model_of, tiny_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "flex_attention"]
 ABSOLUTE = ("learned", "sinusoidal")
@@ -29,10 +29,6 @@ FOREIGN = [
 COMPILED = ("rope", "t5", "elu", "favor")
 """One variant of each kind of code, as compilation takes long."""
 IDS = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(1))
-
-
-def model_of(variant: str, kernel: str | None = "eager", **fields: object) -> RoFormerModel:
-    return build(RoFormerModel, tiny_config(**VARIANTS[variant] | fields), kernel)
 
 
 @pytest.mark.usefixtures("flex_without_inductor")

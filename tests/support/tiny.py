@@ -95,6 +95,10 @@ def build(head: type, config: roformer.RoFormerConfig, kernel: str | None = None
     return enlarge(head._from_config(copy.deepcopy(config), attn_implementation=kernel))
 
 
+def model_of(variant: str, kernel: str | None = "eager", **fields: object) -> nn.Module:
+    return build(roformer.RoFormerModel, tiny_config(**VARIANTS[variant] | fields), kernel)
+
+
 def inputs_with_labels(head: type, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """Arguments of a head for [B, L] ids; tokens of padding have no label."""
     mask = torch.ones_like(ids) if mask is None else mask
