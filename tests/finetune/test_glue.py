@@ -192,7 +192,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
 
 
 @pytest.mark.parametrize(
-    ("damaged", "changes", "rule"),
+    ("damaged", "given", "rule"),
     [
         ("model.safetensors", {}, "model must be usable"),
         ("tokenizer.json", {}, "tokenizer /"),
@@ -206,9 +206,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         (None, {"output": "file/x"}, "output must"),
     ],
 )
-def test_an_impossible_run_is_one_line_and_leaves_nothing(
-    folder, damaged, changes, rule, monkeypatch
-):
+def test_impossible_runs_are_one_line_and_leave_nothing(folder, damaged, given, rule, monkeypatch):
     (folder / "empty").mkdir()
     (folder / "file").touch()
     tiny_model(folder / "bert", "bert")
@@ -216,7 +214,7 @@ def test_an_impossible_run_is_one_line_and_leaves_nothing(
     if damaged:
         (folder / "model" / damaged).write_text("{}")
     monkeypatch.chdir(folder)
-    refused(lambda: glue_run(run_settings(folder, **changes)), rule)
+    refused(lambda: glue_run(run_settings(folder, **given)), rule)
     assert not (folder / "results.jsonl").exists()
 
 

@@ -212,9 +212,7 @@ def test_a_run_of_another_grid_is_left_to_it(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_new_weights_or_data_are_run_again_and_another_precision_refused(
-    folder, capsys, monkeypatch
-):
+def test_new_weights_or_data_are_run_again_and_other_precision_refused(folder, capsys, monkeypatch):
     models = [tiny_model(folder / name, "roformer") for name in ("model", "other")]
     settings = ask(folder, models=models, controls=True)
     grid.main(settings)

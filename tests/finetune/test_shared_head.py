@@ -90,9 +90,7 @@ def test_weights_may_be_missing_in_the_head_only(folder, kind, protocol, has_pre
     ("task", "protocol"),
     [("sst2", {"pooling": "first"}), ("sst2", APART), ("stsb", MEAN), ("stsb", APART)],
 )
-def test_a_model_learns_and_is_saved_with_its_predictions(
-    folder, monkeypatch, kind, task, protocol
-):
+def test_a_model_learns_and_is_saved_with_predictions(folder, monkeypatch, kind, task, protocol):
     warned = lambda line: pytest.fail("of padding, which the head does not read")  # noqa: E731
     monkeypatch.setattr("roformer.attention_inputs.logger.warning_once", warned)
     tiny_model(folder / "model", kind)

@@ -78,11 +78,9 @@ def test_missing_data_are_refused_and_a_task_that_cannot_be_fitted_is_left_out(f
 
 
 def test_a_prediction_does_not_depend_on_the_other_rows_that_are_scored(folder):
-    columns = {
-        "train": {"sentence": ["good film", "bad day", "film"], "label": np.array([1, 0, 0])}
-    }
+    train = {"sentence": ["good film", "bad day", "film"], "label": np.array([1, 0, 0])}
     logits = []
     for others in ([], ["bad bad sofa", "sofa"]):
-        columns["validation"] = {"sentence": ["bad film sofa", *others]}
+        columns = {"train": train, "validation": {"sentence": ["bad film sofa", *others]}}
         logits.append(predict(TASKS["sst2"], columns)["validation"][0])
     np.testing.assert_array_equal(*logits)

@@ -53,12 +53,10 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
         vocabulary.train_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
-@pytest.mark.parametrize(("attention", "fields"), [("unpadded", {}), ("eager", FAVOR)])
-def test_a_decoder_is_trained_resumed_validated_and_generates(
-    attention, fields, pretrain, pretrain_flags
-):
+@pytest.mark.parametrize(("kernel", "fields"), [("unpadded", {}), ("eager", FAVOR)])
+def test_a_decoder_trains_resumes_validates_and_generates(kernel, fields, pretrain, pretrain_flags):
     flags = [*BYTES, "--optim.learning_rate=5e-3", "--optim.steps=6", "--model.type=roformer",
-             f"--model.attention={attention}", model_flag(is_decoder=True, **fields)]  # fmt: skip
+             f"--model.attention={kernel}", model_flag(is_decoder=True, **fields)]  # fmt: skip
     whole = pretrain(*flags, "--run.name=whole")
     for _ in range(5):
         run = pretrain(*flags, "--run.max_hours=1e-9")  # a step a launch

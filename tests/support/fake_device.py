@@ -69,9 +69,8 @@ class FakeTensor(Tensor):
     @staticmethod
     def __new__(cls, real: Tensor) -> "FakeTensor":
         layout = {"strides": real.stride(), "storage_offset": real.storage_offset()}
-        made = Tensor._make_wrapper_subclass(
-            cls, real.size(), dtype=real.dtype, device="fake:0", **layout
-        )
+        layout |= {"dtype": real.dtype, "device": "fake:0"}
+        made = Tensor._make_wrapper_subclass(cls, real.size(), **layout)
         made.stored = real
         return made
 

@@ -50,9 +50,8 @@ def test_the_table_over_two_files_of_the_pair_follows_from_them():
                 key = TASKS[run["task"]].title.split()[0], file, model_name(run["model"])
                 scores[key][run["seed"]] = 100 * run["headline"]
     page = (folder / "README.md").read_text().translate(str.maketrans("−", "-", "*"))  # noqa: RUF001
-    rows = re.findall(
-        r"^\| (\S+)[^|]*\| ([01]) \| (.*) \| (.*) \| (.*) \| (\S+) \| (\S+) \|", page, re.M
-    )
+    row = r"^\| (\S+)[^|]*\| ([01]) \| (.*) \| (.*) \| (.*) \| (\S+) \| (\S+) \|"
+    rows = re.findall(row, page, re.MULTILINE)
     assert len({task for task, *_ in rows}) == 9
     for seed, suffix in enumerate(("", "-1")):
         printed = {task: found for task, number, *found in rows if number == str(seed)}
@@ -62,10 +61,8 @@ def test_the_table_over_two_files_of_the_pair_follows_from_them():
                 others = scores[task, file, f"bert-small{suffix}"]
                 found = {s: runs[s] - others[s] for s in runs.keys() & others.keys()}
                 differences[task] = found | differences[task]  # of two devices the GPU's
-        family = {
-            task: compare(x, dict.fromkeys(x, 0.0), len(x)) for task, x in differences.items()
-        }
-        for task, c in holm_corrected(family).items():
+        tests = {x: compare(d, dict.fromkeys(d, 0.0), len(d)) for x, d in differences.items()}
+        for task, c in holm_corrected(tests).items():
             values = ", ".join(f"{c.differences[s]:+.2f}" for s in sorted(c.differences))
             low, high = c.t_interval
             cells = [values, f"{c.mean:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{c.p:.3f}"]

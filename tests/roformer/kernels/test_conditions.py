@@ -48,13 +48,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, int]]]] =
     "no padding": ({}, {}, [(FULL, 36)]),
     "padding": ({}, {"attention_mask": PADDED}, [(FULL, 12), (FULL, 7), (FULL, 3)]),
     "packed": ({}, {"input_ids": IDS[:1], "position_ids": PACKED}, [(FULL, 5), (FULL, 7)]),
-    "output_hidden_states": (
-        {}, {"attention_mask": PADDED, "output_hidden_states": True}, [(FULL, 36)]
-    ),
-    "output_attentions": ({}, {"attention_mask": PADDED, "output_attentions": True}, []),
+    "hidden states": ({}, {"attention_mask": PADDED, "output_hidden_states": True}, [(FULL, 36)]),
+    "attentions": ({}, {"attention_mask": PADDED, "output_attentions": True}, []),
     "position bias": ({"position_encoding": "alibi"}, {"attention_mask": PADDED}, [(FULL, 36)]),
     "four dimensions": ({}, {"attention_mask": PADDED[:, None, None].bool()}, [(FULL, 36)]),
-}  # fmt: skip
+}
 """Fields of the configuration, arguments, and kernels with their number of queries."""
 
 
