@@ -107,16 +107,14 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, split, columns, words):
     refused(lambda: load_examples(tmp_path, task, part), f"{tmp_path}/{split}.parquet", *words)
 
 
-def test_a_test_split_may_have_no_labels_and_blank_text(tmp_path):
+def test_text_may_be_blank_in_a_test_split_without_labels_and_once_in_a_pair(tmp_path):
     write_split(tmp_path, "sst2", "test", {"sentence": ["good", ""], "idx": [0, 1]})
     examples = load_examples(tmp_path, "sst2", "test")
     assert examples.labels.tolist() == [-1, -1]
     assert examples.lengths.tolist() == [3, 2]
     write_split(tmp_path, "sst2", "test", {"sentence": ["good", "bad"], "label": [-1, 1]})
     assert load_examples(tmp_path, "sst2", "test").labels.tolist() == [-1, 1]
-
-
-def test_one_text_of_a_pair_may_be_blank_as_in_official_qqp(tmp_path):
+    # as in official QQP
     write_split(tmp_path, "qqp", "train", {**PAIR, "question1": ["good", "bad"]})
     assert load_examples(tmp_path, "qqp").lengths.tolist() == [5, 4]
 

@@ -69,16 +69,6 @@ def test_sparse_prediction_gives_the_same_loss_gradients_and_scores(kernel, conf
     assert model(**batch).logits.shape == (*batch["labels"].shape, 60)
 
 
-def test_sparse_prediction_is_saved_and_loads_in_transformers(config, tmp_path):
-    RoFormerForMaskedLM(config).save_pretrained(tmp_path)
-    model = RoFormerForMaskedLM.from_pretrained(tmp_path, sparse_prediction=True)
-    model.save_pretrained(tmp_path)
-    assert RoFormerForMaskedLM.from_pretrained(tmp_path).config.sparse_prediction
-    stock = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path).eval()
-    batch = example()
-    torch.testing.assert_close(stock(**batch).loss, model.eval()(**batch).loss)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is_gradient_checkpointing",
                             "ignore::torch.jit.TracerWarning")  # fmt: skip
 def test_torch_func_and_tracing_work_with_gradients_on(config):
@@ -201,9 +191,7 @@ def test_low_precision_and_autocast_stay_near_float32_and_train(dtype, config):
     ("given", "rows", "sparse"),
     [("attention_mask", 3, False), ("position_ids", 1, False), ("labels", 3, True)],
 )
-def test_a_compiled_training_step_has_no_graph_break_and_the_same_gradients(
-    given, rows, sparse, config
-):
+def test_a_compiled_step_has_no_graph_break_and_the_same_gradients(given, rows, sparse, config):
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     config.sparse_prediction = sparse
     config.num_hidden_layers = 1  # compilation takes long

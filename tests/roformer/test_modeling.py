@@ -34,7 +34,8 @@ PAIRS = [
     if head is not RoFormerForCausalLM or STOCK_IS_CAUSAL
 ]
 CHANGES = {"rotary_value": True, "embedding_size": 16, "tie_word_embeddings": False}
-FIELDS = [{}, *({name: value} for name, value in CHANGES.items()), CHANGES | {"num_labels": 5}]
+MORE = {"num_labels": 5, "sparse_prediction": True}
+FIELDS = [{}, *({name: value} for name, value in CHANGES.items()), CHANGES | MORE]
 
 
 def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

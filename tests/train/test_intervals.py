@@ -28,19 +28,16 @@ def test_equal_differences_have_no_test_even_with_rounding_noise():
     assert (found.p, found.t_interval) == (None, None)
 
 
-def test_holm_is_the_worked_example_and_never_below_the_plain_value():
+def test_holm_is_the_worked_example_of_those_tested_and_never_below_the_plain_value():
     # Holm 1979's procedure on four values: 4 x 0.005, 3 x 0.01, 2 x 0.03, 1 x 0.04 made monotonous
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
+    assert holm([0.03, None, 0.01]) == [0.03, None, 0.02]
     values = np.random.default_rng(0).uniform(size=9)
     found = np.array(holm(values.tolist()))
     assert (found >= values).all()
     assert (found <= 1).all()
     assert (np.diff(found[np.argsort(values)]) >= 0).all()  # the order of the values, with ties
-
-
-def test_the_family_of_the_correction_is_those_that_were_tested():
-    assert holm([0.03, None, 0.01]) == [0.03, None, 0.02]
 
 
 def test_small_differences_of_scores_are_not_taken_for_rounding():

@@ -183,15 +183,6 @@ def test_lengths_come_in_another_order_in_every_epoch_and_with_every_seed(sequen
         assert abs(np.corrcoef(sizes(0, 0), other)[0, 1]) < 0.3
 
 
-def test_a_decoder_predicts_every_token_of_the_text_and_nothing_else(tmp_path):
-    sequences = SequenceIndex(make_token_store(np.arange(5, 60), tmp_path), 24)
-    rows = np.arange(9)
-    causal = BatchFormat(VOCAB, 0.15, 0, causal=True)
-    batch = batching.make_batch(sequences, rows, rows * 0, causal)
-    texts = [sequences.store.read(*place) for place in zip(*sequences.locate(rows))]
-    assert batch["labels"].tolist() == np.concatenate(texts).tolist()
-
-
 def test_other_sequences_come_together_in_every_epoch(tmp_path):
     sequences = SequenceIndex(make_token_store(np.arange(5, 300), tmp_path), 8)
     assert len(sequences) > 3 * batching.WINDOW

@@ -57,19 +57,16 @@ def test_ids_may_have_gaps():
     assert Vocab.from_tokenizer(BertTokenizer(vocab=pieces)).size == 11
 
 
-def test_a_missing_or_slow_tokenizer_is_refused(tmp_path, monkeypatch):
+def test_a_missing_damaged_or_slow_tokenizer_is_refused_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    damaged = partial(vocabulary.load_tokenizer, str(tmp_path))
+    refused(damaged, "corpus.tokenizer must be a folder", "(Expecting property name")
     load = partial(vocabulary.load_tokenizer, str(tmp_path / "none"))
     refused(partial(load, key="model"), "model must be a folder")
     slow = SimpleNamespace(is_fast=False)
     monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: slow)
     refused(load, "corpus.tokenizer must be a fast tokenizer")
-
-
-def test_a_damaged_tokenizer_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    load = partial(vocabulary.load_tokenizer, str(tmp_path))
-    refused(load, "corpus.tokenizer must be a folder", "(Expecting property name")
 
 
 def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):

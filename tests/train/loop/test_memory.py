@@ -134,9 +134,7 @@ def limit_memory(monkeypatch):
         ("sdpa", True, 0.15, "label_indices", 4),
     ],
 )
-def test_micro_batches_are_halved_until_they_fit(
-    kernel, causal, rate, name, fits, limit_memory, capsys
-):
+def test_micro_batches_halve_until_they_fit(kernel, causal, rate, name, fits, limit_memory, capsys):
     model = objective(is_decoder=causal)
     model.model.set_attn_implementation(kernel)
     limit_memory(name, 5 * 24)
