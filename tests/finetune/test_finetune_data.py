@@ -132,7 +132,7 @@ def test_words_cut_in_python_are_tokenized_too(tmp_path):
     assert data.tokenize(*asked)["token_type_ids"].tolist() == [0] * 6 + [1, 1]
 
 
-def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_text(tmp_path):
+def test_tokens_are_made_once_and_anew_for_another_tokenizer_length_text_or_row(tmp_path):
     write_stsb(tmp_path)
     made = load_examples(tmp_path, "stsb")
     (file,) = (tmp_path / "tokens").iterdir()
@@ -147,9 +147,7 @@ def test_tokens_are_made_once_for_all_and_anew_for_another_tokenizer_length_or_t
     for tokenizer in (None, larger, left):
         load_examples(tmp_path, "stsb", length=9, tokenizer=tokenizer)
     assert len(list((tmp_path / "tokens").iterdir())) == 5
-
-
-def test_two_texts_of_one_row_are_not_taken_for_two_rows(tmp_path):
+    # two texts of one row are not taken for two rows
     for texts, lengths in (([["good"], ["bad"]], [5]), ([["good", "bad"]], [3, 3])):
         made = data.tokenize(texts, tiny_tokenizer(), 16, str(tmp_path))
         assert made["lengths"].tolist() == lengths

@@ -30,16 +30,7 @@ from finetune.shared_head import ENCODER
 from finetune.tasks import TASKS
 from launched_runs import NO_DROPOUT, TORCHRUN
 from tiny import command, refused
-from tiny_glue import (
-    PAIR,
-    glue_run,
-    load_examples,
-    predictions_of,
-    run_settings,
-    tiny_model,
-    write_mnli,
-    write_split,
-)
+from tiny_glue import glue_run, predictions_of, run_settings, tiny_model, write_mnli, write_split
 
 
 def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
@@ -65,8 +56,10 @@ def test_a_lack_of_memory_is_one_line_before_the_first_step(folder, monkeypatch)
 def test_no_more_memory_is_tried_than_a_step_needs(folder, monkeypatch):
     rows = []
     monkeypatch.setattr(glue, "compute_gradients", lambda *args: rows.append(len(args[2])))
+    asked, task = run_settings(folder), TASKS["sst2"]
+    data = glue.load_data(asked, task, load_config_and_tokenizer(asked, task)[1])
     model, accelerator = torch.nn.Linear(1, 1), SimpleNamespace(num_processes=1)
-    glue.check_memory(model, load_examples(folder / "glue", "sst2"), 16, 16384, accelerator)
+    glue.check_memory(model, data["train"], 16, 16384, accelerator)
     assert rows == [16]
 
 
@@ -285,7 +278,8 @@ def test_a_run_that_learned_one_answer_is_marked(folder):
 @pytest.mark.parametrize("tests", [("test_matched", "test_mismatched"), ()])
 def test_existing_test_splits_and_ax_are_predicted_when_asked_for(folder, tests):
     write_mnli(folder / "glue", tests)
-    write_split(folder / "glue", "ax", "test", PAIR)
+    pair = {"premise": ["good"] * 9, "hypothesis": ["bad film"] * 9}
+    write_split(folder / "glue", "ax", "test", pair)
     asked = run_settings(folder, "mnli", test=True)
     result = glue_run(asked)
     written = prediction_file(asked.output, result, "any").parent

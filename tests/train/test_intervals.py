@@ -22,10 +22,12 @@ def test_scores_are_paired_by_seed_whatever_their_order():
     assert (found.mean, found.tried) == (0.25, 4)
 
 
-def test_equal_differences_have_no_test_even_with_rounding_noise():
+def test_equal_differences_have_no_test_even_with_rounding_noise_and_small_ones_have_one():
     found = compare({s: 0.1 + s for s in range(4)}, {s: 0.3 + s for s in range(4)}, 4)
     assert found.mean == pytest.approx(-0.2)
     assert (found.p, found.t_interval) == (None, None)
+    zeros, first = dict.fromkeys(range(4), 60.0), {0: 60.0, 1: 60.02, 2: 60.0, 3: 60.02}
+    assert compare(first, zeros, 4).p == pytest.approx(stats.ttest_1samp((0, 1, 0, 1), 0).pvalue)
 
 
 def test_holm_is_the_worked_example_of_those_tested_and_never_below_the_plain_value():
@@ -38,8 +40,3 @@ def test_holm_is_the_worked_example_of_those_tested_and_never_below_the_plain_va
     assert (found >= values).all()
     assert (found <= 1).all()
     assert (np.diff(found[np.argsort(values)]) >= 0).all()  # the order of the values, with ties
-
-
-def test_small_differences_of_scores_are_not_taken_for_rounding():
-    zeros, first = dict.fromkeys(range(4), 60.0), {0: 60.0, 1: 60.02, 2: 60.0, 3: 60.02}
-    assert compare(first, zeros, 4).p == pytest.approx(stats.ttest_1samp((0, 1, 0, 1), 0).pvalue)

@@ -47,21 +47,17 @@ def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(pretrain, 
         assert fact in card.text
 
 
-def test_what_is_not_finished_or_already_there_is_refused(pretrain, tmp_path):
+def test_what_is_not_finished_or_goes_on_or_is_already_there_is_refused(pretrain, tmp_path):
     finished = pretrain(RATE)
     refused(lambda: PublishSettings(str(finished), str(tmp_path), "x"), "output must")
-    (finished / "model" / "tokenizer_config.json").unlink()
-    for run in (finished, tmp_path):
-        settings = PublishSettings(str(run), str(tmp_path / "new"), "x")
-        refused(partial(main, settings), "run must", str(run))
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_goes_on_is_no_finished_run(pretrain, tmp_path):
-    finished = pretrain(RATE)
     more = [RATE, "--optim.steps=24", "--run.allow_drift=true"]
     pretrain(*more, "--run.max_hours=1e-9")
     settings = PublishSettings(str(finished), str(tmp_path / "new"), "x")
     refused(lambda: main(settings), "run must")  # its log is newer than the weights that were here
     pretrain(*more)
     assert "| steps | 24 |" in (main(settings) / "README.md").read_text()
+    (finished / "model" / "tokenizer_config.json").unlink()
+    for run in (finished, tmp_path):
+        settings = PublishSettings(str(run), str(tmp_path / "other"), "x")
+        refused(partial(main, settings), "run must", str(run))
+    assert not (tmp_path / "other").exists()

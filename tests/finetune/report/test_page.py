@@ -123,5 +123,4 @@ def test_names_that_are_markup_stay_text(tmp_path):
 
 
 def test_a_report_starts_without_torch():
-    code = "import sys, finetune.report.__main__; sys.exit('torch' in sys.modules)"
-    command("-c", code)
+    command("-c", "import sys, finetune.report.__main__; sys.exit('torch' in sys.modules)")

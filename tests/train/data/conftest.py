@@ -23,7 +23,6 @@ def written(tmp_path):
 
 @pytest.fixture
 def tokenize(tmp_path, tokenizer):
-
     def tokenize(source, tokenizer=tokenizer, part="train", **changes):
         return tokenize_corpus(corpus(source, tmp_path, **changes), part, tokenizer)
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -27,11 +26,7 @@ def stage_flags(stages: list[dict]) -> list[str]:
 
 @pytest.fixture
 def run(pretrain):
-
-    def run(*flags: str, stages: list[dict] = STAGES) -> Path:
-        return pretrain(*stage_flags(stages), *flags)
-
-    return run
+    return lambda *flags, stages=STAGES: pretrain(*stage_flags(stages), *flags)
 
 
 def test_stages_replace_what_they_name_and_keep_the_rest(pretrain_flags):

@@ -69,11 +69,6 @@ def test_a_missing_damaged_or_slow_tokenizer_is_refused_with_the_reason(tmp_path
     refused(load, "corpus.tokenizer must be a fast tokenizer")
 
 
-def test_a_vocabulary_larger_than_asked_for_is_refused(tokenizer_folder):
-    settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
-    refused(lambda: vocabulary.train_if_missing(settings), "corpus.vocabulary_size", "got 10")
-
-
 def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypatch):
     """The folder would be taken for the hub's tokenizer, there and in every later command."""
     (tmp_path / "text.txt").write_text("the cat sees the moon\n")
@@ -89,11 +84,13 @@ def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypat
         assert (tmp_path / name / "tokenizer_config.json").is_file()
 
 
-def test_a_size_is_kept_even_with_many_characters():
+def test_a_size_is_kept_even_with_many_characters_and_a_larger_one_refused(tokenizer_folder):
     texts = ["".join(chr(0x100 + i) for i in range(300)) + " the cat the cat" for _ in range(3)]
     pieces = vocabulary.train_wordpiece(lambda: iter(texts), 120)
     assert len(pieces) <= 120
     assert {"t", "##e"} <= set(pieces)
+    settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
+    refused(lambda: vocabulary.train_if_missing(settings), "corpus.vocabulary_size", "got 10")
 
 
 def test_nothing_is_learned_from_nothing(tmp_path):
