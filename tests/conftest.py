@@ -177,8 +177,4 @@ def launch(start: Start, pretrain_flags: list[str], tmp_path: Path) -> Launches:
 @pytest.fixture
 def pretrain(pretrain_flags: list[str]) -> Callable[..., Path]:
     """Pretrains in this process, with more flags, and returns the folder of the run."""
-
-    def run(*flags: str) -> Path:
-        return main(parse_settings(PretrainSettings, [*pretrain_flags, *flags])).parent
-
-    return run
+    return lambda *flags: main(parse_settings(PretrainSettings, [*pretrain_flags, *flags])).parent

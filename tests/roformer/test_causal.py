@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.publish.pretrained import PublishSettings
 from finetune.publish.pretrained import main as publish
 from launched_runs import model_flag
-from tiny import log_rows
+from tiny import VARIANTS, log_rows
 from train.command_line import parse_settings
 from train.data import vocabulary
 from train.data.batching import SequenceIndex
@@ -21,7 +21,6 @@ from train.loop.evaluate import EvaluateSettings
 from train.loop.evaluate import main as validate
 from train.settings import CorpusSettings, InputError, PretrainSettings
 
-FAVOR = {"linear_attention": "favor", "random_features": 16}
 BYTES = ["--corpus.tokenizer=bytes", "--corpus.length=64"]
 
 
@@ -53,7 +52,7 @@ def test_bytes_need_no_vocabulary_and_lose_nothing():
         vocabulary.train_if_missing(CorpusSettings(tokenizer="bytes", vocabulary_size=300))
 
 
-@pytest.mark.parametrize(("kernel", "fields"), [("unpadded", {}), ("eager", FAVOR)])
+@pytest.mark.parametrize(("kernel", "fields"), [("unpadded", {}), ("eager", VARIANTS["favor"])])
 def test_a_decoder_trains_resumes_validates_and_generates(kernel, fields, pretrain, pretrain_flags):
     flags = [*BYTES, "--optim.learning_rate=5e-3", "--optim.steps=6", "--model.type=roformer",
              f"--model.attention={kernel}", model_flag(is_decoder=True, **fields)]  # fmt: skip

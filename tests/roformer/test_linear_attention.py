@@ -17,7 +17,6 @@ from roformer.rotary import compute_inv_freq, rotary_embeddings
 from tiny import assert_near, hidden, model_of, rotation_matrices, tiny_config
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
-
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 

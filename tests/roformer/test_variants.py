@@ -1,7 +1,4 @@
-"""All position encodings and feature maps on the same paths: padding, gradients, files, compilers.
-
-Equations: `test_rotary.py`, `test_position_encodings.py`, `test_linear_attention.py`.
-"""
+"""All encodings and feature maps on the same paths: padding, gradients, files, compilers."""
 
 import copy
 import json

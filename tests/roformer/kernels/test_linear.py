@@ -129,7 +129,6 @@ def test_a_torch_without_a_private_name_computes_by_itself(calls, monkeypatch, h
     monkeypatch.setattr(linear, "_linear", lambda *x: pytest.fail("oneDNN was called"))
     layer, x = Linear(48, 16), torch.randn(3, 48)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-    monkeypatch.undo()
     linear._prefers_onednn.cache_clear()
 
 

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from launched_runs import killed_at, list_checkpoints, wait_for
+from launched_runs import TORCHRUN, killed_at, list_checkpoints, wait_for
 from tiny import ROOT, command, refused
 from train.loop import checkpoint
 
@@ -157,7 +157,6 @@ def test_tied_weights_are_saved_once(tmp_path):
 
 @pytest.mark.slow
 def test_sharded_models_train_and_are_saved_as_whole_ones(tmp_path):
-    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     script = "tests/support/sharded_training.py"
-    done = command(*launch, script, tmp_path / "run", PYTHONPATH=f"{ROOT}:tests/support")
+    done = command(*TORCHRUN, script, tmp_path / "run", PYTHONPATH=f"{ROOT}:tests/support")
     assert done.stdout.count("equal") == 2

@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import nullcontext
-from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -156,9 +155,8 @@ def test_micro_batches_halve_until_they_fit(kernel, causal, rate, name, fits, li
 def test_only_errors_of_memory_are_taken_for_them(message, is_memory, limit_memory):
     model = objective()
     limit_memory("input_ids", 24, RuntimeError(message))
-    attempt = partial(fit, model, 24, 2, 0.15)
     with nullcontext() if is_memory else pytest.raises(RuntimeError, match=re.escape(message)):
-        assert attempt() == 1
+        assert fit(model, 24, 2, 0.15) == 1
 
 
 def test_moments_of_a_resumed_run_are_not_reserved_a_second_time(monkeypatch):
@@ -178,15 +176,13 @@ def test_a_sharded_process_without_memory_ends_so_that_none_waits_for_it(limit_m
     model = objective()
     limit_memory("input_ids", 24)
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    attempt = partial(fit, model, 24, 4, 0.15)
-    refused(attempt, "optim.micro_batch", "got 4")
+    refused(lambda: fit(model, 24, 4, 0.15), "optim.micro_batch", "got 4")
 
 
 def test_micro_batches_that_are_tried_divide_the_one_asked_for(limit_memory):
     """Otherwise processes would compute different numbers of micro-batches per step."""
     model, tried = objective(), limit_memory("input_ids", 0)
-    attempt = partial(fit, model, 24, 28, 0.15)
-    refused(attempt, "corpus.length", "24")
+    refused(lambda: fit(model, 24, 28, 0.15), "corpus.length", "24")
     assert tried == [rows * 24 for rows in (28, 14, 7, 2, 1)]
 
 

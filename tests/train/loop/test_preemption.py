@@ -214,22 +214,17 @@ def test_a_launch_ends_before_its_hours_and_the_next_goes_on(pretrain, capsys):
 
 
 @pytest.fixture
-def timeouts(monkeypatch):
-    """Timeouts that the watchdog got, None where it was switched off."""
-    found = []
+def clock(monkeypatch):
+    """How to sleep, and timeouts that the watchdog got, None where it was switched off."""
+    now, found = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: found.append(s))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: found.append(None))
-    return found
+    return lambda seconds: now.append(now.pop() + seconds), found
 
 
-@pytest.fixture
-def sleep(monkeypatch, timeouts):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return lambda seconds: now.append(now.pop() + seconds)
-
-
-def test_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch(sleep, timeouts):
+def test_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch(clock):
+    sleep, timeouts = clock
     limit = PreemptionHandler(0.0, 100 / 3600, num_processes=2)
     found = []
     for seconds, is_new_stage in ((0, True), (30, False), (1, True), (40, False), (1, False)):
@@ -247,7 +242,8 @@ def test_first_steps_of_launch_and_stage_may_take_any_time_and_end_no_launch(sle
     assert any(limit.stop_requests())
 
 
-def test_time_is_kept_for_a_save_and_an_evaluation_which_are_no_intervals(sleep, timeouts):
+def test_time_is_kept_for_a_save_and_an_evaluation_which_are_no_intervals(clock):
+    sleep, timeouts = clock
     limit = PreemptionHandler(0.0, 200 / 3600, num_processes=2)
     for _ in range(2):
         limit.start_step(False)

@@ -13,13 +13,7 @@ from accelerate import Accelerator
 
 from tiny import refused
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import (
-    ModelSettings,
-    OptimSettings,
-    PretrainSettings,
-    RunSettings,
-    StageSettings,
-)
+from train.settings import OptimSettings, PretrainSettings, RunSettings, StageSettings
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
@@ -100,8 +94,8 @@ def test_before_the_first_checkpoint_the_settings_are_those_of_the_last_launch(b
 
 def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(begun):
     check_changed_settings(begun, settings_of(RunSettings(name="x")), "no")
-    less = dataclasses.replace(SETTINGS, model=ModelSettings(gradient_checkpointing=True))
-    check_changed_settings(begun, less, "no")
+    model = dataclasses.replace(SETTINGS.model, gradient_checkpointing=True)
+    check_changed_settings(begun, dataclasses.replace(SETTINGS, model=model), "no")
 
 
 def test_a_setting_added_after_a_run_began_had_its_default_and_one_removed_is_ignored(begun):
