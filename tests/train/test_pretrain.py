@@ -182,7 +182,7 @@ def test_a_saved_model_has_the_loss_of_the_log_and_reads_second_texts(
         assert json.loads(printed.out.splitlines()[-1])["length"] == 300
         assert "warning: corpus.validation has" in printed.err
         wrong = EvaluateSettings(str(folder), held_out)
-        refused(lambda: validate(wrong), "model must be", "of a run is in its folder model")
+        refused(lambda: validate(wrong), "model must be", "; name ")
 
 
 @pytest.mark.parametrize("kind", ["RoFormer", "Bert"])
