@@ -46,7 +46,7 @@ def run_command(
             print(f"no --config: flags change the settings of {default_config}:")
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
         main(parsed)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
