@@ -88,7 +88,7 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
 
 def _protocol(group: TaskGroup) -> list[str]:
     """Say what all fine-tuned runs have in common of the protocol, and their precision."""
-    runs = group.fine_tuned()
+    runs = group.fine_tuned().replace({"precision": {"no": "float32"}})
     formats = PROTOCOL_FIELDS | {"precision": "precision {}"}
     values = {name: runs[name].dropna().unique() for name in formats}
     texts = [formats[name].format(found[0]) for name, found in values.items() if len(found) == 1]
