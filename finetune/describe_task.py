@@ -61,10 +61,10 @@ def main(settings: DescribeSettings) -> None:
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
     text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
     file = Path(settings.output)
-    if file.exists() and file.read_bytes() != text.encode():  # it may have been edited
+    if file.exists() and (file.is_dir() or file.read_bytes() != text.encode()):
         raise InputError(
-            f"output must be new, or what would be written, got {file}, which differs; delete it, "
-            "or choose another"
+            f"output must be new, or what would be written, got {file}, which may have been "
+            "edited; delete it, or choose another"
         )
     with report_full_disk(file.parent, "output"):
         write_text_atomically(file, text)

@@ -47,9 +47,13 @@ def run_command(
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
         main(parsed)
         print(end="", flush=True)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # standard output has lost its reader, as in `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        raise
     except InputError as error:
         torch = sys.modules.get("torch")  # a report runs without it, and starts sooner
         is_distributed = torch is not None and torch.distributed.is_initialized()

@@ -192,6 +192,8 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         ("config.json", {}, "model must be usable"),
         (None, {"model": "empty"}, "model empty must"),
         (None, {"model": "bert"}, "model must"),
+        (None, {"model": "hub/bert"}, "no connection to the hub"),
+        (None, {"tokenizer": "hub/bert"}, "no connection to the hub"),
         (None, {"attention": "imagined"}, "imagined"),
         (None, {"task": "rte"}, "glue_dir must"),
         (None, {"save": "model"}, "save must be new"),

@@ -235,6 +235,8 @@ def test_a_file_with_other_content_is_never_overwritten():
     Path("own.yaml").write_text(edited)
     refused(lambda: describe(train), "output", "own.yaml")
     assert Path("own.yaml").read_text() == edited
+    Path("folder.yaml").mkdir()
+    refused(lambda: describe(train, output="folder.yaml"), "output", "folder.yaml")
 
 
 def test_a_data_set_of_the_hub_gives_its_class_names(monkeypatch):

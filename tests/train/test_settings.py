@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -197,8 +198,14 @@ def test_an_error_of_any_process_is_printed(rank, start, capsys, monkeypatch):
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_message():
-    code = "from train.command_line import *; from dataclasses import make_dataclass as settings;"
-    code += "run_command(lambda _: print('x\\n' * 10**6), settings('Settings', ()), [])"
+    code = """
+import dataclasses, train.command_line
+settings = dataclasses.make_dataclass("Settings", ())
+train.command_line.run_command(lambda _: print("x\\n" * 10**6), settings, [])
+"""
     shell = ["bash", "-c", '"$0" -c "$1" | head -n 1', sys.executable, code]
     done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("x\n", "")
+    other_pipe = Mock(side_effect=BrokenPipeError("of a worker"))
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_command(other_pipe, EvaluateSettings, ["--model=m"])

@@ -252,7 +252,7 @@ def input_errors(key: str) -> Iterator[None]:
             line, remedy = "no such folder, and no id of the hub", "check the path"
         elif "`model_type`" in line:
             line, remedy = "no config.json of a model", "the model of a run is in its folder model"
-        elif "couldn't connect" in line or "Cannot find the requested files" in line:
+        elif "couldn't connect" in line:
             line, remedy = "no connection to the hub, and no copy here", "name a local folder"
         raise InputError(f"{key} must be usable by transformers, got: {line}; {remedy}") from error
 
