@@ -175,10 +175,10 @@ def train(
     # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
     tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
     eval_rows = max(1, tokens // held_out.length)
-    ids = np.arange(len(held_out))[: run.validation_sequences]
+    eval_ids = np.arange(len(held_out))[: run.validation_sequences]
     vocab = dataset.stages[0].batch_format.vocab
     validate = partial(
-        evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, sequence_ids=ids
+        evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, sequence_ids=eval_ids
     )
     with (
         preemption,

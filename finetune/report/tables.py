@@ -62,13 +62,17 @@ def by_conditions(differences: Sequence[Difference]) -> list[list[Difference]]:
 def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
     """Say on which tasks pretraining helps, which models are compared, and the common protocol."""
     gains, sentences = control_gains(group), list[str]()
-    for configuration, rows in gains[gains["absent"] == ""].groupby("configuration", sort=False):
-        if not differences:
+    if not differences:
+        judged = gains[gains["absent"] == ""]
+        for configuration, rows in judged.groupby("configuration", sort=False):
             helped = dict(zip(rows["dataset"], rows["helped"]))
             sentences.append(f"{configuration}: {_verdict(group, helped, 'it')}")
+    rest = " Where this is not shown, a difference says nothing about pretraining."
     for same in by_conditions(differences):
-        helped = helped_tasks(same, gains)
-        sentences.append(f"{same[0].title()}: {_verdict(group, helped, 'both models')}")
+        both_helped = helped_tasks(same, gains)
+        verdict = _verdict(group, both_helped, "both models")
+        verdict += rest if False in both_helped.values() else ""
+        sentences.append(f"{same[0].title()}: {verdict}")
     if differences:
         first, second = [pair.first for pair in differences], [pair.second for pair in differences]
         models = [dict.fromkeys(x["short_name"].iloc[0] for x in runs) for runs in (first, second)]
@@ -79,10 +83,8 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
     unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["dataset"].unique()
     for absent, datasets in unjudged.items():
         titles = "; ".join(group.titles[dataset] for dataset in datasets)
-        remedy = "" if absent == "no scores" else " (finetune.grid makes them: --controls, --seeds)"
-        sentences.append(
-            f"Whether pretraining helps is not judged with {absent}{remedy}: {titles}."
-        )
+        remedy = "finetune.grid has --controls and --seeds"
+        sentences.append(f"Not judged whether pretraining helps ({absent}; {remedy}): {titles}.")
     return [*sentences, *_protocol(group)]
 
 
@@ -95,17 +97,14 @@ def _protocol(group: TaskGroup) -> list[str]:
     return [f"All runs: {', '.join(texts)}."] if texts else []
 
 
-def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], who: str) -> str:
+def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], models: str) -> str:
     """Say on which of the tasks that are judged pretraining helps the models."""
     judged = [found for found in helped.values() if found is not None]
     if not judged:
-        return f"whether pretraining helps {who} is not judged on any task."
+        return f"whether pretraining helps {models} is not judged on any task."
     titles = [group.titles[dataset] for dataset, found in helped.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
-    text = f"pretraining helps {who} on {len(titles)} of {len(judged)} tasks{names}."
-    if len(titles) < len(judged) and who != "it":
-        text += " Elsewhere this is not shown, and a difference says nothing about pretraining."
-    return text
+    return f"pretraining helps {models} on {len(titles)} of {len(judged)} tasks{names}."
 
 
 def difference_table(

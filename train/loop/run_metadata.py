@@ -50,19 +50,19 @@ def _changed_settings(
     for section, values in now.items():
         # a run that began before a setting was added had its default
         defaults = settings_dict(type(getattr(settings, section))())
-        kept = {key: before.get(section, {}).get(key, defaults[key]) for key in defaults}
-        first, second = dict(_flatten(kept)), dict(_flatten(values))
-        for key in first | second:  # config.hidden_size is a key of model
-            begun, value = first.get(key), second.get(key)
-            if begun != value and key.split(".")[0] not in CHANGEABLE.get(section, ()):
-                changed[f"{section}.{key}"] = begun, value
+        begun = {key: before.get(section, {}).get(key, defaults[key]) for key in defaults}
+        old, new = dict(_flatten(begun)), dict(_flatten(values))
+        for key in old | new:  # config.hidden_size is a key of model
+            is_changed = old.get(key) != new.get(key)
+            if is_changed and key.split(".")[0] not in CHANGEABLE.get(section, ()):
+                changed[f"{section}.{key}"] = old.get(key), new.get(key)
     if stages_before != stages:
         changed["stages"] = stages_before, stages
     if (folder / "environment.json").exists():
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        begun = environment.get("precision", precision)
-        if begun != precision:
-            changed["mixed_precision"] = begun, precision
+        begun_precision = environment.get("precision", precision)
+        if begun_precision != precision:
+            changed["mixed_precision"] = begun_precision, precision
     return changed
 
 

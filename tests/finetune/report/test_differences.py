@@ -162,7 +162,7 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
     title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
-    rest = "Elsewhere this is not shown, and a difference says nothing about pretraining."
+    rest = "Where this is not shown, a difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
     *verdict, protocol = judge(learned())
     assert verdict == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]
@@ -205,7 +205,7 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
         title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
         assert judge(left)[0] == f"{title} on any task."
         found = judge(left)[-2]
-        assert found.startswith(f"Whether pretraining helps is not judged with {absent} (finetune.")
+        assert found.startswith(f"Not judged whether pretraining helps ({absent}; finetune.grid ")
         assert found.endswith(": CoLA, Matthews.")
         assert pairs_shown(left).frame["pretraining helps both"].tolist() == ["not judged"]
 
