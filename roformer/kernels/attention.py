@@ -4,7 +4,7 @@ Registered in transformers' AttentionInterface as `attn_implementation="auto"`, 
 package's models, and as "unpadded". No library beyond torch is needed.
 """
 
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ the system in every call, cleared page by page."""
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 """The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
 
+CALL_COST = 2**17
+"""Scores that take about as long to compute as one more call of attention."""
+
 CHUNK_SIZE = 2**20
 """Scores that `_chunked_attention` computes at a time, few enough to stay in the cache."""
 
@@ -54,8 +57,8 @@ def auto_attention_forward(
 
     With document lengths, on CUDA (Ampere or later), in half precision and with a head size that is
     a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
-    run of neighbouring documents of equal length, which waits for the device. Calls on a CPU are
-    computed by the kernel that `select_cpu_attention` names, all others by sdpa.
+    batch of documents of similar length, which waits for the device. Calls on a CPU are computed by
+    the kernel that `select_cpu_attention` names, all others by sdpa.
 
     Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
     mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
@@ -77,15 +80,62 @@ def auto_attention_forward(
         # the last argument asks for the probabilities
         output, *_ = _flash_attention(q, k, v, *lengths, dropout, is_causal, False, scale=scaling)
         return output.unsqueeze(0), None
-    shapes = [(len(list(run)), n) for n, run in groupby(cu_seq_lens_q.diff().tolist())]
-    sizes = [count * length for count, length in shapes]
-    outputs = []
+    return _attention_by_document(q, k, v, cu_seq_lens_q, scaling, dropout, is_causal)[None], None
+
+
+def _attention_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float,
+    dropout: float,
+    is_causal: bool,
+) -> Tensor:
+    """Attention within each document of a row, [T, H, D], in padded batches of documents."""
+    lengths: list[int] = cu_seqlens.diff().tolist()
+    batches = batch_documents(lengths, num_heads=query.shape[1])
+    shapes = [(len(batch), lengths[batch[0]]) for batch in batches]
+    # rows of each document's tokens when the padded batches follow each other
+    rows, num_rows = [torch.empty(0)] * len(lengths), 0
+    for batch, (_, length) in zip(batches, shapes, strict=True):
+        for document in batch:
+            rows[document] = torch.arange(num_rows, num_rows + lengths[document])
+            num_rows += length
+    indices = torch.cat(rows).to(query.device)
+    padded = (
+        x.new_zeros(num_rows, *x.shape[1:]).index_copy(0, indices, x) for x in (query, key, value)
+    )
     # split, because the gradients of slices would be added up in tensors of the full size
-    for shape, *parts in zip(shapes, *(x.split(sizes) for x in (q, k, v)), strict=True):
-        run_q, run_k, run_v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
-        output = _attention(run_q, run_k, run_v, None, scaling, dropout, is_causal)
+    parts = (x.split([count * length for count, length in shapes]) for x in padded)
+    outputs = []
+    for batch, shape, *part in zip(batches, shapes, *parts, strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in part)
+        mask = None
+        if lengths[batch[-1]] < shape[1] and not is_causal:  # no token sees what follows it
+            key_lengths = torch.tensor([lengths[document] for document in batch])
+            mask = torch.arange(shape[1]) < key_lengths[:, None, None, None]
+            mask = mask.to(q.device)
+        output = _attention(q, k, v, mask, scaling, dropout, is_causal)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).unsqueeze(0), None
+    return torch.cat(outputs)[indices]
+
+
+def batch_documents(lengths: Sequence[int], num_heads: int) -> list[list[int]]:
+    """Group documents so similar in length that padding them costs less than another call.
+
+    Returns:
+        Indices of the documents of each batch, the longest first.
+    """
+    batches: list[list[int]] = []
+    longest = padding = 0
+    for document in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
+        padding += num_heads * (longest**2 - lengths[document] ** 2)
+        if not batches or padding > CALL_COST:
+            batches.append([])
+            longest, padding = lengths[document], 0
+        batches[-1].append(document)
+    return batches
 
 
 def _attention(

@@ -45,8 +45,9 @@ SIZES = {
 }
 """num_hidden_layers, hidden_size, num_attention_heads; intermediate_size is four hidden_size."""
 
-TRAINER_STEPS = 3
-"""Steps of one call of `Trainer.train`."""
+PRETRAINING_STEPS = 3
+CLASSIFICATION_STEPS = 10
+"""Steps of one call of `Trainer.train`, which itself takes about 0.25 s on a CPU."""
 
 MRPC_LENGTHS = (53, 15, 20, 100)
 """Mean, standard deviation, minimum and maximum of the lengths of pairs in MRPC, in tokens."""
@@ -199,18 +200,19 @@ def make_forward_step(name: str, workload: Workload, logits: bool = False) -> St
 
 
 def make_pretraining_step(name: str, workload: Workload) -> Step:
-    """Return a function that trains a model for `TRAINER_STEPS` steps on masked tokens."""
-    rows = [{"input_ids": x} for x in random_batch(workload)["input_ids"].tolist()] * TRAINER_STEPS
+    """Return a function that trains a model for `PRETRAINING_STEPS` steps on masked tokens."""
+    ids = random_batch(workload)["input_ids"].tolist()
+    rows = [{"input_ids": x} for x in ids] * PRETRAINING_STEPS
     return make_trainer_step(make_model(name, workload), rows, workload, masked=True)
 
 
 def make_classification_step(name: str, workload: Workload) -> Step:
-    """Return a function that fine-tunes a classifier for `TRAINER_STEPS` steps by `Trainer`."""
+    """Return a function that fine-tunes a classifier for `CLASSIFICATION_STEPS` steps."""
     config = make_model(name, workload).config
     classes = transformers if name == STOCK else roformer
     rng = np.random.default_rng(0)
     mean, deviation, low, high = MRPC_LENGTHS
-    drawn = rng.normal(mean, deviation, workload.batch * TRAINER_STEPS)
+    drawn = rng.normal(mean, deviation, workload.batch * CLASSIFICATION_STEPS)
     lengths = drawn.clip(low, high).astype(int)
     rows = [
         {"input_ids": rng.integers(5, VOCAB_SIZE, length).tolist(), "label": int(length) % 2}
@@ -231,7 +233,7 @@ def make_trainer_step(
     masking = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.gettempdir(),
-        max_steps=TRAINER_STEPS,
+        max_steps=len(rows) // workload.batch,
         per_device_train_batch_size=workload.batch,
         bf16=workload.bf16,
         use_cpu=workload.device == "cpu",
@@ -258,7 +260,7 @@ STEPS: dict[str, Callable[[str, Workload], Step]] = {
     "pretraining": make_pretraining_step,
     "classification": make_classification_step,
 }
-"""Task -> the function that returns a step of a model, in the last two `TRAINER_STEPS` of them."""
+"""Task -> the function that returns a step of a model, in the last two several of them."""
 
 
 def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:

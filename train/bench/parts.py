@@ -167,7 +167,7 @@ def defaults(benchmark: Benchmark) -> None:
 
 
 def trainer(benchmark: Benchmark) -> None:
-    """Three steps of `Trainer` with default options: masked tokens, and rows as long as MRPC's."""
+    """`Trainer` with default options: 3 steps on masked tokens, 10 on rows as long as MRPC's."""
     for bf16 in (False, True):
         benchmark.compare("pretraining", benchmark.workload(bf16=bf16), [DEFAULT, SPARSE])
         workload = benchmark.workload(bf16=bf16, batch=32, length=128)

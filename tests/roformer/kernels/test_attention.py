@@ -72,6 +72,43 @@ def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeyp
         torch.testing.assert_close(a.double(), b.double(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("cost", [0, 100, 10**6], ids=["each alone", "batches", "one batch"])
+def test_documents_of_a_row_are_computed_as_alone(cost, is_causal, monkeypatch):
+    monkeypatch.setattr(attention, "CALL_COST", cost)
+    module = torch.nn.Module()
+    module.is_causal = is_causal
+    lengths = [3, 7, 0, 7, 1, 6]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 3, sum(lengths), 8)
+    tensors = [torch.randn(shape, generator=generator).double().requires_grad_() for _ in range(3)]
+    documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+    masks = [torch.ones(n, n).tril().bool() if is_causal else None for n in lengths]
+    alone = [definition(x, mask) for x, mask in zip(documents, masks, strict=True) if x[0].numel()]
+    expected = torch.cat(alone, dim=1)
+    found, _ = attention.auto_attention_forward(
+        module, *tensors, None, 0.3, cu_seq_lens_q=cu_seqlens
+    )
+    weights = torch.randn(found.shape, generator=generator).double()
+    gradients = [torch.autograd.grad((x * weights).sum(), tensors) for x in (found, expected)]
+    for a, b in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_padding_of_a_batch_of_documents_costs_less_than_a_call():
+    lengths = torch.randint(1, 600, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = attention.batch_documents(lengths, num_heads=4)
+    assert sorted(document for batch in batches for document in batch) == list(range(200))
+    assert len(batches) < 100
+    costs = []
+    for batch in batches:
+        squares = [lengths[document] ** 2 for document in batch]
+        assert squares == sorted(squares, reverse=True)
+        costs.append(4 * sum(squares[0] - square for square in squares))
+    assert 0 < max(costs) <= attention.CALL_COST
+
+
 def test_the_backward_pass_of_chunks_draws_the_dropout_of_the_forward_pass(monkeypatch):
     """The loss is linear in the values: its gradient times the values is the loss itself."""
     monkeypatch.setattr(attention, "CHUNK_SIZE", 2 * 20 * 6)
