@@ -171,10 +171,12 @@ def _rearrange(x: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]
 def remove_padding(
     padding_mask: Tensor, document_ids: Tensor | None
 ) -> tuple[Layout, Tensor] | None:
-    """Put all tokens of a batch in one row without padding, as `unpad_input` of flash-attn does.
+    """Put all tokens of a batch in one row, as `unpad_input` of flash-attn does.
 
-    Waits for the device, because the number of tokens decides shapes. The arguments are those of
-    `BatchMetadata`.
+    At most a 32nd of the row, at its end and a document of its own, holds no token, so that
+    lengths repeat from batch to batch: oneDNN keeps what it compiled for every shape, up to 1,024
+    times half a megabyte. Waits for the device, because the number of tokens decides shapes. The
+    arguments are those of `BatchMetadata`.
 
     Returns:
         The layout, and the cumulative lengths of the documents, [documents + 1] int32; None if
@@ -187,9 +189,14 @@ def remove_padding(
     if document_ids is None:
         document_ids = torch.arange(B, device=batch_indices.device)[:, None].expand(B, L)
     is_start = F.pad(document_ids.flatten()[batch_indices].diff() != 0, (1, 1), value=True)
-    row_indices = torch.arange(len(batch_indices), device=batch_indices.device)
-    layout = Layout(batch_indices, row_indices, (B, L), (1, len(batch_indices)))
-    return layout, is_start.nonzero().flatten().to(torch.int32)
+    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
+    num_tokens = len(batch_indices)
+    step = 1 << max(0, num_tokens.bit_length() - 6)  # at most 1/32 of it
+    length = -(-num_tokens // step) * step
+    if length > num_tokens:
+        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length)
+    row_indices = torch.arange(num_tokens, device=batch_indices.device)
+    return Layout(batch_indices, row_indices, (B, L), (1, length)), cu_seqlens
 
 
 def split_documents(document_ids: Tensor) -> Layout:

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DataCollato
 from transformers.masking_utils import flash_attention_mask
 
 from roformer import RoFormerForMaskedLM, RoFormerForMultipleChoice, RoFormerModel
+from roformer.batch import remove_padding
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
 from tiny import POOLED, assert_near, build, hidden, rope_config
@@ -47,7 +48,7 @@ def model_with(config, kernel: str, head: type = RoFormerModel) -> torch.nn.Modu
 
 def padded(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, 60, (4, 24))
-    mask = torch.arange(24) < torch.tensor([[24], [24], [7], [1]])
+    mask = torch.arange(24) < torch.tensor([[24], [24], [18], [1]])  # 67: their row has 68
     if kind == "left":
         mask = mask.flip(1)
     if kind == "holes":
@@ -266,8 +267,20 @@ def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
     for kernel in ("eager", "unpadded"):
         model.set_attn_implementation(kernel)
         output = model.roformer(ids, attention_mask=mask).last_hidden_state
-    assert seen == [(4, 24, 32), (1, int(mask.sum()), 32)]
+    assert seen == [(4, 24, 32), (1, 68, 32)]
     assert not output[mask == 0].any()
+
+
+def test_rows_without_padding_have_few_lengths():
+    """oneDNN keeps what it compiled for each."""
+    lengths = set()
+    for tokens in range(1, 4097):
+        layout, cu_seqlens = remove_padding(torch.arange(4096)[None] < tokens, None)
+        length = layout.shape[1]
+        assert tokens <= length <= tokens * 33 / 32
+        assert cu_seqlens.tolist() == [0, tokens, length][: 2 + (length > tokens)]
+        lengths.add(length)
+    assert len(lengths) < 32 * 9
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
