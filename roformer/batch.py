@@ -173,14 +173,14 @@ def remove_padding(
 ) -> tuple[Layout, Tensor] | None:
     """Put all tokens of a batch in one row, as `unpad_input` of flash-attn does.
 
-    At most a 32nd of the row, at its end and a document of its own, holds no token, so that
-    lengths repeat from batch to batch: oneDNN keeps what it compiled for every shape, up to 1,024
-    times half a megabyte. Waits for the device, because the number of tokens decides shapes. The
-    arguments are those of `BatchMetadata`.
+    On a CPU the row is lengthened by at most a 32nd, by zeros that are a document of their own, so
+    that few lengths occur: oneDNN keeps what it compiled for each of up to 1,024 shapes, about half
+    a megabyte. Waits for the device, because the number of tokens decides shapes. The arguments are
+    those of `BatchMetadata`.
 
     Returns:
-        The layout, and the cumulative lengths of the documents, [documents + 1] int32; None if
-        there are no tokens.
+        The layout, and the cumulative lengths of the documents, the added one included, int32; None
+        if there are no tokens.
     """
     B, L = padding_mask.shape  # noqa: N806
     batch_indices = padding_mask.flatten().nonzero().flatten()
@@ -190,9 +190,10 @@ def remove_padding(
         document_ids = torch.arange(B, device=batch_indices.device)[:, None].expand(B, L)
     is_start = F.pad(document_ids.flatten()[batch_indices].diff() != 0, (1, 1), value=True)
     cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
-    num_tokens = len(batch_indices)
-    step = 1 << max(0, num_tokens.bit_length() - 6)  # at most 1/32 of it
-    length = -(-num_tokens // step) * step
+    length = num_tokens = len(batch_indices)
+    if padding_mask.device.type == "cpu":
+        step = 1 << max(0, num_tokens.bit_length() - 6)  # at most 1/32 of it
+        length = -(-num_tokens // step) * step
     if length > num_tokens:
         cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length)
     row_indices = torch.arange(num_tokens, device=batch_indices.device)

@@ -34,11 +34,12 @@ the system in every call, cleared page by page."""
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 """The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
 
-CALL_COST = 2**17
-"""Scores that take about as long to compute as one more call of attention."""
+CALL_COST = 2**15
+"""Scores, of all heads, that take about as long to compute as one more call of attention."""
 
 CHUNK_SIZE = 2**20
-"""Scores that `_chunked_attention` computes at a time, few enough to stay in the cache."""
+"""Scores computed at a time by `_chunked_attention` and, if one document has no more, in a batch of
+documents: few enough to stay in the cache."""
 
 
 def auto_attention_forward(
@@ -97,12 +98,13 @@ def _attention_by_document(
     batches = batch_documents(lengths, num_heads=query.shape[1])
     shapes = [(len(batch), lengths[batch[0]]) for batch in batches]
     # rows of each document's tokens when the padded batches follow each other
-    rows, num_rows = [torch.empty(0)] * len(lengths), 0
+    rows, num_rows = {}, 0
     for batch, (_, length) in zip(batches, shapes, strict=True):
         for document in batch:
-            rows[document] = torch.arange(num_rows, num_rows + lengths[document])
+            end = num_rows + lengths[document]
+            rows[document] = torch.arange(num_rows, end, device="cpu")
             num_rows += length
-    indices = torch.cat(rows).to(query.device)
+    indices = torch.cat([rows[document] for document in range(len(lengths))]).to(query.device)
     padded = (
         x.new_zeros(num_rows, *x.shape[1:]).index_copy(0, indices, x) for x in (query, key, value)
     )
@@ -112,9 +114,10 @@ def _attention_by_document(
     for batch, shape, *part in zip(batches, shapes, *parts, strict=True):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in part)
         mask = None
-        if lengths[batch[-1]] < shape[1] and not is_causal:  # no token sees what follows it
-            key_lengths = torch.tensor([lengths[document] for document in batch])
-            mask = torch.arange(shape[1]) < key_lengths[:, None, None, None]
+        # in causal attention no token sees the padding that follows it
+        if lengths[batch[-1]] < shape[1] and not is_causal:
+            key_lengths = torch.tensor([lengths[document] for document in batch], device="cpu")
+            mask = torch.arange(shape[1], device="cpu") < key_lengths[:, None, None, None]
             mask = mask.to(q.device)
         output = _attention(q, k, v, mask, scaling, dropout, is_causal)
         outputs.append(output.flatten(0, 1))
@@ -122,16 +125,17 @@ def _attention_by_document(
 
 
 def batch_documents(lengths: Sequence[int], num_heads: int) -> list[list[int]]:
-    """Group documents so similar in length that padding them costs less than another call.
+    """Group documents of similar length, so that padding a batch costs less than another call.
 
     Returns:
         Indices of the documents of each batch, the longest first.
     """
     batches: list[list[int]] = []
     longest = padding = 0
-    for document in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
+    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         padding += num_heads * (longest**2 - lengths[document] ** 2)
-        if not batches or padding > CALL_COST:
+        scores = num_heads * longest**2 * (len(batches[-1]) + 1) if batches else 0
+        if not batches or padding > CALL_COST or scores > CHUNK_SIZE:
             batches.append([])
             longest, padding = lengths[document], 0
         batches[-1].append(document)

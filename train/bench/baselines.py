@@ -47,7 +47,7 @@ SIZES = {
 
 PRETRAINING_STEPS = 3
 CLASSIFICATION_STEPS = 10
-"""Steps of one call of `Trainer.train`, which itself takes about 0.25 s on a CPU."""
+"""Optimizer steps of one call of `Trainer.train`, which adds about 0.25 s on a CPU."""
 
 MRPC_LENGTHS = (53, 15, 20, 100)
 """Mean, standard deviation, minimum and maximum of the lengths of pairs in MRPC, in tokens."""
@@ -260,7 +260,7 @@ STEPS: dict[str, Callable[[str, Workload], Step]] = {
     "pretraining": make_pretraining_step,
     "classification": make_classification_step,
 }
-"""Task -> the function that returns a step of a model, in the last two several of them."""
+"""Task -> the function that returns a step of a model; in the last two it is `Trainer.train`."""
 
 
 def time_models(task: str, names: Sequence[str], workload: Workload, turns: int) -> Seconds:
