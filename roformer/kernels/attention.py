@@ -38,8 +38,8 @@ CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""
 
 CHUNK_SIZE = 2**20
-"""Scores computed at a time by `_chunked_attention` and, if one document has no more, in a batch of
-documents: few enough to stay in the cache."""
+"""Most scores of a chunk of queries in `_chunked_attention`, and of a batch of several documents:
+few enough to stay in the cache."""
 
 
 def auto_attention_forward(
@@ -134,11 +134,15 @@ def batch_documents(lengths: Sequence[int], num_heads: int) -> list[list[int]]:
     longest = padding = 0
     for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         padding += num_heads * (longest**2 - lengths[document] ** 2)
-        scores = num_heads * longest**2 * (len(batches[-1]) + 1) if batches else 0
-        if not batches or padding > CALL_COST or scores > CHUNK_SIZE:
-            batches.append([])
+        if (
+            batches
+            and padding <= CALL_COST
+            and num_heads * longest**2 * (len(batches[-1]) + 1) <= CHUNK_SIZE
+        ):
+            batches[-1].append(document)
+        else:
+            batches.append([document])
             longest, padding = lengths[document], 0
-        batches[-1].append(document)
     return batches
 
 
