@@ -174,9 +174,9 @@ def remove_padding(
     """Put all tokens of a batch in one row, as `unpad_input` of flash-attn does.
 
     On a CPU the row is lengthened by at most a 32nd, by zeros that are a document of their own, so
-    that few lengths occur: oneDNN keeps what it compiled for each of up to 1,024 shapes, about half
-    a megabyte. Waits for the device, because the number of tokens decides shapes. The arguments are
-    those of `BatchMetadata`.
+    that few lengths occur: with oneDNN, memory grows with the number of different shapes. Waits for
+    the device, because the number of tokens decides shapes. The arguments are those of
+    `BatchMetadata`.
 
     Returns:
         The layout, and the cumulative lengths of the documents, the added one included, int32; None

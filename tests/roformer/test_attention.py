@@ -272,7 +272,7 @@ def test_unpadded_attention_computes_no_padding_once_it_is_chosen(config):
 
 
 def test_rows_without_padding_have_few_lengths():
-    """oneDNN keeps what it compiled for each."""
+    """With oneDNN, memory grows with their number."""
     lengths = set()
     for tokens in range(1, 4097):
         layout, cu_seqlens = remove_padding(torch.arange(4096)[None] < tokens, None)
