@@ -3,10 +3,13 @@
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from .kernels import UNPADDED, kernels_enabled
-from .kernels.conditions import is_plain, values_are_unreadable
+from .kernels.conditions import is_plain, may_use_kernel, values_are_unreadable
+from .kernels.cross_entropy import cross_entropy
 
 IGNORE_INDEX = -100
 """Label of tokens without one, as in transformers."""
@@ -15,11 +18,25 @@ IGNORE_INDEX = -100
 def compute_loss(
     model: PreTrainedModel, logits: Tensor, labels: Tensor | None, **kwargs: Any
 ) -> Tensor | None:
-    """Compute transformers' loss of a head, in float32; None without labels."""
+    """Compute transformers' loss of a head, in float32; None without labels.
+
+    That of a language model is computed by a kernel on a CPU, unless the user has replaced it or
+    passes other arguments of it.
+    """
     if labels is None:
         return None
-    # the loss calls view, which needs contiguous labels
-    return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
+    is_causal = model.loss_function is ForCausalLMLoss
+    is_standard = is_causal or model.loss_function is ForMaskedLMLoss
+    has_options = bool({"ignore_index", "shift_labels"} & kwargs.keys())
+    if has_options or not is_standard or not may_use_kernel(logits, labels):
+        # the loss calls view, which needs contiguous labels
+        return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
+    if is_causal:  # the label of an output is the next token
+        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    count = kwargs.get("num_items_in_batch")
+    if count is None:
+        count = (labels != IGNORE_INDEX).sum()
+    return cross_entropy(logits.flatten(0, -2), labels.flatten(), IGNORE_INDEX) / count
 
 
 def may_unpad_for_loss(

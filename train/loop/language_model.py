@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -30,6 +29,7 @@ from transformers import (
 
 from roformer.configuration_roformer import RoFormerConfig
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
+from roformer.kernels.cross_entropy import argmax, cross_entropy
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.data.vocabulary import count_ids
@@ -144,9 +144,8 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss and the number of correct predictions of logits [n, V], labels [n]."""
-        logits = logits.float()
-        correct = (logits.detach().argmax(dim=-1) == labels).sum()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"), correct
+        correct = (argmax(logits.detach()) == labels).sum()
+        return cross_entropy(logits, labels, IGNORE_INDEX), correct
 
 
 def build_language_model(

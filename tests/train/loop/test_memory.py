@@ -167,7 +167,8 @@ def test_moments_of_a_resumed_run_are_not_reserved_a_second_time(monkeypatch):
     for expected in (2 * len(list(model.parameters())), 0):
         reserved.reset_mock()
         fit_micro_batch(model, bool(optimizer.state), 24, 2, 0.15, Accelerator(cpu=True))
-        assert reserved.call_count == expected
+        made = [call.args[0] for call in reserved.call_args_list]
+        assert sum(isinstance(x, torch.nn.Parameter) for x in made) == expected
         model(**largest_batch(model, 2, 24, 0.15))[0].backward()
         optimizer.step()  # as a checkpoint that is read, it gives the optimizer its moments
 
