@@ -113,11 +113,11 @@ def prepare_attention(
                     "silences this"
                 )
             return inputs
-    if batch.document_ids is not None and _is_flash(implementation):
+    if batch.is_packed and _is_flash(implementation):
         logger.warning_once(
             f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
-            "calls with a cache, cross-attention, output_hidden_states or a compiler are computed "
-            "by sdpa"
+            "calls with a cache, cross-attention, output_hidden_states, unpad=False or a compiler "
+            "are computed by sdpa"
         )
         implementation = "sdpa"
     mask = _self_attention_mask(config, requested, implementation, hidden_states, batch, cache)
@@ -185,7 +185,7 @@ def _linear_attention_inputs(
             "output_attentions must be False with linear_attention, which computes no "
             "probabilities, got True"
         )
-    if output_hidden_states and batch.document_ids is not None:
+    if output_hidden_states and batch.is_packed:
         raise ValueError(
             "output_hidden_states must be False for packed rows with linear_attention, which "
             "computes documents in rows of their own, got True"
@@ -195,7 +195,7 @@ def _linear_attention_inputs(
             "attention_mask must be [B, S] with linear_attention, got four dimensions; pass the "
             "padding mask"
         )
-    if batch.document_ids is None:
+    if batch.document_ids is None or not batch.is_packed:
         return AttentionInputs(implementation, batch.padding_mask)
     layout = split_documents(batch.document_ids)
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
@@ -255,7 +255,8 @@ def _self_attention_mask(
     cache: Cache | None,
 ) -> Any:
     """Create the mask of a self-attention, in the form of the implementation that will take it."""
-    attention_mask, document_ids = batch.attention_mask, batch.document_ids
+    attention_mask = batch.attention_mask
+    document_ids = batch.document_ids if batch.is_packed else None
     if config.has_position_bias:
         implementation = "eager"  # whose mask is additive
     if _is_4d(attention_mask):

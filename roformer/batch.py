@@ -38,6 +38,13 @@ class BatchMetadata:
     cu_seqlens: Tensor | None
     max_seqlen: int | None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several documents, as far as shapes tell."""
+        if self.document_ids is None or self.cu_seqlens is None:
+            return self.document_ids is not None
+        return len(self.cu_seqlens) > len(self.document_ids) + 1
+
     def position_span_of_each_token(self) -> Tensor:
         """Return for each token the span of positions of its row or document, [B, L] int64.
 

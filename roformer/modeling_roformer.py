@@ -674,7 +674,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Packed rows have none: their next token belongs to no known document. While compiling, a
         row with `position_ids` only may be packed or not; it keeps its cache.
         """
-        config, is_packed = self.roformer_config, batch.document_ids is not None
+        config, is_packed = self.roformer_config, batch.is_packed
         if past_key_values is not None:
             if is_packed:
                 name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"

@@ -19,7 +19,8 @@ CHUNK_SIZE = 2**17
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Sum the cross-entropies of logits [n, V] and labels [n] in float32, whatever their dtype."""
-    if may_use_kernel(logits, labels):
+    fits = labels.shape == logits.shape[:1]  # torch refuses others
+    if fits and may_use_kernel(logits, labels):
         return _CrossEntropy.apply(logits, labels, ignore_index)
     return _torch_cross_entropy(logits, labels, ignore_index)
 

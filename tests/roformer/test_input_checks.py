@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from roformer import RoFormerModel
-from tiny import HEADS, POOLED
+from tiny import HEADS, POOLED, tiny_config
 
 IDS = torch.arange(5, 15).view(2, 5)
 
@@ -67,9 +67,11 @@ def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, config):
         head(config)(ids, cu_seq_lens_q=torch.tensor([0, 3, 5, 10]))
 
 
+@pytest.mark.parametrize("linear", [None, "elu"])
 @pytest.mark.parametrize("head", POOLED)
-def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(head, config):
-    model, rows = head(config).eval(), {"input_ids": IDS}
+def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(head, linear):
+    model = head(tiny_config(linear_attention=linear, output_hidden_states=True)).eval()
+    rows = {"input_ids": IDS}
     rows["position_ids"] = torch.tensor([[0, 1, 2, 0, 1]] * 2)
     if head is not POOLED[0]:  # a single choice
         rows = {name: x[:, None] for name, x in rows.items()}

@@ -26,6 +26,13 @@ def test_loss_and_gradients_are_those_of_torch(monkeypatch, dtype, chunk):
     assert torch.equal(argmax(logits), logits.float().argmax(dim=-1))
 
 
+@pytest.mark.parametrize("labels", [3, 5, 64])
+def test_labels_of_another_number_of_rows_are_refused_as_by_torch(monkeypatch, labels):
+    monkeypatch.setattr("roformer.kernels.cross_entropy.CHUNK_SIZE", 1)
+    with pytest.raises(ValueError, match="batch_size"):
+        cross_entropy(torch.randn(4, 9), torch.zeros(labels, dtype=torch.long))
+
+
 def test_second_derivatives():
     logits = torch.randn(5, 7, requires_grad=True)
     found = [
