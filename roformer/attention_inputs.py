@@ -132,7 +132,10 @@ def prepare_attention(
 def _select_implementation(
     config: RoFormerConfig, requested: str, output_attentions: bool | None
 ) -> str:
-    """Return the requested implementation, or one that can compute the call."""
+    """Return the requested implementation, or one that can compute the call.
+
+    Under a compiler `auto` is sdpa; `unpadded` still takes document lengths that are given.
+    """
     implementation = requested
     if requested in OWN_IMPLEMENTATIONS and (
         not kernels_enabled() or (requested == AUTO and is_traced())
@@ -268,7 +271,7 @@ def _self_attention_mask(
     if config.is_decoder:
         mask = create_causal_mask(config, hidden_states, past_key_values=cache, **kwargs)
     else:
-        # "auto" waits for a CPU only: transformers asks the device whether a mask has padding
+        # transformers asks the device whether a mask has padding: "auto" does not wait for that
         may_wait = requested != AUTO or hidden_states.device.type == "cpu"
         kwargs["allow_is_bidirectional_skip"] = may_wait or attention_mask is None
         mask = create_bidirectional_mask(config, hidden_states, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels.conditions import values_are_unreadable
+from .kernels.conditions import is_traced, values_are_unreadable
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class BatchMetadata:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several documents, as far as shapes tell."""
-        if self.document_ids is None or self.cu_seqlens is None:
+        """Whether a row holds several documents; True as well where a compiler must not ask."""
+        if self.document_ids is None or self.cu_seqlens is None or is_traced():
             return self.document_ids is not None
         return len(self.cu_seqlens) > len(self.document_ids) + 1
 

@@ -131,12 +131,13 @@ class RoFormerConfig(PreTrainedConfig):
         kwargs.pop("model_type", None)  # fixed by the class; the saved one follows from the fields
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
-        self.rope_parameters = dict(self.rope_parameters or {})  # completed by transformers: a copy
+        # a copy, because transformers adds fields to it
+        self.rope_parameters = dict(self.rope_parameters or {})
         super().__post_init__(**kwargs)
         self._rope.pop("type", None)  # older name of rope_type; transformers has copied it
         check_rules(self, _field_rules)
-        # transformers constructs configurations of other hidden sizes, too; `check` refuses them
-        # when a model is built
+        # transformers' own code constructs configurations of sizes that fit no model, as in its
+        # tests: those are refused when a model is built
         if self.hidden_size % (2 * self.num_attention_heads) == 0:
             self.check()
 
@@ -196,8 +197,8 @@ class RoFormerConfig(PreTrainedConfig):
     def has_cache(self) -> bool:
         """Whether a decoder can keep keys and values for later calls.
 
-        Linear attention computes none. Those that a longer row would need are rotated by other
-        frequencies where these depend on its length.
+        Linear attention has none. With dynamic frequencies, cached keys were rotated by those of a
+        shorter row.
         """
         return self.linear_attention is None and not self.has_dynamic_rope
 
@@ -229,7 +230,7 @@ class RoFormerConfig(PreTrainedConfig):
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a saved `config.json`; see `PreTrainedConfig.get_config_dict`."""
         fields, unused_kwargs = super().get_config_dict(*args, **kwargs)
-        if fields.get("model_type") == PLUS_MODEL_TYPE:  # this class too: avoids a warning
+        if fields.get("model_type") == PLUS_MODEL_TYPE:  # transformers warns of another name
             fields["model_type"] = cls.model_type
         return fields, unused_kwargs
 

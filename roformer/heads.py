@@ -4,7 +4,7 @@ Class and parameter names are those of transformers' RoFormer, so that checkpoin
 directions. Losses are divided by `num_items_in_batch` where transformers' Trainer passes it, except
 in question answering. Classification heads, too small for a kernel to gain, use torch's layers.
 
-Legend: B batch, L tokens, S encoder tokens, E hidden size, V vocabulary.
+Legend: B batch, L tokens, E hidden size, V vocabulary.
 """
 
 import copy

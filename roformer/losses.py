@@ -1,4 +1,4 @@
-"""Losses of the heads, which are transformers', and which outputs they read."""
+"""Losses of the heads, transformers' own, and whether a loss reads outputs at padding."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def compute_loss(
 ) -> Tensor | None:
     """Compute transformers' loss of a head, in float32; None without labels.
 
-    That of a language model is computed by a kernel on a CPU, unless the user has replaced it or
-    passes other arguments of it.
+    That of a language model is computed by a kernel on a CPU, unless the user has replaced it, or
+    passes `ignore_index` or `shift_labels`.
     """
     if labels is None:
         return None
@@ -52,7 +52,7 @@ def may_unpad_for_loss(
         return True
     if getattr(attention_mask, "shape", None) != getattr(labels, "shape", None):
         return False
-    # only `unpadded` waits for a device to read labels; all others leave padding out on a CPU only
+    # only `unpadded` waits for a device to read labels: `auto` leaves padding out on a CPU only
     must_read = model.config._attn_implementation == UNPADDED
     if values_are_unreadable(labels) or not (must_read or is_plain(labels, "cpu")):
         return True

@@ -376,7 +376,8 @@ class RoFormerLMPredictionHead(nn.Module):
         self.transform = RoFormerPredictionHeadTransform(config)
         self.decoder = Linear(config.embedding_dim, config.vocab_size, bias=config.use_bias)
         if config.use_bias:
-            # second name of decoder.bias in checkpoints, tied by `_tied_weights_keys` in heads.py
+            # second name of decoder.bias in checkpoints, tied by `_tied_weights_keys` in heads.py;
+            # where word embeddings are not tied it is unused, as in transformers
             self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -401,13 +402,14 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     `from_pretrained` and `save_pretrained` are transformers'. `attn_implementation` may be eager,
     sdpa, flex_attention, flash_attention_2, `unpadded` (leaves padding out and needs no other
-    library) or `auto`, the default: the fastest exact one for each call.
+    library) or `auto`, the default: the fastest exact one for each call. flash_attention_2 has not
+    been run with the flash-attn library.
     """
 
     config: RoFormerConfig
     loss_name: str | None = None
-    """transformers' name of the loss. It would derive it from the class name, which a subclass may
-    not contain."""
+    """transformers' name of the loss, which it otherwise looks for in the name of the class: in
+    vain in that of a subclass."""
     base_model_prefix = "roformer"
     _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
@@ -424,7 +426,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
             RoFormerSelfAttention, index=1, layer_name="crossattention"
         ),
     }
-    # transformers saves its table of sines, which is computed here
+    # transformers saves its table of sines: `from_pretrained` ignores it by this, and
+    # `load_state_dict` by the hook of RoFormerEncoder
     _keys_to_ignore_on_load_unexpected = [r"encoder\.embed_positions\.weight"]  # noqa: RUF012
 
     def __init__(self, config: RoFormerConfig, *args: Any, **kwargs: Any) -> None:
@@ -506,7 +509,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
         # read `config` for the attention implementation and for what to return, this for all else
         self.roformer_config = config
-        self.gradient_checkpointing = False
         self.post_init()
 
     @merge_with_config_defaults
@@ -546,17 +548,17 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_attention_mask: [B, S'], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
-            position_ids: [L] or [B, L] integers with any start, order and gaps; None counts columns
-                from 0, or from the end of the cache; so padding on the left moves learned and
-                sinusoidal positions. Encodings with a position bias ignore them if tokens are
-                cached.
+            position_ids: [L] or [B, L] integers with any start, order and gaps. None: the column of
+                each token, plus the number of cached tokens, so that padding on the left shifts
+                learned and sinusoidal positions. Encodings with a position bias ignore them if
+                tokens are cached.
             cu_seq_lens_q: [documents + 1] int32 or int64, cumulative lengths of the documents in
                 the flattened rows, each of which ends a document. [0, L] makes one document of a
                 row, whatever its `position_ids` are.
             max_length_q: Length of the longest document.
             unpad: Whether the implementations `auto` and `unpadded` may leave padding out, where
-                `last_hidden_state` is then 0; a permission, without effect on others. None: they
-                may, and `auto` warns; True: they may, without a warning; False: they may not.
+                `last_hidden_state` is then 0. None: they may, and `auto` warns; True: they may,
+                without a warning; False: they may not.
             **kwargs: transformers' `output_hidden_states`, `output_attentions` (computed by eager
                 attention) and `return_dict`.
 

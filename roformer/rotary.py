@@ -162,12 +162,12 @@ def convert_rope_layout(
     permutation = torch.cat((pairs, rest))
     if not config.rope_interleave:
         permutation = permutation.argsort()
-    rotated = [".attention.self.query.", ".attention.self.key."]
+    name_parts = [".attention.self.query.", ".attention.self.key."]
     if config.rotary_value:
-        rotated.append(".attention.self.value.")
+        name_parts.append(".attention.self.value.")
     converted = dict(state_dict)
     for name, weight in state_dict.items():
-        if any(part in name for part in rotated):
+        if any(part in name for part in name_parts):
             converted[name] = _permute_heads(weight, permutation, dim=0)
         elif config.rotary_value and name.endswith(".attention.output.dense.weight"):
             converted[name] = _permute_heads(weight, permutation, dim=1)

@@ -1,9 +1,9 @@
 """Faster implementations of operations, with the same outputs of tokens up to rounding.
 
-What belongs here: attention, linear layers, dropout and cross-entropy for a CPU, attention without
-padding, and the choice between kernels. What does not: anything that decides what is computed.
-Equation 2 of the paper, `attention.softmax_attention`, is also eager attention, with kernels on or
-off.
+What belongs here: attention, linear layers, dropout and cross-entropy for a CPU, attention within
+the documents of a row, and the choice between kernels. What does not: anything that decides what is
+computed. Equation 2 of the paper, `attention.softmax_attention`, is also eager attention, with
+kernels on or off.
 
 `ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """

@@ -38,8 +38,8 @@ CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""
 
 CHUNK_SIZE = 2**20
-"""Most scores of a chunk of queries in `_chunked_attention`, and of a batch of several documents:
-few enough to stay in the cache."""
+"""Maximum number of scores of a chunk of queries in `_chunked_attention`, and of a batch of several
+documents: few enough to stay in the cache."""
 
 
 def auto_attention_forward(
@@ -58,8 +58,9 @@ def auto_attention_forward(
 
     With document lengths, on CUDA (Ampere or later), in half precision and with a head size that is
     a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
-    batch of documents of similar length, which waits for the device. Calls on a CPU are computed by
-    the kernel that `select_cpu_attention` names, all others by sdpa.
+    batch of documents of similar length, which waits for the device. Such calls, and those without
+    lengths, are computed on a CPU by the kernel that `select_cpu_attention` names unless they are
+    causal without a mask, all others by sdpa.
 
     Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
     mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
@@ -71,15 +72,17 @@ def auto_attention_forward(
     """
     is_causal = bool(module.is_causal)
     if cu_seq_lens_q is None:
-        # without a mask queries and keys are the same tokens, or the one query sees all keys
+        # as sdpa aligns them, query m sees the keys up to m: a single query is the newest, and sees
+        # all; several have a mask unless no tokens were cached before
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
         return _attention(query, key, value, attention_mask, scaling, dropout, is_causal), None
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]
     if max_length_q is not None and has_varlen_kernel(query.device, query.dtype, query.shape[-1]):
         cu_seqlens = cu_seq_lens_q.to(torch.int32)
         lengths = (cu_seqlens, cu_seqlens, max_length_q, max_length_q)
-        # the last argument asks for the probabilities
-        output, *_ = _flash_attention(q, k, v, *lengths, dropout, is_causal, False, scale=scaling)
+        output, *_ = _flash_attention(
+            q, k, v, *lengths, dropout, is_causal, return_debug_mask=False, scale=scaling
+        )
         return output.unsqueeze(0), None
     return _attention_by_document(q, k, v, cu_seq_lens_q, scaling, dropout, is_causal)[None], None
 
@@ -97,16 +100,16 @@ def _attention_by_document(
     lengths: list[int] = cu_seqlens.diff().tolist()
     batches = batch_documents(lengths, num_heads=query.shape[1])
     shapes = [(len(batch), lengths[batch[0]]) for batch in batches]
-    # rows of each document's tokens when the padded batches follow each other
-    rows, num_rows = {}, 0
+    # index of each token in the padded batches, one after the other
+    token_indices, size = {}, 0
     for batch, (_, length) in zip(batches, shapes, strict=True):
         for document in batch:
-            end = num_rows + lengths[document]
-            rows[document] = torch.arange(num_rows, end, device="cpu")
-            num_rows += length
-    indices = torch.cat([rows[document] for document in range(len(lengths))]).to(query.device)
+            token_indices[document] = torch.arange(size, size + lengths[document], device="cpu")
+            size += length
+    in_order = [token_indices[document] for document in range(len(lengths))]
+    indices = torch.cat(in_order).to(query.device)
     padded = (
-        x.new_zeros(num_rows, *x.shape[1:]).index_copy(0, indices, x) for x in (query, key, value)
+        x.new_zeros(size, *x.shape[1:]).index_copy(0, indices, x) for x in (query, key, value)
     )
     # split, because the gradients of slices would be added up in tensors of the full size
     parts = (x.split([count * length for count, length in shapes]) for x in padded)
@@ -131,18 +134,18 @@ def batch_documents(lengths: Sequence[int], num_heads: int) -> list[list[int]]:
         Indices of the documents of each batch, the longest first.
     """
     batches: list[list[int]] = []
-    longest = padding = 0
+    longest = wasted_scores = 0
     for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        padding += num_heads * (longest**2 - lengths[document] ** 2)
+        wasted_scores += num_heads * (longest**2 - lengths[document] ** 2)
         if (
             batches
-            and padding <= CALL_COST
+            and wasted_scores <= CALL_COST
             and num_heads * longest**2 * (len(batches[-1]) + 1) <= CHUNK_SIZE
         ):
             batches[-1].append(document)
         else:
             batches.append([document])
-            longest, padding = lengths[document], 0
+            longest, wasted_scores = lengths[document], 0
     return batches
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from .conditions import may_use_kernel
 
 CHUNK_SIZE = 2**17
-"""Most logits of a chunk, per thread: half a megabyte in float32, which stays in the cache."""
+"""Maximum number of logits of a chunk, per thread: half a megabyte in float32, which stays in the
+cache."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
