@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary on a CPU, a few rows of logits at a time.
 
-torch makes several float32 tensors of the size of all logits. They leave the cache and are new
-memory in every step, which in a small model takes longer than the matrix products of the head.
+torch makes several float32 tensors of the size of all logits. To fill and read these, which are new
+memory in every step, takes longer than the matrix products of a small model's head.
 """
 
 from collections.abc import Iterator
@@ -14,24 +14,27 @@ from torch.nn import functional as F
 from .conditions import may_use_kernel
 
 CHUNK_SIZE = 2**17
-"""Maximum number of logits of a chunk, per thread: half a megabyte in float32, which stays in the
-cache."""
+"""Number of logits per thread, half a megabyte in float32, that stay in the cache; a chunk has more
+only if a single row has."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Sum the cross-entropies of logits [n, V] and labels [n] in float32, whatever their dtype."""
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum the cross-entropies of logits [n, V] of any dtype and labels [n], float32 scalar.
+
+    On a CPU the logits are kept for the backward pass, and must not be changed before it.
+    """
     fits = labels.shape == logits.shape[:1]  # torch refuses others
     if fits and may_use_kernel(logits, labels):
         return _CrossEntropy.apply(logits, labels, ignore_index)
-    return _torch_cross_entropy(logits, labels, ignore_index)
+    return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
 
 
 def argmax(logits: Tensor) -> Tensor:
     """Return the index of the largest logit [n, V] of each row, [n].
 
-    torch takes three times as long for those of bfloat16.
+    For bfloat16 on a CPU torch takes three times as long.
     """
-    if may_use_kernel(logits):
+    if logits.dtype == torch.bfloat16 and may_use_kernel(logits):
         return torch.cat([chunk.float().argmax(dim=-1) for (chunk,) in _split_rows(logits)])
     return logits.argmax(dim=-1)
 
@@ -39,20 +42,16 @@ def argmax(logits: Tensor) -> Tensor:
 def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split logits [n, V], and other tensors [n, ...] likewise, into chunks of rows."""
     rows = max(1, CHUNK_SIZE // logits.shape[1]) * torch.get_num_threads()
-    return zip(*(x.split(rows) for x in (logits, *others)))
-
-
-def _torch_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
+    return zip(*(x.split(rows) for x in (logits, *others)), strict=True)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits only; the backward pass computes their softmax again."""
+    """Keeps logits and labels; the backward pass computes the softmax again."""
 
     @staticmethod
     def forward(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """[n, V] and [n] to a scalar."""
-        loss = torch.zeros((), device="cpu")
+        loss = torch.zeros((), dtype=torch.float32, device="cpu")
         for chunk, target in _split_rows(logits, labels):
             log_probs = F.log_softmax(chunk, dim=-1, dtype=torch.float32)
             loss += F.nll_loss(log_probs, target, ignore_index=ignore_index, reduction="sum")
@@ -69,15 +68,18 @@ class _CrossEntropy(torch.autograd.Function):
         """Return the softmax minus 1 at the label, times the gradient of the loss."""
         logits, labels = ctx.saved_tensors
         (grad_loss,) = gradients
-        if torch.is_grad_enabled():  # it is to be differentiated again
-            loss = _torch_cross_entropy(logits, labels, ctx.ignore_index)
-            return *torch.autograd.grad(loss, logits, grad_loss, create_graph=True), None, None
-        is_label = (labels != ctx.ignore_index)[:, None]
-        columns, factors = labels[:, None] * is_label, grad_loss * is_label
+        is_labelled = (labels != ctx.ignore_index)[:, None]
+        # selected, not multiplied: the gradient of a mean over no labels is infinite
+        factors = torch.where(is_labelled, grad_loss, 0.0)  # [n, 1]
+        columns = torch.where(is_labelled, labels[:, None], 0).long()
+        if torch.is_grad_enabled():  # create_graph=True: to be differentiated again
+            probs = F.softmax(logits, dim=-1, dtype=torch.float32)
+            one_hot = F.one_hot(columns[:, 0], logits.shape[1])
+            return ((probs - one_hot) * factors).to(logits.dtype), None, None
         grad_logits = torch.empty_like(logits)
         chunks = _split_rows(logits, columns, factors, grad_logits)
         for chunk, column, factor, grad in chunks:
             probs = F.softmax(chunk, dim=-1, dtype=torch.float32)
-            probs.scatter_add_(1, column, torch.full_like(factor, -1.0))
+            probs.scatter_add_(1, column, probs.new_full(column.shape, -1.0))
             grad.copy_(probs.mul_(factor))
         return grad_logits, None, None
