@@ -183,9 +183,10 @@ def make_runs(
             for worker in list(idle)[: len(pending)]:
                 try:
                     future = pools[worker].submit(make_run, pending[0], worker)
-                    running[future] = worker, pending.popleft()
                 except BrokenProcessPool:  # its process has died
                     pools[worker] = start_worker(worker, count)
+                    future = pools[worker].submit(make_run, pending[0], worker)
+                running[future] = worker, pending.popleft()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 _, run = running.pop(future)

@@ -163,7 +163,7 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     section = re.match(r"(?:Group '|\")(\w+)", message)  # in YAML it stands before the key
     word = ".".join(found[1] for found in (section, unknown) if found)
     similar = difflib.get_close_matches(word, types, n=1, cutoff=0.8)
-    if similar:
+    if similar and similar[0] != word:
         dashes = "--" if message.startswith("unrecognized arguments: --") else ""
         return f"{message}; did you mean {dashes}{similar[0]}?"
     # several values of a flag: a glob that the shell has expanded, or names without brackets

@@ -43,7 +43,7 @@ from train.loop.language_model import (
     check_model,
     extend_max_positions,
 )
-from train.loop.launch import compute_dtype, is_compiled, start_accelerator
+from train.loop.launch import any_process, compute_dtype, is_compiled, start_accelerator
 from train.loop.memory import dry_run, fit_micro_batches
 from train.loop.optim import (
     AsyncScalars,
@@ -106,7 +106,9 @@ def main(settings: PretrainSettings) -> Path:
             stop_reason = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
-            if stop_reason is None:
+            # that of a run which was finished earlier is there, and may have been edited
+            model_exists = accelerator.is_main_process and (folder / "model").exists()
+            if stop_reason is None and not any_process(model_exists, accelerator):
                 is_new = settings.model.init is None
                 save_model(
                     language_model, tokenizer, folder / "model", accelerator, copy_token_type=is_new

@@ -19,7 +19,7 @@ def model_name(path: str) -> str:
     return parts[-1] if parts else "model"
 
 
-def split_seed(name: str) -> tuple[str, int]:
+def name_and_seed(name: str) -> tuple[str, int]:
     """Split a run's name into model and seed: `bert-1` is seed 1 of `bert`, `bert` is seed 0.
 
     A seed has one or two digits: `bert-128` is a model of that name. Where a run has a
@@ -33,12 +33,12 @@ def model_and_seed(folder: str) -> tuple[str, int]:
     """Return model and seed of the folder of a run or its model: `bert` and 1 for runs/bert-1.
 
     The seed is that of the run's settings.yaml, so that runs/roformer-12 may be seed 0 of
-    `roformer-12`. Without one, `split_seed` reads the name.
+    `roformer-12`. Without one, `name_and_seed` reads the name.
     """
     name, run = model_name(folder), Path(folder)
     settings = (run.parent if run.name == "model" else run) / "settings.yaml"
     if not settings.is_file():
-        return split_seed(name)
+        return name_and_seed(name)
     seed = yaml.safe_load(settings.read_text())["run"]["seed"]
     return name.removesuffix(f"-{seed}"), seed
 

@@ -46,7 +46,7 @@ import pandas as pd
 
 from finetune.results import PROTOCOL_FIELDS, RUN_KEY, SIMPLE_FEATURES, Result, run_name
 from finetune.tasks import METRIC_NAMES, TASKS, Task, recorded_task
-from train.run_names import model_name, split_seed
+from train.run_names import model_name, name_and_seed
 
 GROUPS = {
     "official": "GLUE, validation split",
@@ -173,8 +173,8 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs.loc[runs["model"] == SIMPLE_FEATURES, "kind"] = "features"
     runs["best_of"] = ""
     runs["short_name"] = runs["model"].map(names)
-    runs["base_name"] = [split_seed(model_name(model))[0] for model in runs["model"]]
-    runs["pretraining_seed"] = [split_seed(name)[1] for name in runs["short_name"]]
+    runs["base_name"] = [name_and_seed(model_name(model))[0] for model in runs["model"]]
+    runs["pretraining_seed"] = [name_and_seed(name)[1] for name in runs["short_name"]]
     runs["group"] = [_group(result) for result in results]
     runs = runs.fillna({"tokenizer": "", "glue_dir": "the hub", "collapsed": False})
     types = runs.groupby("model")["model_type"].transform("last")

@@ -104,6 +104,15 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(optimizer, pretrain, laun
     runs.assert_same_run(whole, pretrain(*flags))
 
 
+def test_the_model_of_a_finished_run_stays_as_its_owner_edited_it(pretrain):
+    flags = ("--optim.steps=2", "--optim.warmup_steps=1")
+    config = pretrain(*flags) / "model" / "config.json"
+    edited = json.loads(config.read_text()) | {"hidden_dropout_prob": 0.25}
+    config.write_text(json.dumps(edited))
+    pretrain(*flags)
+    assert json.loads(config.read_text()) == edited
+
+
 @pytest.mark.parametrize("kind", ["roformer", pytest.param("bert", marks=pytest.mark.slow)])
 def test_two_processes_give_the_losses_of_one(kind, pretrain, launch):
     flags = [runs.model_flag(**runs.NO_DROPOUT), f"--model.type={kind}"]

@@ -100,6 +100,7 @@ MISTAKES = {
     "--optim.tokens=1.5e9": ("optim.tokens must be of type int or null", "write 1500000000"),
     "--optim.batch_size=null": ("optim.batch_size must be of type int", "got null"),
     '--stages=[{"steps":"x"}]': ("stages.steps must be of type int", "got x"),
+    '--stages=[{"length":8}]': ("arguments are required: steps; see --help",),
     '--stages=[{"stepz":1}]': ("'stepz' is not accepted", "did you mean stages.steps"),
     "--optim.learning_rate=-1": ("optim.learning_rate must be positive and finite", "got -1.0"),
     "--optim.tokens=5": ("optim needs one of optim.steps", "got optim.steps, optim.tokens"),

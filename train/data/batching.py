@@ -275,7 +275,8 @@ class StagedDataset(Dataset):
 
     def __init__(self, stages: list[tuple[int, StepDataset]]) -> None:
         self.stages = [dataset for _, dataset in stages]
-        *self.starts, self.total = [0, *itertools.accumulate(steps for steps, _ in stages)]
+        ends = [0, *itertools.accumulate(steps for steps, _ in stages)]
+        self.starts, self.total = ends[:-1], ends[-1]
 
     def __getitem__(self, step: int) -> list[dict[str, Any]]:
         stage = bisect.bisect_right(self.starts, step) - 1

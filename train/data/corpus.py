@@ -49,7 +49,7 @@ from train.data.documents import (
 )
 from train.settings import CorpusSettings, InputError, TextSettings
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files, part of the hash."""
 
 BATCH_CHARACTERS = 1_000_000
@@ -188,8 +188,10 @@ def _write_shard(
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True  # a text about BERT holds the characters [MASK]
     # the fast path of the Rust tokenizer: no offsets, all cores
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     return (encoding.ids for encoding in encodings)
 
 

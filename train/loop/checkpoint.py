@@ -52,7 +52,8 @@ from train.settings import InputError, PretrainSettings, first_line
 LOCK_TIMEOUT = 60.0
 """Seconds a launch waits for another of the same run, which may be about to save and exit."""
 
-WEIGHTS, OPTIMIZER, STATE = FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
+WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+FILES = (WEIGHTS, OPTIMIZER, STATE)
 MANIFEST = "manifest.json"
 
 TEXT_KEYS = "corpus.tokenizer, corpus.train and corpus.validation"

@@ -157,6 +157,13 @@ def test_a_saved_truncation_does_not_cut_documents(written, tokenize, tmp_path, 
     assert len(everything(store)) == len(" ".join(TEXTS).split())  # a word is a token
 
 
+def test_special_tokens_written_in_a_text_are_characters_of_it(written, tokenize):
+    text = "a [MASK] b [SEP]"
+    (written / "c.txt").write_text(text)
+    store = tokenize(written / "c.txt", vocabulary.byte_tokenizer())
+    assert len(everything(store)) == len(text)
+
+
 def test_names_are_read_in_their_order_each_as_often_as_it_is_given(written, tokenize, monkeypatch):
     splits = {part: [{"text": "the moon"}] for part in ("train", "validation")}
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: splits)
