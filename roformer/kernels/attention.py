@@ -60,7 +60,7 @@ def auto_attention_forward(
     a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
     batch of documents of similar length, which waits for the device. Such calls, and those without
     lengths, are computed on a CPU by the kernel that `select_cpu_attention` names unless they are
-    causal without a mask, all others by sdpa.
+    causal, without a mask and without dropout; all others by sdpa.
 
     Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
     mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
@@ -165,9 +165,13 @@ def _attention(
         q, k, v = query.float(), key.float(), value.float()
         with torch.autocast("cpu", enabled=False):
             return _attention(q, k, v, mask, scaling, dropout, is_causal).bfloat16()
-    if not is_causal and may_use_kernel(query, key, value, mask):
+    # in causal attention torch's kernel leaves out half of the scores, but has no dropout
+    if (dropout or not is_causal) and may_use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
+        if is_causal and selected != "sdpa":
+            shape = query.shape[2], key.shape[2]
+            mask = torch.ones(shape, dtype=torch.bool, device="cpu").tril()
         if selected == "full":
             output, _ = softmax_attention(query, key, value, mask, scaling, dropout)
             return output.transpose(1, 2)

@@ -55,6 +55,17 @@ def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeyp
         torch.testing.assert_close(a.double(), b.double(), atol=limit, rtol=0)
 
 
+@pytest.mark.parametrize("limit", [2**25, 0])  # all scores at once, some queries at a time
+def test_causal_attention_with_dropout_is_that_of_float64(limit, monkeypatch):
+    monkeypatch.setattr(attention, "FULL_SCORES_LIMIT_BYTES", limit)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", None)  # not called
+    tensors, _ = inputs(torch.float32, "none")
+    torch.manual_seed(0)
+    actual = attention._attention(*tensors, None, 0.3, 2**-16, is_causal=True)  # drops nothing here
+    expected = definition(tensors, torch.ones(20, 20, dtype=torch.bool).tril())
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("mask", ["none", "padding", "bool", "additive"])
 def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeypatch):
     monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: True)
