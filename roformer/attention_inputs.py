@@ -113,7 +113,7 @@ def prepare_attention(
                     "silences this"
                 )
             return inputs
-    if batch.is_packed and _is_flash(implementation):
+    if batch.packed_document_ids is not None and _is_flash(implementation):
         logger.warning_once(
             f"attn_implementation={implementation!r} keeps documents apart in whole rows only; "
             "calls with a cache, cross-attention, output_hidden_states, unpad=False or a compiler "
@@ -188,7 +188,8 @@ def _linear_attention_inputs(
             "output_attentions must be False with linear_attention, which computes no "
             "probabilities, got True"
         )
-    if output_hidden_states and batch.is_packed:
+    document_ids = batch.packed_document_ids
+    if output_hidden_states and document_ids is not None:
         raise ValueError(
             "output_hidden_states must be False for packed rows with linear_attention, which "
             "computes documents in rows of their own, got True"
@@ -198,9 +199,9 @@ def _linear_attention_inputs(
             "attention_mask must be [B, S] with linear_attention, got four dimensions; pass the "
             "padding mask"
         )
-    if batch.document_ids is None or not batch.is_packed:
+    if document_ids is None:
         return AttentionInputs(implementation, batch.padding_mask)
-    layout = split_documents(batch.document_ids)
+    layout = split_documents(document_ids)
     return AttentionInputs(implementation, layout.to_layout(batch.padding_mask), layout)
 
 
@@ -258,8 +259,7 @@ def _self_attention_mask(
     cache: Cache | None,
 ) -> Any:
     """Create the mask of a self-attention, in the form of the implementation that will take it."""
-    attention_mask = batch.attention_mask
-    document_ids = batch.document_ids if batch.is_packed else None
+    attention_mask, document_ids = batch.attention_mask, batch.packed_document_ids
     if config.has_position_bias:
         implementation = "eager"  # whose mask is additive
     if _is_4d(attention_mask):

@@ -39,11 +39,15 @@ class BatchMetadata:
     max_seqlen: int | None
 
     @property
-    def is_packed(self) -> bool:
-        """Whether a row holds several documents; True as well where a compiler must not ask."""
+    def packed_document_ids(self) -> Tensor | None:
+        """`document_ids`, or None if `cu_seqlens` give every row one document.
+
+        A compiler would make the number of documents a constant, so that it is not asked for.
+        """
         if self.document_ids is None or self.cu_seqlens is None or is_traced():
-            return self.document_ids is not None
-        return len(self.cu_seqlens) > len(self.document_ids) + 1
+            return self.document_ids
+        is_packed = len(self.cu_seqlens) > len(self.document_ids) + 1
+        return self.document_ids if is_packed else None
 
     def position_span_of_each_token(self) -> Tensor:
         """Return for each token the span of positions of its row or document, [B, L] int64.

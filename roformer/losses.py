@@ -27,8 +27,8 @@ def compute_loss(
         return None
     is_causal = model.loss_function is ForCausalLMLoss
     is_standard = is_causal or model.loss_function is ForMaskedLMLoss
-    has_options = bool({"ignore_index", "shift_labels"} & kwargs.keys())
-    if has_options or not is_standard or not may_use_kernel(logits, labels):
+    changes_labels = bool({"ignore_index", "shift_labels"} & kwargs.keys())
+    if changes_labels or not is_standard or not may_use_kernel(logits, labels):
         # the loss calls view, which needs contiguous labels
         return model.loss_function(logits=logits, labels=labels.contiguous(), **kwargs)
     if is_causal:  # the label of an output is the next token

@@ -408,8 +408,8 @@ class RoFormerPreTrainedModel(PreTrainedModel):
 
     config: RoFormerConfig
     loss_name: str | None = None
-    """transformers' name of the loss, which it otherwise looks for in the name of the class: in
-    vain in that of a subclass."""
+    """transformers' name of the loss. Without it transformers searches the name of the class, which
+    finds nothing in a subclass of another name."""
     base_model_prefix = "roformer"
     _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
@@ -676,7 +676,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         Packed rows have none: their next token belongs to no known document. While compiling, a
         row with `position_ids` only may be packed or not; it keeps its cache.
         """
-        config, is_packed = self.roformer_config, batch.is_packed
+        config, is_packed = self.roformer_config, batch.packed_document_ids is not None
         if past_key_values is not None:
             if is_packed:
                 name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"

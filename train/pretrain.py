@@ -106,7 +106,7 @@ def main(settings: PretrainSettings) -> Path:
             stop_reason = train(
                 settings, accelerator, language_model, dataset, held_out, folder, preemption
             )
-            # that of a run which was finished earlier is there, and may have been edited
+            # a run that was finished earlier keeps its model, which may have been edited
             model_exists = accelerator.is_main_process and (folder / "model").exists()
             if stop_reason is None and not any_process(model_exists, accelerator):
                 is_new = settings.model.init is None
