@@ -39,8 +39,8 @@ from train.settings import InputError, first_line
 
 Columns = dict[str, Any]
 """Text columns, N strings each, and `label`, [N]."""
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""What .jsonl can hold of an emoji, and no tokenizer reads."""
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, as an escape of .jsonl can leave it; tokenizers refuse it."""
 SUFFIXES = (".parquet", ".jsonl", ".tsv", ".csv")
 Rows = NDArray[np.int64]
 """Indices of rows of a split."""
@@ -110,16 +110,17 @@ def read_rows(task: Task, split: str, glue_dir: str | None) -> tuple[str, dict[s
 def find_split_file(task: Task, split: str, glue_dir: str | None) -> Path | None:
     """Find the file of a split; None if there is none, or if the hub has it."""
     if task.is_own:
-        is_held_out = split == "validation" and not task.validation
-        file = task.train if is_held_out else getattr(task, split)
-        return None if task.hub or not file else Path(file)
-    files = (Path(glue_dir or "") / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
-    return next((path for path in files if glue_dir and path.is_file()), None)
+        source = task.source(split)
+        return None if task.hub or not source else Path(source)
+    if glue_dir is None:
+        return None
+    files = (Path(glue_dir) / task.name / f"{split}{suffix}" for suffix in SUFFIXES)
+    return next((path for path in files if path.is_file()), None)
 
 
 def _read_hub(task: Task, split: str) -> tuple[str, dict[str, list]]:
     name, config = (task.hub, task.hub_config) if task.hub else (HUB_DATA, task.name)
-    part = split if not task.is_own else getattr(task, split) or task.train
+    part = task.source(split) if task.is_own else split
     source = " ".join(filter(None, (name, config, part)))
     try:
         data = datasets.load_dataset(name, config, split=part)
@@ -192,7 +193,7 @@ def _check_texts(texts: dict[str, list], source: str, is_test: bool) -> None:
     for row, values in enumerate(zip(*texts.values())):
         is_allowed = is_test or any(str(text).strip() for text in values)
         for column, text in zip(texts, values):
-            if not (isinstance(text, str) and is_allowed) or HALF_CHARACTER.search(text):
+            if not (isinstance(text, str) and is_allowed) or LONE_SURROGATE.search(text):
                 rule = f"column {column} of {source} must hold text"
                 raise InputError(f"{rule}, got {text!r} in {ROW.format(row)}; correct the file")
 
@@ -200,8 +201,8 @@ def _check_texts(texts: dict[str, list], source: str, is_test: bool) -> None:
 def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDArray:
     """Convert labels to int64 class ids or float32 values, [N].
 
-    Classes are given by name, of which numbers may have another form (1 and 1.0), or, if the names
-    are no numbers and no row has a name, by id. Test labels may be missing.
+    Labels are names of classes; if the names are numbers, 1 and 1.0 are equal. If the names are not
+    numbers and no row holds one of them, labels are ids. Test labels may be missing.
     """
     texts = [format_label(value) for value in values]
     ids = {label: float(index) for index, label in enumerate(task.labels or ())}
@@ -345,7 +346,7 @@ def make_examples(
     tokenizer: Any,
     length: int,
     cache: str,
-    pair_encoding: str = "joint",
+    pair_encoding: str,
 ) -> Examples:
     """Tokenize one split, read by `read_split_columns`; the settings are those of `CommonSettings`.
 
@@ -379,7 +380,7 @@ def tokenize(
     state = " ".join((*options, vocabulary.tokenizer_state(tokenizer)))
     key = hashlib.sha256(repr((state, length, shape)).encode())
     for column in texts:
-        key.update("\0".join([*column, ""]).encode(errors="surrogatepass"))
+        key.update("\0".join([*column, ""]).encode())
     file = Path(cache) / f"task-{key.hexdigest()[:20]}.safetensors"
     if not file.exists():
         parts: dict[str, list[NDArray[np.int32]]] = defaultdict(list)

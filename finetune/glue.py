@@ -263,8 +263,8 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
 def find_test_splits(task: Task, glue_dir: str | None) -> dict[str, tuple[Task, str]]:
     """Map names of predictions to (task, split) of the test splits that exist.
 
-    Of your own task and of the hub all that the task has. AX belongs to MNLI. Reduced data may have
-    no test splits.
+    For your own task and for the hub these are all test splits of the task; in `glue_dir` those
+    that have a file. AX belongs to MNLI.
     """
     splits = {split: (task, split) for split in task.splits if split.startswith("test")}
     if task.name == "mnli":

@@ -73,15 +73,24 @@ def main(settings: GridSettings) -> None:
     check_precision(runs, finished)
     changed = {f"{run.task} of {run.model}" for run in pending if has_changed(run, finished)}
     if changed:
-        print(f"inputs changed since: {', '.join(sorted(changed))}; made again")
+        names = ", ".join(sorted(changed))
+        print(f"weights, tokenizer or data changed, made again: {names}")
     check_runs(pending)
     if settings.controls:
-        names = ("tasks", "glue_dir", "output", "test")
-        score_tasks(SimpleFeaturesSettings(**{name: vars(settings)[name] for name in names}))
+        score_tasks(
+            SimpleFeaturesSettings(
+                tasks=settings.tasks,
+                glue_dir=settings.glue_dir,
+                output=settings.output,
+                test=settings.test,
+            )
+        )
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     failures, started = 0, time.perf_counter()
     for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):
-        seconds = (time.perf_counter() - started) / done * (len(pending) - done)
+        left = len(pending) - done
+        ended = done + min(settings.workers - 1, left) / 2  # the other workers' runs are half done
+        seconds = (time.perf_counter() - started) / ended * (len(pending) - ended)
         print_outcome(run, result, f"{done}/{len(pending)}", seconds)
         failures += result is not None and result["status"] == "failed"
     if failures:

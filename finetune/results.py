@@ -9,7 +9,7 @@
 Lines are appended atomically, after their predictions. Several processes may append to one file;
 `run_lock` keeps two grids from making the same run.
 
-A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Every line has
+A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). A line has
 
     model, tokenizer, random_weights,   the settings that identify the run, `RUN_KEY`; those of the
     task, glue_dir, seed,               protocol are null for simple features
@@ -20,9 +20,9 @@ A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). Eve
     weights, config, tokenizer_files    hashes of the model's and the tokenizer's files; null for
                                         the hub
     data, test_data                     hashes of the labelled splits, and of your own test rows
-    description                         of a task of your own: its fields, as in its YAML file
+    description                         only of a task of your own: its fields, as in its YAML file
     status                              done, diverged or failed
-    error                               why it diverged or failed
+    error                               only if it diverged or failed: why
     settings                            all settings
     command                             the shell command that repeats the run
 
@@ -40,11 +40,11 @@ and, unless it failed,
     precision, device, processes,       how it was computed
     threads, versions
     seconds                             how long it took
-    collapsed                           whether every row got the same answer (if done, as the next)
+    collapsed                           whether every row got the same answer
     loss, losses                        mean training loss of the last epoch, and of each
 
-Simple features lack config, tokenizer_files, settings, parameters, truncation, the losses and, but
-for versions, how they were computed.
+The last two lines are there only if the run is done. Simple features lack config, tokenizer_files,
+settings, parameters, truncation, the losses and, but for versions, how they were computed.
 """
 
 import hashlib

@@ -37,7 +37,7 @@ class CommonSettings:
     """What a single run and a grid share: paths, and how a model is fine-tuned."""
 
     glue_dir: str | None = None
-    """Folder of TASK/SPLIT.parquet (or .jsonl, .tsv); null reads `nyu-mll/glue` from the hub."""
+    """Folder of TASK/SPLIT.parquet (.jsonl, .tsv, .csv); null reads `nyu-mll/glue` of the hub."""
     output: str = "runs/results.jsonl"
     """Results file, to which each run appends a record; predictions go to a folder beside it."""
     cache: str = "runs/tokens"

@@ -57,7 +57,7 @@ class TaskDescription:
     """Lowest and highest label of a regression; null allows all numbers."""
     metrics: tuple[str, ...] = ()
     """Scores to report: of accuracy, macro_f1, f1 (of the second of two classes), matthews; for a
-    regression of spearman and pearson. Empty means the first two."""
+    regression of spearman and pearson. Empty means accuracy and macro_f1, or both."""
     headline: str = ""
     """The metric that tables show; empty means the first one."""
     train: str | None = None
@@ -121,11 +121,12 @@ class Task(TaskDescription):
                 "labels must be at least two different classes, "
                 f"got {', '.join(self.labels) or 'none'}; null is a regression"
             )
-        low, high = self.value_range or (0.0, 1.0)
-        if low >= high or (self.value_range and not self.is_regression):
+        if self.value_range and not (
+            self.is_regression and self.value_range[0] < self.value_range[1]
+        ):
             raise InputError(
-                f"value_range must rise, and be null for classes, got {self.value_range}; "
-                "leave it out"
+                "value_range must be the lowest and the highest label, and null for classes, "
+                f"got {self.value_range}; leave it out"
             )
         if unknown := [name for name in self.metrics if name not in known]:
             raise InputError(
@@ -155,6 +156,11 @@ class Task(TaskDescription):
     def is_own(self) -> bool:
         """Whether the task names its data itself: neither GLUE's nor the demo's."""
         return self.train is not None
+
+    def source(self, split: str) -> str | None:
+        """File, or split of the hub, that has the rows of a split of your own task."""
+        is_held_out = split == "validation" and not self.validation
+        return self.train if is_held_out else getattr(self, split)
 
     @property
     def default_metrics(self) -> tuple[str, ...]:

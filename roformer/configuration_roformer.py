@@ -25,7 +25,7 @@ FEATURE_MAPS = ("elu", "relu", "favor")
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
-# a model with other than the defaults of these fields is a `roformer_plus`
+# a model with another value than the default in one of these fields is a `roformer_plus`
 _PLUS_FIELDS = (
     "rope_interleave", "use_bias", "norm_type", "position_encoding", "linear_attention",
     "random_features",
@@ -271,7 +271,8 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
 }
-# multiplies cos and sin by a factor: it scales scores, but would also scale values
+# multiplies cos and sin by a factor that is meant for the scores of softmax: refused where values
+# are rotated, and with linear attention
 _SCALED_ROPE_TYPE = "yarn"
 
 _INTEGERS = {  # and their minimum
@@ -338,9 +339,9 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
         rope_type = config._rope["rope_type"]
         rule = f"have no factor on cos and sin {attention}"
         yield rope_type != _SCALED_ROPE_TYPE, "rope_parameters.rope_type", rule
-    if config.linear_attention == "favor":
-        # other types are defined for the coordinates of a head, and random features have no order
-        yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
+        if config.linear_attention == "favor":
+            # other types are defined for the coordinates of a head; random features have no order
+            yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
 
 
 def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:

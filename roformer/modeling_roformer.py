@@ -138,7 +138,7 @@ class RoFormerSelfAttention(nn.Module):
         self.relative = None  # Transformer-XL's bias; the name of its parameters in checkpoints
         if config.position_encoding == "transformer_xl" and not is_cross_attention:
             self.relative = TransformerXLBias(config)
-        # not called, but read: tools that switch dropout off look for modules
+        # only `p` and `training` are read: tools that switch dropout off look for such modules
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.query = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -604,12 +604,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
-        # 2. distances, for the encodings that add a bias to the scores
+        # 2. distances and bias, for the encodings that add a bias to the scores
         relative_positions = compute_relative_positions(
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
-        # 3. mask or lengths of documents, in the form of the attention implementation
         score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
+        # 3. mask or lengths of documents, in the form of the attention implementation
         attention = prepare_attention(
             config=config,
             requested=self.config._attn_implementation or "eager",  # None in EncoderDecoderModel

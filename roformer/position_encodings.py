@@ -16,7 +16,7 @@ arXiv, in this order: 2104.09864, 1810.04805, 1706.03762 (3.5), 1901.02860 (3.3)
 2108.12409 (3). Without positions a decoder still knows the causal order.
 
 Scaling: the bias that all layers share (t5, alibi) is added after the product of query and key has
-been divided by sqrt(D). Transformer-XL's term is divided by sqrt(D) together with that product.
+been divided by sqrt(D). Transformer-XL's bias is divided by sqrt(D) together with that product.
 
 CONTRIBUTING.md says what to edit to add an encoding.
 
@@ -56,8 +56,8 @@ class RelativePositions(NamedTuple):
 
     Attributes:
         distances: Position of the query minus position of the key, [1 or B, L, S] integers.
-        max_distance: At least every |distance|, for transformer_xl, whose table it sizes. Other
-            encodings do not read it.
+        max_distance: Upper bound of |distance|. Only transformer_xl reads it, as the size of its
+            table.
     """
 
     distances: Tensor
@@ -72,10 +72,10 @@ def compute_relative_positions(
 ) -> RelativePositions | None:
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
-    The positions of cached tokens are not cached: if there are any, positions are counted from the
-    start of the cache instead of read from `position_ids`, [1 or B, L]. If `positions_are_default`,
-    they count the tokens of a row or document, so that no distance is larger than the number of
-    tokens; otherwise Transformer-XL reads `max_distance` from the device.
+    The cache has no positions of its tokens: with cached tokens, positions count from the start of
+    the cache, whatever `position_ids`, [1 or B, L], are. Default positions count the tokens of a
+    row or document, so that no distance exceeds the number of tokens. For others and transformer_xl
+    `max_distance` is computed from the distances, for which the host waits for the device.
 
     Returns:
         None for encodings without a position bias.
@@ -88,8 +88,9 @@ def compute_relative_positions(
         keys = torch.arange(total, device=position_ids.device)[None]
         return RelativePositions(keys[:, past_length:, None] - keys[:, None], total)
     distances = position_ids[..., None] - position_ids[:, None]
-    is_read = config.position_encoding == "transformer_xl" and not positions_are_default
-    return RelativePositions(distances, int(distances.abs().max()) if is_read else length)
+    if config.position_encoding == "transformer_xl" and not positions_are_default:
+        return RelativePositions(distances, int(distances.abs().max()))
+    return RelativePositions(distances, length)
 
 
 def t5_buckets(distances: Tensor, is_causal: bool) -> Tensor:
@@ -155,7 +156,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class TransformerXLBias(nn.Module):
-    """Position terms of Transformer-XL, learned by each layer.
+    """Position bias of Transformer-XL, learned by each layer.
 
     The score is ((q + u) k + (q + v) W_kR R_{m-n}) / sqrt(D), where R is the sinusoidal embedding
     of the distance. u weighs keys by content, v weighs distances, both whatever the query is.
@@ -175,21 +176,21 @@ class TransformerXLBias(nn.Module):
             nn.init.normal_(bias, std=self.initializer_range)
 
     def forward(self, query: Tensor, positions: RelativePositions) -> tuple[Tensor, Tensor]:
-        """Compute the query of the content term, and the position term.
+        """Compute the query of the product with the keys, and the bias.
 
-        The position term is computed once for each of the K distances and then gathered.
+        The bias is computed once for each of the K distances and then gathered.
 
         Returns:
             query: q + u, [B, L, H, D].
-            scores: (q + v) W_kR R_{m-n}, not yet divided by sqrt(D), [B, H, L, S].
+            bias: (q + v) W_kR R_{m-n}, not yet divided by sqrt(D), [B, H, L, S].
         """
         max_distance = positions.max_distance
         distances = torch.arange(-max_distance, max_distance + 1, device=query.device)
         table = sinusoidal_embeddings(distances, self.key_of_distance.in_features).to(query.dtype)
         keys = self.key_of_distance(table).view(-1, *query.shape[-2:])  # [K, H, D]
-        scores = torch.einsum("blhd,khd->bhlk", query + self.v, keys.to(query.dtype))
-        indices = (positions.distances + max_distance)[:, None].expand(*scores.shape[:3], -1)
-        return query + self.u, scores.gather(-1, indices)
+        bias = torch.einsum("blhd,khd->bhlk", query + self.v, keys.to(query.dtype))
+        indices = (positions.distances + max_distance)[:, None].expand(*bias.shape[:3], -1)
+        return query + self.u, bias.gather(-1, indices)
 
 
 SHARED_BIASES: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}

@@ -43,7 +43,7 @@ def run_command(
         parsed = parse_settings(settings, flags, default_config)
         if default_config is not None and not _split_flags(flags)[0] and is_local_main:
             values = yaml.safe_load(Path(default_config).read_text(encoding="utf-8"))
-            print(f"no --config: flags change the settings of {default_config}:")
+            print(f"no --config: the settings of {default_config}, which flags override:")
             print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
         main(parsed)
         print(end="", flush=True)

@@ -216,7 +216,7 @@ def train(
                 with log.clock.paused():
                     scores = validate(heartbeat=preemption.heartbeat)
                 log.report_validation(done, scores)
-            is_last = finished or stopped  # step of this launch
+            is_last = finished or stopped  # the last step of this launch
             if done % run.save_every == 0 or is_last:
                 may_save = guard.check_step()  # ends a run whose gradients stay non-finite
                 if may_save or is_last:

@@ -16,8 +16,7 @@ OPTIMIZERS = ("adamw", "muon")
 """Values of optim.name."""
 
 SCHEDULES = ("linear", "cosine", "constant")
-"""Learning rate after the warm-up; linear and cosine end just above 0: they would reach 0 one step
-after the last."""
+"""Learning rate after the warm-up."""
 
 
 class InputError(ValueError):
@@ -154,7 +153,8 @@ class OptimSettings:
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
-    """linear or cosine decay to 0 at the end, or constant, each after the warm-up."""
+    """linear or cosine decay, which reach 0 one step after the last, or constant; each after the
+    warm-up."""
     warmup_steps: int = 100
     """Optimizer steps over which the learning rate rises from 0 to its peak."""
     betas: tuple[float, float] = (0.9, 0.98)

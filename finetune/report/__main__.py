@@ -76,7 +76,7 @@ def main(settings: ReportSettings) -> str:
     with report_full_disk(folder, "output"):
         text = write_report(groups, settings.pair, folder)
     print(text)
-    print(f"With pictures: {folder}/report.html, report.md; every run and its command: report.csv")
+    print(f"Written to {folder}: report.html and report.md with figures, report.csv with all runs")
     return text
 
 

@@ -1,7 +1,7 @@
 """What is subtracted: RoFormer - BERT seed by seed, and each model - its best control.
 
-Also the rule of where a difference says something of pretraining: on a task that it helps both
-models with, each above its best control without pretraining by more than the spread over seeds.
+Also where a difference says something about pretraining: only on tasks where each of both models
+exceeds its best control without pretraining by more than the spread over seeds.
 """
 
 from collections.abc import Sequence

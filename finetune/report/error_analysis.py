@@ -100,7 +100,8 @@ def find_run(settings: ErrorAnalysisSettings) -> Result:
         found = [x for x in found if run_name(x) == settings.run]
     if len(found) != 1:
         runs = ", ".join(map(run_name, found)) or "none"
-        remedy = f"it has the models {', '.join(sorted(names.values()))}"
+        seeds = sorted({x["seed"] for x in results if x["task"] == settings.task})
+        remedy = f"it has the models {', '.join(sorted(names.values()))} and seeds {seeds}"
         if found:
             remedy = "give its --run, whose end is run_id in report.csv"
         raise InputError(

@@ -7,9 +7,9 @@ missing and the demo tasks are never in one table.
 A `dataset` is a task with its rows, by name: `mnli`, or `mnli (9k)` where rows are missing.
 
 `TaskGroup.rows` has one row for each run of each configuration. Its columns are `RECORDED_COLUMNS`,
-fields of the result of which some results lack some, and
+which are fields of the result (None where it lacks one), and
 
-    result            the run's
+    result            the whole line of results.jsonl
     run_id            last ten characters of the run's name
     metrics           validation split -> metric -> score, as in the result
     score             headline metric, mean over validation splits; NaN without a score
@@ -25,11 +25,11 @@ fields of the result of which some results lack some, and
 and texts, empty where there is nothing to tell apart:
 
     model_text        model, tokenizer if it is not the model's own, random weights
-    inputs_text       initial weights, configuration, tokenizer files, data and precision, of
-                      those that differ between runs that are otherwise alike
+    inputs_text       hashes of weights, configuration, tokenizer files and data, and the
+                      precision: those that differ between runs that are otherwise alike
     control_inputs_text
-                      all of it but the weights
-    data_text         the data of it
+                      the same without the weights
+    data_text         the same for the data alone
     rate_text         the learning rate
     protocol_text     other fields of the protocol
     conditions        inputs, rate and protocol: how the model was fine-tuned

@@ -104,7 +104,7 @@ def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], models: str) -
         return f"whether pretraining helps {models} is not judged on any task."
     titles = [group.titles[dataset] for dataset, found in helped.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
-    return f"pretraining helps {models} on {len(titles)} of {len(judged)} tasks{names}."
+    return f"pretraining is shown to help {models} on {len(titles)} of {len(judged)} tasks{names}."
 
 
 def difference_table(
@@ -201,7 +201,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     texts = []
     for row in gains[gains["control"] != ""].itertuples():  # others have no scores, or no control
         spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
-        text = f"{row.gain:+.1f} over {CONTROLS[row.control]}{spread}"
+        text = f"{row.gain:+.1f} against {CONTROLS[row.control]}{spread}"
         texts.append((row.configuration, row.dataset, text))
     return Table("Difference from the best control without pretraining", _by_task(group, texts))
 

@@ -257,7 +257,7 @@ def test_new_weights_or_data_are_run_again_and_other_precision_refused(folder, c
     tiny_model(folder / "model", "roformer")
     capsys.readouterr()
     grid.main(settings)
-    changed = f"inputs changed since: sst2 of {models[0]}; made again"
+    changed = f"weights, tokenizer or data changed, made again: sst2 of {models[0]}"
     assert changed in capsys.readouterr().out.splitlines()
     (new,) = lines_of(settings)[len(first) :]
     assert [x for x in read_results(settings.output) if run_key(x) == run_key(new)] == [new]

@@ -78,11 +78,13 @@ def write_split(folder: Path, task: str, split: str, columns: dict[str, list]) -
     parquet.write_table(pyarrow.table(columns), file)
 
 
-def load_examples(glue_dir, task, split="train", length=32, tokenizer=None, **options) -> Examples:
+def load_examples(
+    glue_dir, task, split="train", length=32, tokenizer=None, pair_encoding="joint"
+) -> Examples:
     """Read and tokenize a split; its tokens are cached in `glue_dir/tokens`."""
     columns = read_split_columns(TASKS[task], split, str(glue_dir))
     tokenizer, cache = tokenizer or tiny_tokenizer(), str(glue_dir / "tokens")
-    return make_examples(TASKS[task], columns, tokenizer, length, cache, **options)
+    return make_examples(TASKS[task], columns, tokenizer, length, cache, pair_encoding)
 
 
 def run_paths(folder: Path) -> dict[str, str]:

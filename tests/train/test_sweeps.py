@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from roformer.configuration_roformer import POSITION_ENCODINGS
 from tiny import ROOT
 from train.command_line import parse_settings
 from train.settings import PretrainSettings
@@ -40,7 +41,7 @@ def sweep(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "scale", "names"),
     [
-        ("encodings", "small", 7 * 3), ("encodings", "tiny", 2 * 2),
+        ("encodings", "small", 3 * len(POSITION_ENCODINGS)), ("encodings", "tiny", 2 * 2),
         ("performer", "small", 3 * 2), ("performer", "tiny", 3),
         ("pair", "small", 2 * 2), ("pair", "tiny", 2 * 2),
     ],

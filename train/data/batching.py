@@ -5,8 +5,8 @@ processes, so that the state of the loader is one integer. A batch has one of tw
 same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
-Three numbers of a sequence: `sequence_id` counts the sequences of the text, `shuffled_index` those
-of an epoch in its order, `sample_index` those of the run in the order of training.
+Three numbers of a sequence: `sequence_id` is its place in the text, `index_in_epoch` that in the
+random permutation of an epoch, and `sample_index` counts the sequences of the run as they come.
 
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
@@ -84,12 +84,12 @@ def training_order(
 ) -> tuple[Indices, Indices]:
     """Return the sequences [n] at `sample_index` [n] of the run, and the epoch of each [n].
 
-    Epoch e has the samples e*N to (e+1)*N - 1 for N sequences, which it permutes. Within a window
-    of it, sequences are sorted by length and cut into buckets of `bucket_size`, and the buckets are
-    shuffled.
+    Samples e*N to (e+1)*N - 1 are epoch e: a random permutation of the N sequences. In each window
+    of the permutation sequences are sorted by length and cut into buckets of `bucket_size`, and the
+    buckets are shuffled.
     """
-    epochs, shuffled_index = np.divmod(sample_index, len(sequences))
-    windows, index_in_window = np.divmod(shuffled_index, WINDOW)
+    epochs, index_in_epoch = np.divmod(sample_index, len(sequences))
+    windows, index_in_window = np.divmod(index_in_epoch, WINDOW)
     sequence_ids = np.empty_like(sample_index)
     for epoch, window in {(int(e), int(w)) for e, w in zip(epochs, windows)}:
         chosen = (epochs == epoch) & (windows == window)
@@ -102,8 +102,8 @@ def _window_order(
     sequences: SequenceIndex, epoch: int, window: int, seed: int, bucket_size: int
 ) -> Indices:
     size = len(sequences)
-    shuffled_index = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
-    sequence_ids = stateless_rng.permute(shuffled_index, size, seed, epoch)
+    index_in_epoch = np.arange(window * WINDOW, min((window + 1) * WINDOW, size))
+    sequence_ids = stateless_rng.permute(index_in_epoch, size, seed, epoch)
     by_length = np.argsort(sequences.locate(sequence_ids)[1], kind="stable")
     buckets = [by_length[i : i + bucket_size] for i in range(0, len(by_length), bucket_size)]
     keys = stateless_rng.random_bits(seed, epoch, window, np.arange(len(buckets)))
@@ -123,7 +123,7 @@ class BatchFormat:
         whole_word: Whether whole words are masked instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         constant_shapes: Whether `label_indices` and `labels` are padded to a multiple of
-            `max_predictions`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
+            `label_capacity`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
             The masks are the same.
     """
 
@@ -171,7 +171,7 @@ def make_batch(
     label_indices = np.flatnonzero(chosen)
     if batch_format.constant_shapes:
         tokens = len(sequence_ids) * sequences.length
-        multiple = tokens if batch_format.causal else max_predictions(tokens, rate)
+        multiple = tokens if batch_format.causal else label_capacity(tokens, rate)
         count = max(1, math.ceil(len(label_indices) / multiple)) * multiple
         padding = (0, count - len(label_indices))
         label_indices = np.pad(label_indices, padding)
@@ -211,15 +211,15 @@ def packed_layout(lengths: Indices) -> dict[str, Any]:
     }
 
 
-def max_predictions(tokens: int, mask_rate: float) -> int:
-    """Return an upper bound of the masked tokens among `tokens` tokens.
+def label_capacity(tokens: int, mask_rate: float) -> int:
+    """Return a number of labels that masking `tokens` tokens hardly ever exceeds.
 
     It is the mean plus 6 standard deviations for independently chosen tokens, rounded up to a
     multiple of 8. A batch with more, as whole words can have, is padded to the next multiple:
     another compilation, never an error.
     """
-    bound = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
-    return 8 * math.ceil(bound / 8)
+    count = tokens * mask_rate + 6 * math.sqrt(tokens * mask_rate * (1 - mask_rate))
+    return 8 * math.ceil(count / 8)
 
 
 def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:

@@ -31,10 +31,10 @@ def mask_tokens(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose some of the tokens [B, L] to predict, and corrupt them.
 
-    The masks of a row depend on `seed`, its sequence id [B] and its epoch [B] only, not on the
-    batch. What happens to a token depends on its own and earlier columns only, never on the
-    padding. `mask_rate` is the share of tokens chosen; with `whole_word` all pieces of a word are
-    chosen or none.
+    The draws of a row depend on `seed`, its sequence id [B] and its epoch [B], not on the rest of
+    the batch. What happens to a token depends on its own and earlier columns, never on padding.
+    `mask_rate` is the share of tokens chosen; with `whole_word` all pieces of a word are chosen or
+    none.
 
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
@@ -43,7 +43,8 @@ def mask_tokens(
     deciding_column = column  # whose draw counts: the token's own, or that of its word's start
     if whole_word:
         assert vocab.is_continuation is not None  # `check_whole_word` was called before
-        # all tokens of a word share the draw of its first column; a special token starts a word
+        # all tokens of a word share the draw of its first column, and those of a word that began
+        # in an earlier sequence that of [CLS]
         deciding_column = np.maximum.accumulate(
             np.where(vocab.is_continuation[ids], 0, column), axis=1
         )

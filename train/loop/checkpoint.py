@@ -111,9 +111,8 @@ def _wait_for_lock(stream: TextIO) -> str:
 class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
-    The `state` of a run is a dictionary of JSON values: the number of `step`s, `data` (the
-    store names at the last save), `tokenizer` and `config` (their hashes) and `RunLog.state`, among
-    it its `seconds`.
+    The `state` of a run is a dictionary of JSON values: `step` (the steps done), `data` (the names
+    of the stores), `tokenizer` and `config` (their hashes), and the keys of `RunLog.state`.
 
     `stores` are the token stores of all stages and of the held-out text.
     """

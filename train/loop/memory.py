@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
-from train.data.batching import StagedDataset, max_predictions, packed_layout
+from train.data.batching import StagedDataset, label_capacity, packed_layout
 from train.loop.language_model import LanguageModel, build_config, build_language_model
 from train.loop.launch import any_process
 from train.loop.optim import count_steps
@@ -52,12 +52,12 @@ def largest_batch(
 ) -> dict[str, Any]:
     """Build `rows` sequences of random tokens, with the largest shapes that a run usually meets.
 
-    A decoder predicts all tokens, an encoder `mask_rate` of them, with whole words a few more.
+    A decoder predicts all tokens, an encoder `label_capacity` of them.
     """
     ids = torch.randint(language_model.model.config.vocab_size, (rows, length))
     predicted = rows * length
     if not language_model.causal:
-        predicted = max_predictions(rows * length, mask_rate)
+        predicted = label_capacity(rows * length, mask_rate)
     positions = torch.arange(predicted) * rows * length // predicted
     batch: dict[str, Any] = {"label_indices": positions, "labels": ids.flatten()[positions]}
     if not language_model.packed:

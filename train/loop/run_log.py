@@ -48,7 +48,7 @@ waiting for batches.
 class Clock:
     """Seconds of the run, and of training since the last report.
 
-    Those of the run are of the loops of all launches, evaluations and saves included; those of
+    Those of the run add up the training loops of all launches with evaluations and saves; those of
     training exclude evaluations. `waited` is the part of the latter spent waiting for batches.
     """
 
@@ -236,23 +236,24 @@ def truncate_log(log: Path, step: int) -> None:
 def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
     """Return the floating-point operations of a forward and backward pass.
 
-    6 L (4 E^2 + 2 E F) per token, 12 L E per pair of tokens of a sequence and 6 (E^2 + V E) per
-    predicted token, with L layers, hidden size E, intermediate size F and V vocabulary entries.
-    Linear attention with M features per head costs 12 L E M per token instead of the pairs; FAVOR+,
-    which also computes its random projections, 20 L E M. Causal attention counts all pairs.
-    Padding is not counted; `squares` is the sum of the squared lengths of the sequences. The
-    vocabulary layer is counted at predicted positions only. A multiplication and an addition are
-    two operations; forward and backward pass together cost three times the forward pass.
+    6 N (4 E^2 + 2 E F) per token, 12 N E per pair of tokens of a sequence and 6 (E^2 + V E) per
+    predicted token, with N layers, hidden size E, intermediate size F and V vocabulary entries.
+    Linear attention with M features per head costs 12 N E M per token instead of the pairs; FAVOR+,
+    which also computes its random projections, 20 N E M. Causal attention counts all pairs.
+    Padding and position biases are not counted; `squares` is the sum of the squared lengths of the
+    sequences. The vocabulary layer is counted at predicted positions only. A multiplication and an
+    addition are two operations; forward and backward pass together cost three times the forward
+    pass.
     """
     E, F = config.hidden_size, config.intermediate_size  # noqa: N806
     layers, V = config.num_hidden_layers, config.vocab_size  # noqa: N806
     weights = 6 * layers * (4 * E**2 + 2 * E * F) * tokens
-    kind, pairs = getattr(config, "linear_attention", None), 12 * squares
+    kind, attention = getattr(config, "linear_attention", None), 12 * squares
     if kind is not None:
-        pairs = 12 * tokens * E // config.num_attention_heads
+        attention = 12 * tokens * E / config.num_attention_heads
     if kind == "favor":
-        pairs = 20 * tokens * config.random_features
-    return weights + layers * E * pairs + 6 * (E**2 + V * E) * predicted
+        attention = 20 * tokens * config.random_features
+    return weights + layers * E * attention + 6 * (E**2 + V * E) * predicted
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:

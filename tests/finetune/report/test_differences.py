@@ -87,7 +87,10 @@ def test_numbers_in_names_are_pretraining_seeds_only_if_they_pair_up(names, size
 
 def test_one_model_is_compared_with_its_controls_only():
     alone = [x for x in learned() if x["model"] != ROFORMER]
-    assert judge(alone)[0] == "small-bert: pretraining helps it on 1 of 1 tasks: CoLA, Matthews."
+    assert (
+        judge(alone)[0]
+        == "small-bert: pretraining is shown to help it on 1 of 1 tasks: CoLA, Matthews."
+    )
     found = report(seeds("runs/mine/model", "rte", (0.6, 0.7)))
     assert found.differences == []
     assert found.no_pairs == "One model, no comparison."
@@ -161,7 +164,7 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
-    title = f"RoFormer {MINUS} BERT: pretraining helps both models on"
+    title = f"RoFormer {MINUS} BERT: pretraining is shown to help both models on"
     rest = "Where this is not shown, a difference says nothing about pretraining."
     models = "RoFormer: small-roformer; BERT: small-bert."
     *verdict, protocol = judge(learned())
@@ -215,7 +218,7 @@ def test_a_task_that_is_not_judged_does_not_count_among_the_tasks():
     # of the other two one model has a seed too few, or no controls
     wnli = [*seeds(ROFORMER, "wnli", (0.7, 0.72)), line(BERT, "wnli", 0.7)]
     lines = [*learned(), *one_seed, *wnli]
-    assert judge(lines)[0].endswith("helps both models on 1 of 1 tasks: CoLA, Matthews.")
+    assert judge(lines)[0].endswith("help both models on 1 of 1 tasks: CoLA, Matthews.")
     column = pairs_shown(lines).frame["pretraining helps both"]
     assert column.tolist() == ["yes", "not judged", "not judged", DASH]  # - of the mean of tasks
 
@@ -228,11 +231,11 @@ def test_over_pretraining_seeds_a_task_counts_when_it_does_for_each_of_them():
         # random weights stand for every pretraining seed
         lines += seeds(f"runs/{name}-0/model", "cola", (0.5, 0.54), random_weights=True)
     assert {round(gain[1]) for gain in gains_of(lines).values()} == {10}
-    assert "helps both models on 1 of 1" in judge(lines)[0]
+    assert "help both models on 1 of 1" in judge(lines)[0]
     for run in lines:
         if run["model"] == "runs/bert-1/model":
             run["metrics"]["validation"]["matthews"] -= 0.2
-    assert "helps both models on 0 of 1" in judge(lines)[0]
+    assert "help both models on 0 of 1" in judge(lines)[0]
 
 
 @pytest.mark.parametrize("model", ["runs/bert-0", "runs/bert-1"])

@@ -81,7 +81,7 @@ def test_a_packed_run_logs_the_losses_of_a_padded_one(pretrain):
 
 def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences, monkeypatch):
     for multiple in (500, 40):  # more than is predicted, and less
-        monkeypatch.setattr(batching, "max_predictions", lambda *rest, n=multiple: n)
+        monkeypatch.setattr(batching, "label_capacity", lambda *rest, n=multiple: n)
         padded = steps_of(sequences, constant_shapes=True)
         for free, fixed in zip(steps_of(sequences)[2], padded[2]):
             number = len(free["labels"])
@@ -96,7 +96,7 @@ def test_a_fixed_capacity_changes_no_mask_and_is_never_too_small(sequences, monk
 
 def test_the_capacity_is_hardly_ever_exceeded_and_hardly_larger():
     drawn = np.random.default_rng(0).binomial(4096, 0.15, 100_000)
-    assert drawn.max() < batching.max_predictions(4096, 0.15) < 1.25 * 4096 * 0.15
+    assert drawn.max() < batching.label_capacity(4096, 0.15) < 1.25 * 4096 * 0.15
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(64, 8), (256, 64)])
@@ -146,9 +146,9 @@ def test_a_rank_of_a_thousand_needs_no_memory_for_a_billion_sequences():
 def test_the_order_of_a_billion_repeats_nothing():
     # half a million numbers: a function that is no permutation would collide about 130 times
     windows = np.random.default_rng(0).choice(10**9 // 2048, 256, replace=False)
-    shuffled_index = (windows[:, None] * 2048 + np.arange(2048)).flatten()
-    found = stateless_rng.permute(shuffled_index, 10**9, 0, 0)
-    assert len(np.unique(found)) == len(shuffled_index)
+    index_in_epoch = (windows[:, None] * 2048 + np.arange(2048)).flatten()
+    found = stateless_rng.permute(index_in_epoch, 10**9, 0, 0)
+    assert len(np.unique(found)) == len(index_in_epoch)
     assert found.min() >= 0
     assert found.max() < 10**9
 
