@@ -74,7 +74,8 @@ def prepare_attention(
 
     Linear attention takes the padding mask. `unpadded`, and `auto` where it leaves padding out,
     take a row of documents and their lengths, and so does flash attention. All others, and calls
-    that need a mask for another reason, take a mask. Which kernel a CPU uses under `auto` and
+    that need a mask for another reason, take a mask, which is None without padding and packed
+    documents. Which kernel a CPU uses under `auto` and
     `unpadded` is chosen in each layer, by `kernels.select_cpu_attention`.
 
     Args:
@@ -162,10 +163,10 @@ def _may_unpad(
 ) -> bool:
     """Return whether padding can be left out of the layers.
 
-    Not where values, on which the shapes would depend, cannot be read. "auto" leaves padding out on
-    a CPU only, because other devices would have to be waited for; only where every row has a token
-    that is not padding, so that heads read no zeros; and not under hooks of layers, which expect
-    the rows of the batch.
+    Not while tracing, because the new shapes depend on values that cannot be read. "auto" leaves
+    padding out on a CPU only, because other devices would have to be waited for; only where every
+    row has a token that is not padding, so that heads read no zeros; and not under hooks of layers,
+    which expect the rows of the batch.
     """
     if is_traced() or values_are_unreadable(hidden_states):
         return False

@@ -1,7 +1,8 @@
 """Positions, padding and packed documents of a batch, and the rows that layers compute in.
 
 transformers' bidirectional masks ignore `position_ids`, so that packed documents would attend to
-each other. Here the document of each token is computed once, for all attention implementations.
+each other. Here the document of each token is computed once, for all attention implementations. A
+row that is not packed is one document.
 
 Legend: B batch, L columns of a row, padding included, T tokens of a layout.
 """
@@ -24,7 +25,8 @@ class BatchMetadata:
     Attributes:
         position_ids: [1 or B, L] integers.
         attention_mask: As given to the model.
-        padding_mask: [B, L] bool, False for padding; None if only a four-dimensional mask is known.
+        padding_mask: [B, L] bool, True at tokens and False at padding, as in transformers; None if
+            only a four-dimensional mask is known.
         document_ids: [B, L] int64, numbered from 0 over all rows; None if every row is one
             document and `cu_seqlens` was not given.
         cu_seqlens: [documents + 1] cumulative lengths of the documents, if they were given.
@@ -42,12 +44,12 @@ class BatchMetadata:
     def packed_document_ids(self) -> Tensor | None:
         """`document_ids`, or None if `cu_seqlens` give every row one document.
 
-        A compiler would make the number of documents a constant, so that it is not asked for.
+        Not compared under a compiler, which would make the number of documents a constant.
         """
         if self.document_ids is None or self.cu_seqlens is None or is_traced():
             return self.document_ids
-        is_packed = len(self.cu_seqlens) > len(self.document_ids) + 1
-        return self.document_ids if is_packed else None
+        num_documents, num_rows = len(self.cu_seqlens) - 1, len(self.document_ids)
+        return self.document_ids if num_documents > num_rows else None
 
     def position_span_of_each_token(self) -> Tensor:
         """Return for each token the span of positions of its row or document, [B, L] int64.
@@ -84,7 +86,8 @@ def describe_batch(
     Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
     documents of a single row are read from `position_ids`, unless tokens are cached. If the
     caller gave a cache, even an empty one, a compiled model does not look for packed documents,
-    because it would have to treat every row as packed. Default positions count from `past_length`.
+    because it would have to treat every row as packed. Default positions count from `past_length`,
+    with `cu_seqlens` from 0 in each document.
     """
     (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
     padding_mask: Tensor | None = None
@@ -199,11 +202,12 @@ def remove_padding(
         return None
     if document_ids is None:
         document_ids = torch.arange(B, device=batch_indices.device)[:, None].expand(B, L)
-    is_start = F.pad(document_ids.flatten()[batch_indices].diff() != 0, (1, 1), value=True)
-    cu_seqlens = is_start.nonzero().flatten().to(torch.int32)
+    # [T + 1], the starts of documents and the end of the last
+    is_boundary = F.pad(document_ids.flatten()[batch_indices].diff() != 0, (1, 1), value=True)
+    cu_seqlens = is_boundary.nonzero().flatten().to(torch.int32)
     length = num_tokens = len(batch_indices)
     if padding_mask.device.type == "cpu":
-        step = 1 << max(0, num_tokens.bit_length() - 6)  # at most 1/32 of it
+        step = 1 << max(0, num_tokens.bit_length() - 6)  # at most 1/32 of them
         length = -(-num_tokens // step) * step
     if length > num_tokens:
         cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length)

@@ -38,7 +38,7 @@ class RoFormerConfig(PreTrainedConfig):
     The defaults are those of transformers' `RoFormerConfig`. A value of `rope_parameters`,
     `type_vocab_size` or a field of `_PLUS_FIELDS` that transformers' RoFormer cannot express makes
     the model a `roformer_plus` when it is saved; `sparse_prediction` and `summary_type` do not. A
-    checkpoint with the fields of both is
+    checkpoint that both classes load is
     [junnyu/roformer_chinese_base](https://huggingface.co/junnyu/roformer_chinese_base).
 
     Attributes:

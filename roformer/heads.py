@@ -104,9 +104,9 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         """Compute logits over the vocabulary.
 
         In training with `config.sparse_prediction` they are computed at labelled tokens only.
-        Without it, on a CPU and with labels at fewer than half of the tokens, the head runs twice:
-        on labelled tokens for the loss, on all for `logits`, through which the loss then has no
-        gradient.
+        Otherwise, on a CPU, when gradients are recorded and fewer than half of the tokens have
+        labels, the head runs twice: on labelled tokens for the loss, which is faster to
+        differentiate, and on all tokens for `logits`, on which the loss then does not depend.
 
         `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.

@@ -44,9 +44,9 @@ def may_unpad_for_loss(
 ) -> bool:
     """Return False if `auto` or `unpadded` would leave out an output that [B, L] labels need.
 
-    Eager attention and sdpa leave nothing out, and flash attention has no outputs at padding in any
-    case, as in transformers: then it is True. `shift` is the number of tokens between an output and
-    its label, 1 for causal models.
+    Under other implementations, which leave nothing out or (flash attention) padding in any case,
+    the answer changes nothing. False where mask and labels differ in shape and cannot be compared.
+    `shift` is the number of tokens between an output and its label, 1 for causal models.
     """
     if labels is None or attention_mask is None:
         return True

@@ -5,7 +5,8 @@ names are those of transformers' own RoFormer, so that checkpoints load in both 
 cos and sin come from a table of `max_position_embeddings` rows; here they are computed from
 `position_ids`, and packed documents are kept apart, whichever implementation computes attention.
 
-Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary.
+Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary. Layers may
+compute in another layout: one row of all tokens without padding, or a row for each document.
 """
 
 from functools import wraps
@@ -333,14 +334,22 @@ class RoFormerEncoder(nn.Module):
         )
         self.register_load_state_dict_pre_hook(_drop_sinusoid_table)
 
-    def forward(self, hidden_states: Tensor, *shared: Any, **kwargs: Any) -> Tensor:
-        """[B, L, E] to [B, L, E]; all other arguments, as in `RoFormerLayer`, go to every layer.
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        encoder_hidden_states: Tensor | None,
+        encoder_attention_mask: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, L, E] to [B, L, E]; all other arguments go to every layer.
 
         `kwargs` are `implementation`, `relative_positions` and `past_key_values`, which
-        `RoFormerSelfAttention` reads, and arguments of the attention function. `shared` are masks,
-        cos and sin, and an encoder's output in the order of `RoFormerLayer`: positional, because
-        reentrant checkpointing passes no gradient to keyword arguments.
+        `RoFormerSelfAttention` reads, and arguments of the attention function.
         """
+        # positional: reentrant checkpointing passes no gradient to keyword arguments
+        shared = attention_mask, position_embeddings, encoder_hidden_states, encoder_attention_mask
         for layer in self.layer:
             hidden_states = layer(hidden_states, *shared, **kwargs)
         return hidden_states
@@ -505,7 +514,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_shared_bias(config)  # checkpoints have this name
+        self.score_bias = build_shared_bias(config)  # the name of its weights in checkpoints
         # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
         # read `config` for the attention implementation and for what to return, this for all else
         self.roformer_config = config
@@ -548,9 +557,10 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_attention_mask: [B, S'], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
-            position_ids: [L] or [B, L] integers with any start, order and gaps. None: the column of
-                each token, plus the number of cached tokens, so that padding on the left shifts
-                learned and sinusoidal positions. Encodings with a position bias ignore them if
+            position_ids: [L] or [B, L] integers with any start, order and gaps. None: the place of
+                each token in its document if `cu_seq_lens_q` is given, else its column, plus the
+                number of cached tokens, so that padding on the left shifts learned and sinusoidal
+                positions. Encodings with a position bias ignore them if
                 tokens are cached.
             cu_seq_lens_q: [documents + 1] int32 or int64, cumulative lengths of the documents in
                 the flattened rows, each of which ends a document. [0, L] makes one document of a
@@ -626,7 +636,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             score_bias=score_bias,
             unpad=unpad,
         )
-        # 4. rows of the implementation (no padding, or one for each document), with cos and sin
+        # 4. layout of the layers: one row without padding, or a row for each document
         hidden_states = attention.to_layout(hidden_states)
         position_embeddings = self._cos_sin(batch, attention, hidden_states.dtype)
         # 5. encoder

@@ -77,7 +77,7 @@ def rotary_embeddings(
     at position 100,000 is wrong by up to 0.004.
 
     Args:
-        position_ids: Token positions m, [L] or [B, L], any integer dtype.
+        position_ids: Token positions m, [1 or B, L], any integer dtype.
         inv_freq: theta_i, [R/2] or [..., L, R/2], radians per token.
         attention_scaling: Factor on both results.
         dtype: Dtype of the model; the results are float64 if it is float64.
@@ -95,7 +95,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
 
     Args:
         x: Queries, keys or values, [B, L, H, D], any floating dtype.
-        cos: From `rotary_embeddings`, [L, R/2] or [B, L, R/2]. If R < D, only the first R
+        cos: From `rotary_embeddings`, [1 or B, L, R/2]. If R < D, only the first R
             coordinates are rotated.
         sin: Same shape as `cos`.
         interleave: Pair adjacent coordinates; False pairs coordinate i with i + R/2.

@@ -1,5 +1,7 @@
 """Faster implementations of operations, with the same outputs of tokens up to rounding.
 
+A kernel is here a function of torch's operators, or torch's own, that replaces a slower one.
+
 What belongs here: attention, linear layers, dropout and cross-entropy for a CPU, attention within
 the documents of a row, and the choice between kernels. What does not: anything that decides what is
 computed. Equation 2 of the paper, `attention.softmax_attention`, is also eager attention, with

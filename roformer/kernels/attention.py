@@ -59,8 +59,8 @@ def auto_attention_forward(
     With document lengths, on CUDA (Ampere or later), in half precision and with a head size that is
     a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
     batch of documents of similar length, which waits for the device. Such calls, and those without
-    lengths, are computed on a CPU by the kernel that `select_cpu_attention` names unless they are
-    causal, without a mask and without dropout; all others by sdpa.
+    lengths, are computed by sdpa; on a CPU by the kernel that `select_cpu_attention` names, except
+    causal ones without mask and dropout.
 
     Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
     mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
@@ -72,8 +72,8 @@ def auto_attention_forward(
     """
     is_causal = bool(module.is_causal)
     if cu_seq_lens_q is None:
-        # as sdpa aligns them, query m sees the keys up to m: a single query is the newest, and sees
-        # all; several have a mask unless no tokens were cached before
+        # sdpa lets query m see the keys up to m, which is wrong behind cached tokens: there several
+        # queries come with a mask, and a single one, the newest, sees all keys
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
         return _attention(query, key, value, attention_mask, scaling, dropout, is_causal), None
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]
