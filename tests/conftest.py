@@ -140,12 +140,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
-    def begin(*arguments, limits=None, program=sys.executable, group=0, pipe=None, **environment):
+    def begin(*arguments, program=sys.executable, group=0, pipe=None, **environment):
         def prepare() -> None:
             for number in (signal.SIGHUP, signal.SIGINT):  # these tests may run under `nohup`
                 signal.signal(number, signal.SIG_DFL)
-            if limits is not None:
-                limits()
 
         # as many threads as here: sums round alike
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment

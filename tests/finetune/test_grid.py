@@ -130,29 +130,19 @@ def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(f
 
 
 def test_a_worker_whose_process_died_gets_the_next_run_at_once(folder, monkeypatch):
-    class Pool:
-        is_dead = False
-
-        def submit(self, function, run, worker):
-            if self.is_dead:
-                raise BrokenProcessPool
-            future = Future()
-            if run.seed == 1:
-                self.is_dead = True
-                future.set_exception(BrokenProcessPool())
-            elif run.seed == 2:
-                future.set_result(None)
-            return future  # that of seed 0 does not end
-
-        def shutdown(self):
-            """Nothing runs."""
+    endless, dead, done = Future(), Future(), Future()
+    dead.set_exception(BrokenProcessPool())
+    done.set_result(None)
+    # the second of two workers dies in its run and takes no other: a third is started for it
+    outcomes = [[endless], [dead, BrokenProcessPool()], [done]]
+    workers = iter([Mock(**{"submit.side_effect": found}) for found in outcomes])
+    monkeypatch.setattr(grid, "start_worker", lambda *arguments: next(workers))
 
     def end_of_any(running, **options):
         busy.append(len(running))
         return wait(running, timeout=0.01, **options)
 
     busy: list[int] = []
-    monkeypatch.setattr(grid, "start_worker", lambda *arguments: Pool())
     monkeypatch.setattr(grid, "wait", end_of_any)
     ended = grid.make_runs(grid.list_runs(ask(folder, seeds=[0, 1, 2])), workers=2)
     assert [next(ended)[0].seed for _ in range(2)] == [1, 2]

@@ -33,7 +33,6 @@ from tiny import ROOT, refused
 from tiny_glue import glue_run, run_settings, sentences, tiny_model
 from train.command_line import run_command
 
-NAMES = ("negative", "positive")
 COLORS = ["red", "green", "blue"] * 4
 TEXTS = [f"good film {row}" for row in range(12)]
 GOOD = {"text": TEXTS, "color": COLORS}
@@ -81,7 +80,7 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     assert len(commands) == 4
     tiny_model(Path("runs/mine/model"), "roformer")
     texts, labels = sentences(400, 0)
-    names = [NAMES[label] for label in labels]
+    names = ["positive" if label else "negative" for label in labels]
     write("reviews.csv", {"review": texts, "stars": labels, "sentiment": names})
     ids = [f"00{row}" for row in range(9)]
     write("new.csv", {"id": ids, "review": texts[:9]})

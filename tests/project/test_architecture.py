@@ -4,11 +4,15 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tiny import ROOT, command, name_of
 
@@ -94,6 +98,17 @@ def test_imports_point_one_way(path):
     if own.startswith("roformer"):
         refused |= {"train", "finetune", "datasets", "evaluate", "accelerate"}
     assert not {item.split(".")[0] for item in imported(path)} & refused
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["train"], *extras["glue"]]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    names = {name.split(".")[0] for path in FILES for name in imported(path)}
+    providers = packages_distributions()
+    for name in names.difference(PACKAGES, sys.stdlib_module_names):
+        assert declared.intersection(map(canonicalize_name, providers[name])), name
 
 
 def test_no_modules_import_each_other():

@@ -13,7 +13,7 @@ from roformer import RoFormerForMaskedLM, RoFormerForMultipleChoice, RoFormerMod
 from roformer.batch import remove_padding
 from roformer.kernels import attention
 from roformer.modeling_roformer import eager_attention_forward
-from tiny import POOLED, assert_near, build, hidden, rope_config
+from tiny import POOLED, assert_near, build, rope_config
 
 KERNELS = ["eager", "sdpa", "unpadded", "cu_seqlens"]
 
@@ -153,20 +153,14 @@ def test_packed_documents_come_out_as_they_would_alone(kernel, given, decoder, r
     assert_near(output, torch.cat([model(part)[0] for part in parts], dim=1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"use_cache": True}, {"output_hidden_states": True}, {"source": True}],
-    ids=["cache", "hidden states", "cross-attention"],
-)
+@pytest.mark.parametrize("option", ["use_cache", "output_hidden_states", "encoder_hidden_states"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, options, config):
-    config.is_decoder, config.add_cross_attention = True, "source" in options
+def test_packed_documents_stay_apart_whatever_else_is_asked_for(kernel, option, config):
+    config.is_decoder, config.add_cross_attention = True, option == "encoder_hidden_states"
     config.hidden_act = "tanh"
     model = model_with(config, kernel)
     parts = [torch.randint(0, 60, (1, n)) for n in (4, 6)]
-    more = {k: v for k, v in options.items() if k != "source"}
-    if "source" in options:
-        more["encoder_hidden_states"] = torch.randn(1, 5, 32)
+    more = {option: torch.randn(1, 5, 32) if config.add_cross_attention else True}
     positions = torch.cat((torch.arange(4), torch.arange(6)))
     output = model(torch.cat(parts, dim=1), position_ids=positions, **more)
     assert output.past_key_values is None  # nothing can follow such a row
@@ -283,23 +277,7 @@ def test_rows_without_padding_have_few_lengths():
     assert len(lengths) < 32 * 9
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers sets it
 @pytest.mark.usefixtures("flex_without_inductor")
-def test_flex_attention_of_a_decoder_gives_eager_outputs_also_for_packed_rows(config):
-    config.is_decoder, config.use_cache = True, False
-    ids, mask = padded("right")
-    positions = torch.cat((torch.arange(4), torch.arange(20)))
-    eager, flex = model_with(config, "eager"), model_with(config, "flex_attention")
-    for rows, options, kept in (
-        (ids, {"attention_mask": mask}, mask.bool()),
-        (ids[:1], {"position_ids": positions}, slice(None)),
-    ):
-        expected, found = (hidden(model, rows, **options)[kept] for model in (eager, flex))
-        assert_near(found, expected)
-
-
-@pytest.mark.usefixtures("flex_without_inductor")
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_heads_that_look_for_a_token_take_a_mask_of_flex_attention(config):
     config.summary_type = "first"  # of a mask of that kind the last token is not known
     ids, mask = padded("right")

@@ -22,9 +22,8 @@ from train.loop.run_log import measure_peak_flops
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
-    # raised inside torch's compiler, and by transformers' use of flex_attention
+    # raised inside torch's compiler
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
 ]
 
 LENGTHS = (24, 24, 7, 1)

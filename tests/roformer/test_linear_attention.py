@@ -6,22 +6,16 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer.configuration_roformer import FEATURE_MAPS
-from roformer.linear_attention import (
-    CHUNK_LENGTH,
-    FeatureMap,
-    RandomFeatureMap,
-    linear_attention,
-    orthogonal_vectors,
-)
+from roformer.linear_attention import CHUNK_LENGTH, FeatureMap, linear_attention, orthogonal_vectors
 from roformer.rotary import compute_inv_freq, rotary_embeddings
-from tiny import assert_near, hidden, model_of, rotation_matrices, tiny_config
+from tiny import assert_near, hidden, model_of, rotation_matrices
 
 B, L, H, D, V = 2, 150, 2, 16, 60  # more than two chunks, and not a whole number of them
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 
 
-def features_of(kind: str) -> FeatureMap:
-    return model_of(kind).encoder.layer[0].attention.self.features
+def features_of(kind: str, **fields: object) -> FeatureMap:
+    return model_of(kind, **fields).encoder.layer[0].attention.self.features
 
 
 @pytest.fixture
@@ -89,8 +83,7 @@ def test_random_features_estimate_the_kernel_of_softmax(heads):
     exact = (q @ k.T / D**0.5).exp()
     errors = []
     for number in (64, 4096):
-        features = RandomFeatureMap(tiny_config(linear_attention="favor", random_features=number))
-        features.reset_parameters()
+        features = features_of("favor", random_features=number)
         a, b = (phi(x.double(), features) for x in (q, k))
         errors.append(((a @ b.T / number - exact) / exact).abs().mean().item())
     assert errors[1] < 0.1

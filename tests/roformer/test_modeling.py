@@ -10,28 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import roformer
+import tiny
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM, RoFormerModel
 from roformer.configuration_roformer import POSITION_ENCODINGS
 from roformer.heads import RoFormerClassificationHead
-from tiny import (
-    HEADS,
-    ROPES,
-    STOCK_IS_CAUSAL,
-    TINY_MODEL,
-    assert_near,
-    build,
-    command,
-    enlarge,
-    hidden,
-    inputs_with_labels,
-    rope_config,
-    tiny_config,
-)
+from tiny import assert_near, build, enlarge, hidden, inputs_with_labels, rope_config, tiny_config
 
 PAIRS = [
     (head, getattr(transformers, head.__name__))
-    for head in (*HEADS, RoFormerModel)
-    if head is not RoFormerForCausalLM or STOCK_IS_CAUSAL
+    for head in (*tiny.HEADS, RoFormerModel)
+    if head is not RoFormerForCausalLM or tiny.STOCK_IS_CAUSAL
 ]
 CHANGES = {"rotary_value": True, "embedding_size": 16, "tie_word_embeddings": False}
 MORE = {"num_labels": 5, "sparse_prediction": True}
@@ -53,7 +41,7 @@ def outputs_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.
 def test_checkpoints_give_equal_outputs_and_gradients(ours, stock, fields, saver, tmp_path):
     first, second = (ours, stock) if saver == "ours" else (stock, ours)
     values = {"vocab_size": 60, "summary_type": "first", "is_decoder": ours is RoFormerForCausalLM}
-    saved = enlarge(first(first.config_class(**TINY_MODEL | values | fields)))
+    saved = enlarge(first(first.config_class(**tiny.TINY_MODEL | values | fields)))
     saved.save_pretrained(tmp_path)
     loaded, report = second.from_pretrained(tmp_path, output_loading_info=True)
     missing = report.pop("missing_keys")
@@ -170,7 +158,7 @@ def test_position_ids_are_obeyed(encoding):
     assert_near(stretched, hidden(model, sparse, attention_mask=mask)[:, gaps], 1e-4)
 
 
-@pytest.mark.parametrize("rope", ["default", *ROPES])
+@pytest.mark.parametrize("rope", ["default", *tiny.ROPES])
 @pytest.mark.parametrize("shift", [700, 100_000, -50, -7])
 def test_shifting_all_positions_changes_nothing(rope, shift):
     model = build(RoFormerModel, rope_config(rope))
@@ -190,13 +178,11 @@ def test_the_length_that_counts_is_the_rows():
     torch.testing.assert_close(hidden(model, short), separate[0])  # nothing was stored
     left = hidden(model, padded.flip(1), attention_mask=mask.flip(1))[:1, -12:]
     assert_near(left, hidden(model, short.flip(1)), 2e-4)
-    plain = build(RoFormerModel, rope_config("default"))
-    assert (hidden(plain, long) - separate[1]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("rope", [r for r in ROPES if r != "dynamic"])
+@pytest.mark.parametrize("rope", tiny.ROPES)
 def test_rope_settings_reach_the_attention(rope):
-    ids = torch.randint(0, 60, (1, 30))
+    ids = torch.randint(0, 60, (1, 200))
     outputs = [build(RoFormerModel, rope_config(r))(ids)[0] for r in ("default", rope)]
     assert (outputs[0] - outputs[1]).abs().max() > 0.1
 
@@ -289,7 +275,6 @@ def test_weights_can_stay_on_disk(config, tmp_path):
     torch.testing.assert_close(lazy(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "unpadded"])
 def test_token_types_of_one_row_are_those_of_all(kernel, config):
     model = build(RoFormerModel, config, kernel)
     ids, mask = torch.randint(5, 60, (3, 6)), torch.ones(3, 6)
@@ -323,12 +308,12 @@ if transformers.__version__ != "5.17.0":  # ignores registrations of its own con
     config = transformers.RoFormerConfig(num_hidden_layers=1)
     assert type(auto.from_config(config)) is roformer.RoFormerForMaskedLM
 """
-    command("-c", code, tmp_path)
+    tiny.command("-c", code, tmp_path)
 
 
 def test_transformers_classes_load_quietly_after_the_auto_classes_build_ours():
     code = "import transformers as t, roformer; roformer.use_for_auto_classes(); t.RoFormerModel"
-    done = command("-c", code)
+    done = tiny.command("-c", code)
     assert (done.stdout, done.stderr) == ("", "")
 
 

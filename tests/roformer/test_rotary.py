@@ -5,12 +5,8 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from roformer.rotary import (
-    apply_rotary,
-    compute_inv_freq,
-    compute_rope_parameters,
-    rotary_embeddings,
-)
+from roformer import rotary
+from roformer.rotary import apply_rotary, compute_inv_freq, rotary_embeddings
 from tiny import ROPES, rope_config, rotation_matrices
 
 
@@ -54,7 +50,7 @@ def test_a_partial_rotation_leaves_the_other_coordinates():
 def test_rope_types_have_transformers_frequencies(rope, share):
     config = rope_config(rope, partial_rotary_factor=share)
     lengths = torch.tensor([[16] * 3, [17] * 3]) if config.has_dynamic_rope else None
-    theta, scaling = compute_rope_parameters(config, lengths, torch.device("cpu"))
+    theta, scaling = rotary.compute_rope_parameters(config, lengths, torch.device("cpu"))
     for row, length in enumerate((16, 17)):
         expected, factor = ROPE_INIT_FUNCTIONS[rope](config, "cpu", seq_len=length)
         assert len(expected) == 8 * share
@@ -69,7 +65,7 @@ def test_rope_types_have_transformers_frequencies(rope, share):
 
 def test_default_frequencies_follow_theta_and_share():
     config = rope_config("default", rope_theta=500.0, partial_rotary_factor=0.5)
-    theta, scaling = compute_rope_parameters(config, None, torch.device("cpu"))
+    theta, scaling = rotary.compute_rope_parameters(config, None, torch.device("cpu"))
     expected = [500 ** (-2 * i / 8) for i in range(4)]
     torch.testing.assert_close(theta, torch.tensor(expected, dtype=torch.float64))
     assert scaling == 1.0

@@ -29,11 +29,11 @@ IDS = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.usefixtures("flex_without_inductor")
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.parametrize(
     ("variant", "kernel", "fields"),
     [
         *((name, kernel, {}) for name in POSITION_ENCODINGS for kernel in KERNELS),
+        ("rope", "flex_attention", {"is_decoder": True, "use_cache": False}),
         *((name, None, {}) for name in FEATURE_MAPS),
         *((name, None, {"position_encoding": "none"}) for name in FEATURE_MAPS),
         *((name, None, {"is_decoder": True}) for name in FEATURE_MAPS),

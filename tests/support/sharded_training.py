@@ -113,7 +113,6 @@ class CpuAccelerator(Accelerator):
     mixed_precision, device, is_fsdp2, fp8_backend = "no", torch.device("cpu"), True, None
     parallelism_config = SimpleNamespace(fsdp_dim_names=("dp",))
     is_main_process = property(lambda self: dist.get_rank() == 0)
-    process_index = property(lambda self: dist.get_rank())
     torch_device_mesh = property(lambda self: self.mesh)
 
     def __init__(self, efficient, precision):

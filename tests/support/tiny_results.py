@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from finetune.report.differences import Difference, pair_differences
-from finetune.report.runs import TaskGroup, build_groups
+from finetune.report.differences import pair_differences
+from finetune.report.runs import build_groups
 from finetune.results import PROTOCOL_FIELDS, RUN_KEY, SIMPLE_FEATURES
 from finetune.settings import GlueSettings
 from finetune.tasks import TASKS
@@ -85,15 +86,11 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-class GroupReport(NamedTuple):
-    group: TaskGroup
-    differences: list[Difference]
-    no_pairs: str
-
-
-def report(lines, group: str = "official", pair=None) -> GroupReport:
+def report(lines, group: str = "official", pair=None) -> SimpleNamespace:
+    """The group of that name, the differences of its pairs, and why there are none."""
     (found,) = (x for x in build_groups(lines) if x.name == group)
-    return GroupReport(found, *pair_differences(found, pair))
+    differences, no_pairs = pair_differences(found, pair)
+    return SimpleNamespace(group=found, differences=differences, no_pairs=no_pairs)
 
 
 def texts(table) -> dict[str, dict[str, str]]:

@@ -176,21 +176,16 @@ def test_placeholders_are_one_valid_answer_and_are_printed(tmp_path, capsys):
     assert "warning: the server's scores of placeholders" in printed.err
 
 
+CONTROLS = [line("wnli", model="c", random_weights=True), simple_features("wnli", 0.5)]
+
+
 @pytest.mark.parametrize(
     ("runs", "changes", "words"),
     [
         ([line("wnli"), line("stsb")], {}, ["none for MNLI-m.tsv, MNLI-mm.tsv, AX.tsv;", "--test"]),
         ([line("rte")], {"placeholders": True}, ["for at least one file, got none"]),
-        (
-            [line("wnli"), line("wnli", model="c", random_weights=True)],
-            {"model": "b"},
-            ["model must be one", f"got b; there: {MODEL}"],
-        ),
-        (
-            [line("wnli"), simple_features("wnli", 0.5)],
-            {"model": SIMPLE_FEATURES},
-            ["model must be one", f"there: {MODEL}"],
-        ),
+        ([line("wnli"), *CONTROLS], {"model": "b"}, ["model must be one", f"b; there: {MODEL}"]),
+        ([line("wnli"), *CONTROLS], {"model": SIMPLE_FEATURES}, [f"features; there: {MODEL}"]),
     ],
     ids=["missing", "placeholders alone", "unknown model", "simple features"],
 )

@@ -8,13 +8,8 @@ import pytest
 from scipy.special import softmax
 from sklearn.metrics import confusion_matrix
 
-from finetune.report.error_analysis import (
-    MAX_CHARACTERS,
-    NUM_MISTAKES,
-    ErrorAnalysisSettings,
-    confusion_table,
-    main,
-)
+from finetune.report import error_analysis
+from finetune.report.error_analysis import NUM_MISTAKES, ErrorAnalysisSettings, confusion_table
 from finetune.results import append_result, prediction_file, run_name, write_predictions
 from finetune.tasks import TASKS
 from tiny import refused
@@ -61,7 +56,7 @@ def add_run(folder: Path, task: str, data: dict[str, tuple], **changes) -> dict:
 
 def analyse(folder: Path, task: str, **changes) -> str:
     given = {"results": str(folder / "results.jsonl"), "model": "runs/small/model", "task": task}
-    return main(ErrorAnalysisSettings(**given | changes))
+    return error_analysis.main(ErrorAnalysisSettings(**given | changes))
 
 
 def test_of_many_classes_only_mistakes_are_counted_the_most_frequent_first():
@@ -141,7 +136,7 @@ def test_texts_are_shown_in_their_cells_and_shortened(tmp_path):
     shown = [row[4] for row in tables(analyse(tmp_path, "rte"))[1][1:]]
     assert shown[0] == " ".join(odd[0].split())
     for text, full in zip(shown[1:], odd[1:]):
-        assert len(text) <= MAX_CHARACTERS
+        assert len(text) <= error_analysis.MAX_CHARACTERS
         assert text.endswith(" …")
         assert full.startswith(text.removesuffix(" …"))
 

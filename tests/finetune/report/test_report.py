@@ -136,12 +136,9 @@ def test_a_failed_run_goes_to_the_data_it_was_meant_for():
     assert rows["small-roformer"]["qnli (9k), accuracy"] == "60.0 (1 of 2; 1 failed)"
 
 
-RATES = (2e-5, 3e-5, 4e-5)
-
-
 def sweep(model: str, task: str, means) -> list[dict]:
     runs = []
-    for rate, mean in zip(RATES, means):
+    for rate, mean in zip((2e-5, 3e-5, 4e-5), means):
         runs += seeds(model, task, (mean, mean + 0.01), learning_rate=rate)
     return runs
 

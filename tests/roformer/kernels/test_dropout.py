@@ -11,7 +11,8 @@ from roformer.kernels.dropout import Dropout, dropout
 @pytest.mark.parametrize("probability", [0.003, 0.1, 0.5, 0.9])
 def test_as_many_are_dropped_as_asked_and_the_mean_stays(probability):
     x = torch.ones(1000, 1003)
-    y = dropout(x, probability, training=True)
+    with torch.device("meta"):  # the default device of a context is not asked for numbers
+        y = dropout(x, probability, training=True)
     share, sigma = (y == 0).float().mean(), math.sqrt(probability * (1 - probability) / x.numel())
     assert abs(share - probability) < 3 * sigma + 1 / 65536
     assert y.max() == pytest.approx(1 / (1 - probability), rel=1e-4 / (1 - probability))
@@ -58,12 +59,6 @@ def test_a_gradient_of_the_gradient():
     slope.sum().backward()
     kept = slope.detach() != 0
     torch.testing.assert_close(x.grad, torch.where(kept, 6 * 8 * x.detach(), 0.0))
-
-
-def test_the_default_device_of_a_context_is_not_asked():
-    with torch.device("meta"):
-        y = dropout(torch.ones(1000, device="cpu"), 0.5, training=True)
-    assert 300 < (y == 0).sum() < 700
 
 
 def test_compilers_and_transforms_get_torchs_own():

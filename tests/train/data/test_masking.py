@@ -22,7 +22,7 @@ WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40)
 
 def sample(rate: float = 0.15, vocab=VOCAB):
     ids = np.random.default_rng(0).integers(5, 60, (1000, 100))
-    ids[:, 0], ids[:, -1] = 2, 0
+    ids[:, 0], ids[:, 50], ids[:, -1] = 2, 3, 0
     index = np.arange(1000)
     return ids, *mask_tokens(ids, index, index * 0, vocab, rate, 0, vocab is WORDS)
 
@@ -35,6 +35,8 @@ def within(count: int, number: int, share: float) -> bool:
 @pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])
 def test_tokens_or_whole_words_are_chosen_at_the_rate_and_changed_by_berts_shares(vocab, rate):
     ids, corrupted, chosen = sample(rate, vocab=vocab)
+    assert not chosen[ids < 5].any()  # special tokens and padding
+    np.testing.assert_array_equal(corrupted[~chosen], ids[~chosen])
     begins = (ids < 40) | (np.roll(ids, 1, axis=1) < 5) | (vocab is VOCAB)
     number = begins.cumsum()  # of the word of each token
     tokens, hits = np.bincount(number), np.bincount(number, chosen.flatten())
@@ -67,16 +69,6 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     vocab = Vocab.from_tokenizer(other)
     vocab.check_whole_word(False)
     refused(partial(vocab.check_whole_word, True), "corpus.whole_word must be false")
-
-
-@pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])
-def test_special_tokens_and_padding_are_never_chosen_and_what_is_not_chosen_stays(vocab):
-    ids, *_ = sample()
-    ids[:, 50] = 3
-    index = np.arange(len(ids))
-    corrupted, chosen = mask_tokens(ids, index, index * 0, vocab, 0.9, 0, vocab is WORDS)
-    assert not chosen[ids < 5].any()
-    np.testing.assert_array_equal(corrupted[~chosen], ids[~chosen])
 
 
 def test_masks_belong_to_the_sequence_not_to_its_batch():

@@ -6,18 +6,17 @@ import shutil
 import numpy as np
 import pytest
 
+from launched_runs import LAUNCH
 from tiny import command, log_rows
 
 pytestmark = pytest.mark.slow
 
 
 def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
-    launch = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
-    launch += ("configs/accelerate/cpu.yaml",)
     (tmp_path / "text").mkdir()
     shutil.copy(real_data / "corpus" / "wikipedia" / "validation.parquet", tmp_path / "text")
     command(
-        *launch, "train/pretrain.py", "--config", "configs/pretrain/small.yaml",
+        *LAUNCH, "--quiet", "train/pretrain.py", "--config", "configs/pretrain/small.yaml",
         "--config", "configs/model/roformer-tiny.yaml", "--corpus.train", tmp_path / "text",
         "--corpus.validation", "2%", "--run.name", "tiny", "--run.folder", tmp_path,
         "--corpus.cache", tmp_path / "tokens", "--optim.tokens", "null", "--optim.steps", "60",
@@ -26,9 +25,9 @@ def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
     losses = log_rows(tmp_path / "tiny")
     assert losses[60] < losses[20] - 0.5
     command(
-        *launch, "finetune/glue.py", "--model", tmp_path / "tiny" / "model", "--task", "rte",
-        "--epochs", "1", "--glue_dir", real_data / "glue", "--output", tmp_path / "results.jsonl",
-        "--cache", tmp_path / "tokens",
+        *LAUNCH, "--quiet", "finetune/glue.py", "--model", tmp_path / "tiny" / "model",
+        "--task", "rte", "--epochs", "1", "--glue_dir", real_data / "glue",
+        "--output", tmp_path / "results.jsonl", "--cache", tmp_path / "tokens",
     )  # fmt: skip
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert line["official"]
