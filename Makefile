@@ -26,8 +26,7 @@ demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune bot
 	  --models '[runs/demo-roformer/model,runs/demo-bert/model]' --controls true --workers 2 --output runs/demo/results.jsonl
 	$(BIN)/python -m train.analysis.loss_curves --runs '[runs/demo-roformer, runs/demo-bert]' --output runs/demo/curves.png --title 'Demo: documentation of installed packages'
 	$(BIN)/python -m finetune.report runs/demo/results.jsonl
-	@echo 'report: runs/demo/report.html (also .md .tex .csv); pictures: runs/demo/report-demo-*.png,' \
-	  'runs/demo/curves.png; models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, docs/guides/pretrain.md'
+	@echo 'Loss curves: runs/demo/curves.png. Models: runs/demo-roformer/model, runs/demo-bert/model. Next: your own text, docs/guides/pretrain.md'
 test: setup ## lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -76,7 +76,7 @@ def main(settings: ReportSettings) -> str:
     with report_full_disk(folder, "output"):
         text = write_report(groups, settings.pair, folder)
     print(text)
-    print(f"Written to {folder}: report.html and report.md with figures, report.csv with all runs")
+    print(f"Written to {folder}: report.html, .md, .tex; report.csv with the command of each run")
     return text
 
 

@@ -1,7 +1,7 @@
 """What is subtracted: RoFormer - BERT seed by seed, and each model - its best control.
 
-Also where a difference says something about pretraining: only on tasks where each of both models
-exceeds its best control without pretraining by more than the spread over seeds.
+A difference says something about pretraining only on tasks where each of the two models exceeds its
+best control without pretraining by more than the spread over seeds; `helped_tasks` finds them.
 """
 
 from collections.abc import Sequence
