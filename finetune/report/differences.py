@@ -144,12 +144,15 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def helped_tasks(differences: Sequence[Difference], gains: pd.DataFrame) -> dict[str, bool | None]:
+def helped_tasks(
+    differences: Sequence[Difference], gains: pd.DataFrame, models: slice = slice(2)
+) -> dict[str, bool | None]:
     """Dataset -> whether pretraining helps all models compared under the same conditions.
 
-    None where something is absent to judge one of them.
+    None where something is absent to judge one of them. `models` chooses from (first, second).
     """
-    names = {x["configuration"].iloc[0] for pair in differences for x in (pair.first, pair.second)}
+    compared = [runs for pair in differences for runs in (pair.first, pair.second)[models]]
+    names = {runs["configuration"].iloc[0] for runs in compared}
     rows = gains[gains["configuration"].isin(names)]
     found: dict[str, bool | None] = {}
     for dataset in {x: None for pair in differences for x in pair.tasks if x != AVERAGE}:
