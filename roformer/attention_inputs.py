@@ -221,10 +221,14 @@ def _varlen_inputs(
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask, or None.
 
-    None where the rows stay as they are: a mask, if needed, then tells padding and documents.
+    None where the rows stay as they are: a mask, if needed, then tells padding and documents. Given
+    lengths are taken if they describe one row without padding and may be read.
     """
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
-    if not _can_take_given_lengths(batch):
+    is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
+    # without a kernel for the device, lengths are read on the host, which no compiler follows
+    can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
+    if cu_seqlens is None or batch.attention_mask is not None or not (is_one_row and can_read):
         if not can_unpad or batch.padding_mask is None:
             return None
         if batch.document_ids is None and batch.padding_mask.all():
@@ -234,21 +238,12 @@ def _varlen_inputs(
             return None
         layout, cu_seqlens = unpadded
         max_seqlen = None
-    assert cu_seqlens is not None
     if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
     kwargs: dict[str, Any] = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     kwargs |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
     return AttentionInputs(implementation, None, layout, kwargs)
-
-
-def _can_take_given_lengths(batch: BatchMetadata) -> bool:
-    """Return whether `cu_seqlens` as given describe one row without padding, and may be read."""
-    # without a kernel for the device, lengths are read on the host, which no compiler follows
-    can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
-    is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
-    return batch.cu_seqlens is not None and batch.attention_mask is None and is_one_row and can_read
 
 
 def _self_attention_mask(
