@@ -298,7 +298,6 @@ class RoFormerLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor] | None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """[B, L, E] to [B, L, E]; other arguments as in `RoFormerSelfAttention.forward`.
@@ -306,11 +305,7 @@ class RoFormerLayer(GradientCheckpointingLayer):
         `encoder_attention_mask` is the mask of the cross-attention, in the same form.
         """
         attention_output = self.attention(
-            hidden_states,
-            attention_mask,
-            position_embeddings,
-            past_key_values=past_key_values,
-            **kwargs,
+            hidden_states, attention_mask, position_embeddings, **kwargs
         )
         if encoder_hidden_states is not None:
             attention_output = self.crossattention(
@@ -318,7 +313,6 @@ class RoFormerLayer(GradientCheckpointingLayer):
                 encoder_attention_mask,
                 None,  # nothing is rotated
                 encoder_hidden_states=encoder_hidden_states,
-                past_key_values=past_key_values,
                 **kwargs,
             )
         return self.output(self.intermediate(attention_output), attention_output)
@@ -581,7 +575,6 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 for.
         """
         config = self.roformer_config  # `self.config` may be of transformers' class
-        is_causal = kwargs.pop("is_causal", None)  # checked only: layers have their own
         check_inputs(
             config,
             self.embeddings.word_embeddings,  # may have been resized
@@ -594,7 +587,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cache=past_key_values,
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
-            is_causal=is_causal,
+            is_causal=kwargs.pop("is_causal", None),  # checked only: layers have their own
         )
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         batch = describe_batch(
