@@ -156,10 +156,11 @@ def convert_rope_layout(
             "position_encoding must be rope, and linear_attention not favor, to convert the layout "
             f"of rotary pairs, got {found}"
         )
-    # half_split[j] = interleaved[permutation[j]] in each head; the rest keeps its place
-    pairs = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
-    rest = torch.arange(config.rotary_dim, config.attention_head_size)
-    permutation = torch.cat((pairs, rest))
+    # half_split[j] = interleaved[permutation[j]], in each head; the rest keeps its place
+    heads = torch.arange(config.hidden_size, device="cpu").view(-1, config.attention_head_size)
+    rotated, rest = heads.tensor_split([config.rotary_dim], dim=1)
+    pairs = rotated.unflatten(1, (-1, 2)).mT.flatten(1)
+    permutation = torch.cat((pairs, rest), dim=1).flatten()
     if not config.rope_interleave:
         permutation = permutation.argsort()
     name_parts = [".attention.self.query.", ".attention.self.key."]
@@ -168,13 +169,7 @@ def convert_rope_layout(
     converted = dict(state_dict)
     for name, weight in state_dict.items():
         if any(part in name for part in name_parts):
-            converted[name] = _permute_heads(weight, permutation, dim=0)
+            converted[name] = weight[permutation]
         elif config.rotary_value and name.endswith(".attention.output.dense.weight"):
-            converted[name] = _permute_heads(weight, permutation, dim=1)
+            converted[name] = weight[:, permutation]
     return converted
-
-
-def _permute_heads(weight: Tensor, permutation: Tensor, dim: int) -> Tensor:
-    heads = weight.unflatten(dim, (-1, len(permutation)))
-    permuted = heads.index_select(dim + 1, permutation.to(weight.device))
-    return permuted.flatten(dim, dim + 1)
