@@ -19,6 +19,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from roformer import use_for_auto_classes
 from roformer.rotary import compute_inv_freq
@@ -76,11 +77,9 @@ def decay_of_scores(query: Tensor, key: Tensor, distances: Floats, inv_freq: Ten
     Queries and keys [N, D] are not rotated, distances m - n are [n], and inv_freq theta_i [D/2].
     Returns `mean` and `size` (absolute), [n] each, in [-1, 1]: scores divided by both norms.
     """
-    unit_vectors = []
-    for x in (query, key):
-        x = x.double() / x.double().norm(dim=-1, keepdim=True)
-        unit_vectors.append(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()))
-    h = unit_vectors[0] * unit_vectors[1].conj()  # [N, D/2]
+    pairs = (F.normalize(x.double(), dim=-1).unflatten(-1, (-1, 2)) for x in (query, key))
+    q, k = map(torch.view_as_complex, pairs)
+    h = q * k.conj()  # [N, D/2]
     rotations = torch.exp(1j * torch.from_numpy(distances)[:, None] * inv_freq.double())  # [n, D/2]
     scores = (h @ rotations.T).real  # [N, n]
     return {"mean": scores.mean(0).tolist(), "size": scores.abs().mean(0).tolist()}
