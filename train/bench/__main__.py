@@ -4,7 +4,6 @@ Every comparison is a process of its own, in which the models alternate; the res
 within a turn, because absolute times depend on the machine. Padding tokens are not counted.
 """
 
-import inspect
 import json
 import time
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ def main(settings: BenchSettings) -> None:
     environment = collect_environment(Accelerator(cpu=settings.device == "cpu"))
     for name in settings.parts or parts:
         benchmark, started = Benchmark(settings), time.monotonic()
-        caption = " ".join((inspect.getdoc(parts[name]) or "").split())
+        caption = parts[name].__doc__
         print(f"== {name}: {caption}", flush=True)
         parts[name](benchmark)
         seconds = round(time.monotonic() - started, 1)
