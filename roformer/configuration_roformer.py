@@ -346,19 +346,7 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
 
 def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     """Rules on `rope_parameters`, alone and together with other fields."""
-    yield from _rope_key_rules(config._rope)
-    yield from _rope_value_rules(config)
-    rope_type = config._rope["rope_type"]
-    is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
-    rule = f"be absent with position_encoding {config.position_encoding}"
-    yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
-    is_scaled = rope_type == _SCALED_ROPE_TYPE
-    rule = f"be False with rope_type {rope_type}, which would scale the values"
-    yield not (config.rotary_value and is_scaled), "rotary_value", rule
-
-
-def _rope_key_rules(rope: dict[str, Any]) -> Iterator[_Rule]:
-    rope_type = rope["rope_type"]
+    rope, rope_type = config._rope, config._rope["rope_type"]
     yield rope_type in _ROPE_KEYS, "rope_parameters.rope_type", f"be one of {', '.join(_ROPE_KEYS)}"
     required, optional = _ROPE_KEYS[rope_type]  # a rule that is false has raised above
     for name in ("rope_theta", *required):
@@ -368,6 +356,13 @@ def _rope_key_rules(rope: dict[str, Any]) -> Iterator[_Rule]:
     for name in sorted(set(rope) - allowed):
         rule = f"be absent with rope_type {rope_type} (check the spelling)"
         yield False, f"rope_parameters.{name}", rule
+    yield from _rope_value_rules(config)
+    is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
+    rule = f"be absent with position_encoding {config.position_encoding}"
+    yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
+    is_scaled = rope_type == _SCALED_ROPE_TYPE
+    rule = f"be False with rope_type {rope_type}, which would scale the values"
+    yield not (config.rotary_value and is_scaled), "rotary_value", rule
 
 
 def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
