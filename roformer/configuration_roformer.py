@@ -210,8 +210,7 @@ class RoFormerConfig(PreTrainedConfig):
     def _unsupported_fields(self) -> set[str]:
         """Names of the fields with a value that transformers' RoFormer does not support."""
         rope = DEFAULT_ROPE | self._rope
-        if rope["rope_type"] in ("default", "dynamic", "linear"):
-            rope.pop("original_max_position_embeddings", None)  # allowed, but not used
+        rope.pop("original_max_position_embeddings", None)  # no part of the default rotation
         changed = {n for n in _PLUS_FIELDS if getattr(self, n) != getattr(RoFormerConfig, n)}
         changed |= {"rope_parameters"} if rope != DEFAULT_ROPE else set()
         return changed | ({"type_vocab_size"} if self.type_vocab_size == 0 else set())
