@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from .kernels import UNPADDED, kernels_enabled
+from .kernels import UNPADDED
 from .kernels.conditions import is_plain, may_use_kernel, values_are_unreadable
 from .kernels.cross_entropy import cross_entropy
 
@@ -66,6 +66,6 @@ def is_sparse_loss_faster(labels: Tensor, hidden_states: Tensor) -> bool:
     Running the head again on fewer than half of the tokens takes less time than its backward pass
     over the others.
     """
-    if not (hidden_states.requires_grad and is_plain(labels, "cpu") and kernels_enabled()):
+    if not (hidden_states.requires_grad and may_use_kernel(labels)):
         return False
     return 2 * int((labels != IGNORE_INDEX).sum()) < labels.numel()
