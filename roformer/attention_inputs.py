@@ -75,8 +75,8 @@ def prepare_attention(
     Linear attention takes the padding mask. `unpadded`, and `auto` where it leaves padding out,
     take a row of documents and their lengths, and so does flash attention. All others, and calls
     that need a mask for another reason, take a mask, which is None without padding and packed
-    documents. Which kernel a CPU uses under `auto` and
-    `unpadded` is chosen in each layer, by `kernels.select_cpu_attention`.
+    documents. Which kernel a CPU uses under `auto` and `unpadded` is chosen in each layer, by
+    `kernels.select_cpu_attention`.
 
     Args:
         config: Configuration that the layers were built from.
