@@ -46,7 +46,7 @@ from finetune.run_info import (
     truncation_lines,
 )
 from finetune.settings import CommonSettings, GlueSettings, GridSettings
-from finetune.simple_features import SimpleFeaturesSettings, score_tasks
+from finetune.simple_features import score_tasks
 from finetune.tasks import description_field, load_task
 from train.command_line import run_command
 from train.loop.launch import launcher_pid, replace_emulated_bfloat16, start_accelerator
@@ -77,14 +77,7 @@ def main(settings: GridSettings) -> None:
         print(f"weights, tokenizer or data changed, made again: {names}")
     check_runs(pending)
     if settings.controls:
-        score_tasks(
-            SimpleFeaturesSettings(
-                tasks=settings.tasks,
-                glue_dir=settings.glue_dir,
-                output=settings.output,
-                test=settings.test,
-            )
-        )
+        score_tasks(settings)
     print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
     failures, started = 0, time.perf_counter()
     for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):

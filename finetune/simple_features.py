@@ -34,7 +34,7 @@ from finetune.results import (
     write_result,
 )
 from finetune.run_info import data_fields, hash_data
-from finetune.settings import check_output, normalize_paths
+from finetune.settings import GridSettings, check_output, normalize_paths
 from finetune.tasks import Task, load_task
 from train.command_line import run_command
 from train.loop.launch import git_commit
@@ -64,7 +64,7 @@ class SimpleFeaturesSettings:
             load_task(task)
 
 
-def score_tasks(settings: SimpleFeaturesSettings) -> None:
+def score_tasks(settings: SimpleFeaturesSettings | GridSettings) -> None:
     """Score each task that has no result for the data as they are.
 
     A task that has no features is left out with a warning.
@@ -83,7 +83,9 @@ def score_tasks(settings: SimpleFeaturesSettings) -> None:
             score_task(task, settings, key | inputs)
 
 
-def score_task(task: Task, settings: SimpleFeaturesSettings, identity: Result) -> None:
+def score_task(
+    task: Task, settings: SimpleFeaturesSettings | GridSettings, identity: Result
+) -> None:
     """Fit, score, write the predictions, append the result and print it.
 
     `identity` are the fields of its key and the hashes of its inputs.
