@@ -74,20 +74,25 @@ def data_fields(task: Task, labels: Mapping[str, NDArray]) -> dict[str, Any]:
 
 
 def hash_inputs(settings: GlueSettings) -> dict[str, str | None]:
-    """Hash weights, tokenizer and data of a run; None for what is on the hub or not read."""
+    """Hash weights, tokenizer and data of a run; None for what is on the hub or not read.
+
+    Random weights are identified by the configuration they are drawn from.
+    """
+    config = hash_files([Path(settings.model) / "config.json"])
+    folder = Path(settings.tokenizer or settings.model)
+    tokenizer = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}
     return {
-        "weights": hash_weights(settings.model, settings.random_weights),
-        "config": hash_files([Path(settings.model) / "config.json"]),
-        "tokenizer_files": hash_tokenizer(settings.tokenizer or settings.model),
+        "weights": config if settings.random_weights else hash_weights(settings.model),
+        "config": config,
+        "tokenizer_files": hash_files(sorted(tokenizer)),
         **hash_data(load_task(settings.task), settings.glue_dir, settings.test),
     }
 
 
 def hash_data(task: Task, glue_dir: str | None, test: bool) -> dict[str, str | None]:
     """Hash the labelled splits of a task and, with `test`, the test rows of your own task."""
-    has_test = test and task.test is not None
-    test_files = [find_split_file(task, "test", None)] if has_test else []
-    return {"data": hash_task_files(task, glue_dir), "test_data": hash_files(test_files)}
+    test_file = find_split_file(task, "test", None) if test else None
+    return {"data": hash_task_files(task, glue_dir), "test_data": hash_files([test_file])}
 
 
 def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
@@ -104,20 +109,10 @@ def hash_task_files(task: Task, glue_dir: str | None) -> str | None:
     return hashlib.sha256(repr((content, source)).encode()).hexdigest()[:16]
 
 
-def hash_weights(model: str, random: bool = False) -> str | None:
-    """Hash the weights in a local folder; None for a hub id and for a folder without weights.
-
-    Random weights are identified by the configuration they are drawn from.
-    """
-    patterns = ("config.json",) if random else ("*.safetensors", "*.bin")
-    found = (sorted(Path(model).glob(pattern)) for pattern in patterns)
+def hash_weights(model: str) -> str | None:
+    """Hash the weights in a local folder; None for a hub id and for a folder without weights."""
+    found = (sorted(Path(model).glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
     return hash_files(next(filter(None, found), []))
-
-
-def hash_tokenizer(tokenizer: str) -> str | None:
-    """Hash the files of a tokenizer in a local folder; None for a hub id."""
-    folder = Path(tokenizer)
-    return hash_files(sorted({x for pattern in TOKENIZER_FILES for x in folder.glob(pattern)}))
 
 
 def hash_files(files: Iterable[Path | None]) -> str | None:
