@@ -81,7 +81,8 @@ class Task(TaskDescription):
     """A task, of `TASKS` or of a YAML file: its description checked, with defaults filled in."""
 
     def __post_init__(self) -> None:
-        metrics = tuple(self.metrics or self.default_metrics)
+        known = VALUE_METRICS if self.is_regression else CLASS_METRICS
+        metrics = tuple(self.metrics or known[:2])
         values = {
             "title": self.title or self.name,
             "columns": tuple(self.columns),  # a result has lists
@@ -92,7 +93,7 @@ class Task(TaskDescription):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_data()
-        self._check_scores()
+        self._check_scores(known)
 
     def _check_data(self) -> None:
         """Check how rows are read and divided."""
@@ -113,9 +114,8 @@ class Task(TaskDescription):
             )
         check_seed(self.split_seed, "split_seed")
 
-    def _check_scores(self) -> None:
-        """Check labels, range and metrics."""
-        known = VALUE_METRICS if self.is_regression else CLASS_METRICS
+    def _check_scores(self, known: tuple[str, ...]) -> None:
+        """Check labels, range and metrics, which must be of those `known`."""
         if self.labels is not None and not len(set(self.labels)) == len(self.labels) >= 2:
             raise InputError(
                 "labels must be at least two different classes, "
@@ -161,11 +161,6 @@ class Task(TaskDescription):
         """File, or split of the hub, that has the rows of a split of your own task."""
         is_held_out = split == "validation" and not self.validation
         return self.train if is_held_out else getattr(self, split)
-
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        """Metrics of a task that names none; the first is its headline."""
-        return (VALUE_METRICS if self.is_regression else CLASS_METRICS)[:2]
 
     @property
     def is_regression(self) -> bool:
