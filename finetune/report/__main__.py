@@ -61,20 +61,21 @@ def main(settings: ReportSettings) -> str:
         raise InputError(
             f"results must hold a complete line, got {settings.results}; make a run first"
         )
-    if settings.pair is not None:
+    pair = settings.pair
+    if pair is not None:
         runs = pd.concat([group.fine_tuned() for group in groups])
         short_names = dict(zip(runs["model"], runs["short_name"]))
-        found = {short_names.get(x, x) for x in settings.pair} & set(short_names.values())
-        if len(found) != 2:
+        given, pair = pair, [short_names.get(x, x) for x in pair]
+        if len(set(pair) & set(short_names.values())) != 2:
             raise InputError(
-                f"pair must name two models of the results, got {', '.join(settings.pair)}; "
+                f"pair must name two models of the results, got {', '.join(given)}; "
                 f"they have {', '.join(sorted(set(short_names.values())))}"
             )
     folder = Path(settings.output or Path(settings.results).parent)
     check_writable(folder, "output")
     folder.mkdir(parents=True, exist_ok=True)
     with report_full_disk(folder, "output"):
-        text = write_report(groups, settings.pair, folder)
+        text = write_report(groups, pair, folder)
     print(text)
     print(f"Written to {folder}: report.html, .md, .tex; report.csv with the command of each run")
     return text
@@ -83,7 +84,7 @@ def main(settings: ReportSettings) -> str:
 def write_report(groups: Sequence[TaskGroup], pair: Sequence[str] | None, folder: Path) -> str:
     """Write the report in all its forms; returns it as Markdown.
 
-    `pair` is that of `ReportSettings`.
+    `pair` is that of `pair_differences`.
     """
     sections = []
     for group in groups:

@@ -12,7 +12,6 @@ import pandas as pd
 
 from finetune.report.runs import CONTROLS, WITHOUT_NETWORK, TaskGroup, average, seed_scores
 from train.intervals import Comparison, compare, holm_corrected
-from train.run_names import model_name
 
 MODEL_TYPES = {"RoFormer": ("roformer", "roformer_plus"), "BERT": ("bert",)}
 MINUS = "−"  # noqa: RUF001 the sign, not the hyphen
@@ -81,16 +80,21 @@ def pair_differences(
     If both were pretrained with the same consecutive seeds, which their names end in (`bert-0`,
     `bert-1`), models of the same seed make a pair, and there is one more difference over seeds.
 
-    `pair` is that of `ReportSettings`.
+    `pair` are short names of two models; None means all RoFormers and all BERTs.
 
     Returns:
         The differences, and the reason if there are none.
     """
-    names, both = _runs_of_both(group, pair)
-    counts = [len(runs[["model", "tokenizer"]].drop_duplicates()) for runs in both]
+    runs = group.rows[group.rows["kind"] == "model"]
+    if pair is None:
+        names = list(MODEL_TYPES)
+        both = [runs[runs["model_type"].isin(types)] for types in MODEL_TYPES.values()]
+    else:
+        names, both = list(pair), [runs[runs["short_name"] == name] for name in pair]
+    counts = [len(found[["model", "tokenizer"]].drop_duplicates()) for found in both]
     seeds = both[0]["pretraining_seed"].unique().tolist() if _are_seeds(both, counts) else []
     title = f" {MINUS} ".join(names)
-    if group.rows.loc[group.rows["kind"] == "model", "model"].nunique() == 1:
+    if runs["model"].nunique() == 1:
         return [], "One model, no comparison."
     if not seeds and counts != [1, 1]:
         there = " and ".join(f"{count} {name}" for count, name in zip(counts, names))
@@ -98,7 +102,7 @@ def pair_differences(
         return [], f"No {title}: it takes one model of each, here are {there}{remedy}."
     differences = []
     for conditions in both[0]["conditions"].unique():
-        rows = [runs[runs["conditions"] == conditions] for runs in both]
+        rows = [found[found["conditions"] == conditions] for found in both]
         parts = []
         for seed in sorted(seeds) or [None]:
             first, second = (x if seed is None else x[x["pretraining_seed"] == seed] for x in rows)
@@ -175,22 +179,6 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
     spread = float(np.max(deviations))
     absent += ["no second seed"] if pd.isna(spread) else []
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
-
-
-def _runs_of_both(
-    group: TaskGroup, pair: Sequence[str] | None
-) -> tuple[list[str], tuple[pd.DataFrame, pd.DataFrame]]:
-    """Names and pretrained runs of the two models, or of all RoFormers and all BERTs."""
-    runs = group.rows[group.rows["kind"] == "model"]
-    if pair is None:
-        first, second = (runs[runs["model_type"].isin(types)] for types in MODEL_TYPES.values())
-        return list(MODEL_TYPES), (first, second)
-    first, second = (runs[(runs["model"] == x) | (runs["short_name"] == x)] for x in pair)
-    names = [
-        found["short_name"].iloc[0] if len(found) else model_name(model)
-        for found, model in zip((first, second), pair)
-    ]
-    return names, (first, second)
 
 
 def _are_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
