@@ -63,12 +63,10 @@ def subtract(
         if scores[0].keys() & scores[1].keys():
             tried[dataset] = {seed for cell in cells for seed in cell["seed"]}
             tasks[dataset] = compare(scores[0], scores[1], len(tried[dataset]))
-    averages = [average(runs, tasks) for runs in (first, second)]
+    averages = average(first, tasks)[1], average(second, tasks)[1]
     tasks = holm_corrected(tasks)
-    if len(tasks) > 1 and averages[0] and averages[1]:
-        by_seed = averages[0][1], averages[1][1]
-        if by_seed[0].keys() & by_seed[1].keys():
-            tasks[AVERAGE] = compare(*by_seed, len(set.union(*tried.values())))
+    if len(tasks) > 1 and averages[0].keys() & averages[1].keys():
+        tasks[AVERAGE] = compare(*averages, len(set.union(*tried.values())))
     return Difference(names, seeds_text, first, second, tasks)
 
 

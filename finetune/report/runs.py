@@ -120,19 +120,16 @@ def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
 
 
-def average(runs: pd.DataFrame, datasets: Iterable[str]) -> tuple[float, dict[int, float]] | None:
+def average(runs: pd.DataFrame, datasets: Iterable[str]) -> tuple[float, dict[int, float]]:
     """Average the tasks of a configuration as GLUE does: the metrics of a task first.
 
     Returns:
-        Mean over tasks of the means over seeds; and seed -> mean over tasks, for seeds with a score
-        on all of them. None if a task has no score.
+        Mean over tasks of the means over seeds, nan if a task has no score; and seed -> mean over
+        tasks, for seeds with a score on all of them.
     """
     table = runs.pivot_table(index="seed", columns="dataset", values="glue_score")
     table = table.reindex(columns=list(datasets))
-    if table.empty or table.isna().all().any():
-        return None
-    by_seed = table.dropna().mean(axis=1)
-    return float(table.mean().mean()), by_seed.to_dict()
+    return float(table.mean().mean(skipna=False)), table.dropna().mean(axis=1).to_dict()
 
 
 def seed_scores(runs: pd.DataFrame) -> dict[int, float]:

@@ -189,10 +189,9 @@ def spread_text(values: Sequence[float]) -> str:
 
 def average_text(runs: pd.DataFrame, datasets: Sequence[str]) -> str:
     """The average of a configuration; its spread if all tasks have the same seeds."""
-    found = average(runs, datasets)
-    if found is None:
+    mean, by_seed = average(runs, datasets)
+    if np.isnan(mean):
         return DASH
-    mean, by_seed = found
     scored = runs.dropna(subset="score").groupby("dataset")["seed"].count()
     is_baseline = runs["kind"].iloc[0] in WITHOUT_NETWORK
     if is_baseline or (scored != len(by_seed)).any():
