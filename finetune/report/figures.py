@@ -8,7 +8,6 @@ import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,8 +94,8 @@ def _draw_seeds(axis: Axes, position: float, values: Sequence[float], color: str
     axis.scatter(values, [position] * len(values), s=16, color=color, alpha=0.6, linewidths=0)
     if len(values) >= MIN_RUNS:
         mean, (low, high) = float(np.mean(values)), t_interval(values)
-        style: dict[str, Any] = {"fmt": "d", "markersize": 6, "capsize": 3, "color": color}
-        axis.errorbar(mean, position, xerr=[[mean - low], [high - mean]], **style)
+        bars = [[mean - low], [high - mean]]
+        axis.errorbar(mean, position, xerr=bars, fmt="d", markersize=6, capsize=3, color=color)
 
 
 def _score_rows(runs: pd.DataFrame) -> FigureRows:

@@ -115,7 +115,7 @@ def build_groups(results: Sequence[Result]) -> list[TaskGroup]:
         return []
     order = [*TASKS, *(result["task"] for result in results)]
     runs = _labelled_runs(sorted(results, key=lambda x: (order.index(x["task"]), x["seed"])))
-    runs = runs.join(_input_texts(runs))
+    runs = runs.assign(**_input_texts(runs))
     groups = dict(iter(runs.groupby("group")))
     return [_task_group(name, groups[name]) for name in GROUPS if name in groups]
 
@@ -159,7 +159,6 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     A run that failed early has neither dataset nor model type: it takes those of other runs of
     its task on the same data, and of its model.
     """
-    names = shorten_names(dict.fromkeys(result["model"] for result in results))
     # None where a field is missing: of a column without values pandas would make a float column,
     # which refuses text later
     runs = pd.DataFrame([{name: x.get(name) for name in RECORDED_COLUMNS} for x in results])
@@ -169,7 +168,7 @@ def _labelled_runs(results: Sequence[Result]) -> pd.DataFrame:
     runs["kind"] = runs["random_weights"].map({True: "random", False: "model"})
     runs.loc[runs["model"] == SIMPLE_FEATURES, "kind"] = "features"
     runs["best_of"] = ""
-    runs["short_name"] = runs["model"].map(names)
+    runs["short_name"] = runs["model"].map(shorten_names(runs["model"]))
     runs["base_name"] = [name_and_seed(model_name(model))[0] for model in runs["model"]]
     runs["pretraining_seed"] = [name_and_seed(name)[1] for name in runs["short_name"]]
     runs["group"] = [_group(result) for result in results]
@@ -207,7 +206,7 @@ def _scores(results: pd.Series, field: str) -> pd.DataFrame:
     return pd.DataFrame(rows, results.index, ["metrics", "score", "glue_score"])
 
 
-def _input_texts(runs: pd.DataFrame) -> pd.DataFrame:
+def _input_texts(runs: pd.DataFrame) -> dict[str, Sequence[str]]:
     """Make `inputs_text`, and its parts `control_inputs_text` and `data_text` for the controls.
 
     A folder may hold other files than when an earlier run read it. Runs of both are not seeds of
@@ -226,9 +225,8 @@ def _input_texts(runs: pd.DataFrame) -> pd.DataFrame:
     tokenizer = differing("tokenizer_files", "model", "tokenizer")
     data, precision = differing("data", "dataset"), differing("precision", "group")
     control = list(map(_join, config, tokenizer, data, precision))
-    inputs_text = list(map(_join, weights, control))
-    columns = {"inputs_text": inputs_text, "control_inputs_text": control, "data_text": data}
-    return pd.DataFrame(columns, index=runs.index)
+    inputs = list(map(_join, weights, control))
+    return {"inputs_text": inputs, "control_inputs_text": control, "data_text": data}
 
 
 def _task_group(name: str, runs: pd.DataFrame) -> TaskGroup:
@@ -323,8 +321,8 @@ def _best_rates(runs: pd.DataFrame) -> list[pd.DataFrame]:
         if len(rates) > 1:
             complete = rates.loc[rates["count"] == rates["count"].max(), "mean"]
             best = cell[cell["learning_rate"] == complete.fillna(0.0).idxmax()]
-            text = {"best_of": str(len(rates)), "rate_text": BEST_OF.format(len(rates))}
-            selections.append(best.assign(**text))
+            text = BEST_OF.format(len(rates))
+            selections.append(best.assign(best_of=str(len(rates)), rate_text=text))
     return selections
 
 
