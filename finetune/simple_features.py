@@ -73,11 +73,10 @@ def score_tasks(settings: SimpleFeaturesSettings | GridSettings) -> None:
         task = load_task(name)
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
-        with_test = settings.test and task.test is not None
         inputs = {"weights": None, **hash_data(task, settings.glue_dir, settings.test)}
         earlier = read_finished(settings.output).get(run_key(key))
         is_current = earlier is not None and not inputs_differ(inputs, earlier)
-        if with_test:
+        if settings.test and task.test is not None:
             is_current &= prediction_file(settings.output, key, "test").exists()
         if not is_current:
             score_task(task, settings, key | inputs)
@@ -133,10 +132,11 @@ def predict(task: Task, columns: dict[str, Columns]) -> dict[str, NDArray[np.flo
         linear = LinearRegression().fit(inputs["train"], train["label"])
         return {s: linear.predict(inputs[s]).astype(np.float32)[:, None] for s in rest}
     model = LogisticRegression(max_iter=1000).fit(inputs["train"], train["label"])
-    logits = {s: np.full((inputs[s].shape[0], task.num_labels), -np.inf) for s in rest}
-    for split, values in logits.items():
-        values[:, model.classes_] = model.predict_log_proba(inputs[split])
-    return {split: values.astype(np.float32) for split, values in logits.items()}
+    logits = {}
+    for s in rest:
+        logits[s] = np.full((inputs[s].shape[0], task.num_labels), -np.inf, np.float32)
+        logits[s][:, model.classes_] = model.predict_log_proba(inputs[s])
+    return logits
 
 
 def features(vectorizer: TfidfVectorizer, task: Task, columns: Columns) -> Any:

@@ -9,7 +9,6 @@ Of several runs of a task the best on validation is used, as by Devlin et al. 20
 (arXiv:1810.04805, section 4.1).
 """
 
-import os
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class SubmissionSettings:
 
     def __post_init__(self) -> None:
         normalize_paths(self, "model")
-        if not self.output.endswith(".zip") or os.path.isdir(self.output):
+        if not self.output.endswith(".zip") or Path(self.output).is_dir():
             raise InputError(
                 f"output must name a file that ends in .zip, got {self.output}; choose another name"
             )
