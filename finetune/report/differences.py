@@ -90,7 +90,7 @@ def pair_differences(
     else:
         names, both = list(pair), [runs[runs["short_name"] == name] for name in pair]
     counts = [len(found[["model", "tokenizer"]].drop_duplicates()) for found in both]
-    seeds = both[0]["pretraining_seed"].unique().tolist() if _are_seeds(both, counts) else []
+    seeds = _shared_seeds(both, counts)
     title = f" {MINUS} ".join(names)
     if runs["model"].nunique() == 1:
         return [], "One model, no comparison."
@@ -102,7 +102,7 @@ def pair_differences(
     for conditions in both[0]["conditions"].unique():
         rows = [found[found["conditions"] == conditions] for found in both]
         parts = []
-        for seed in sorted(seeds) or [None]:
+        for seed in seeds or (None,):
             first, second = (x if seed is None else x[x["pretraining_seed"] == seed] for x in rows)
             if len(first) and len(second):
                 seeds_text = "" if seed is None else f"pretraining seed {seed}"
@@ -179,15 +179,14 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
 
 
-def _are_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> bool:
-    """Whether both models are one architecture, pretrained with the same consecutive seeds."""
-    seeds = [sorted(runs["pretraining_seed"].unique().tolist()) for runs in both]
-    number = len(seeds[0])
-    consecutive = number > 1 and seeds[0][-1] - seeds[0][0] == number - 1
-    same = seeds[0] == seeds[1] and list(counts) == [number, number]
+def _shared_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> list[int]:
+    """The consecutive pretraining seeds of both models, if each is one architecture; else none."""
+    seeds, others = (sorted(runs["pretraining_seed"].unique().tolist()) for runs in both)
+    is_consecutive = len(seeds) > 1 and seeds[-1] - seeds[0] == len(seeds) - 1
+    is_same = seeds == others and list(counts) == [len(seeds), len(seeds)]
     kinds = ["base_name", "model_type", "tokenizer", "parameters"]
     varying = [(runs.groupby("dataset")[kinds].nunique() > 1).any(axis=None) for runs in both]
-    return consecutive and same and not any(varying)
+    return seeds if is_consecutive and is_same and not any(varying) else []
 
 
 def _over_pretraining_seeds(parts: list[Difference]) -> Difference:
