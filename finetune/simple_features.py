@@ -10,6 +10,7 @@ training split with scikit-learn's defaults; nothing is selected. The grid makes
 """
 
 import shlex
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def score_task(
     try:
         logits = predict(task, columns)
     except ValueError as error:  # scikit-learn's: one class, or texts without words
-        print(f"warning: {task.name} has no simple features: {first_line(error)}", flush=True)
+        print(f"warning: {task.name} has no simple features: {first_line(error)}", file=sys.stderr)
         return
     folder = [] if settings.glue_dir is None else ["--glue_dir", settings.glue_dir]
     command = ["python", "-m", "finetune.simple_features", "--tasks", f"[{identity['task']}]"]

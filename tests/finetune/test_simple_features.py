@@ -73,7 +73,7 @@ def test_missing_data_are_refused_and_a_task_that_cannot_be_fitted_is_left_out(f
     one_class = {"sentence": ["a film", "a day"], "label": [1, 1]}
     write_split(folder / "glue", "sst2", "train", one_class)
     score_tasks(ask(folder, "sst2"))
-    assert "warning: sst2 has no simple features: " in capsys.readouterr().out
+    assert "warning: sst2 has no simple features: " in capsys.readouterr().err
     assert not (folder / "results.jsonl").exists()
 
 

@@ -1,5 +1,6 @@
 """The tables of a report: which runs share a cell, and what it says of them."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -253,7 +254,8 @@ def test_no_results_old_results_or_a_wrong_pair_are_one_line(tmp_path, capsys):
     Path(file).write_text('{"model": "b", "task": "rte", "seed": 0}\n')  # of an earlier format
     refused(lambda: main(ReportSettings(file)), "results must")
     assert len(capsys.readouterr().err.splitlines()) == 1
-    refused(lambda: ReportSettings(file, pair=[BERT, BERT]), "pair must")
+    for pair in ([BERT, BERT], [BERT, BERT, "x"]):
+        refused(functools.partial(ReportSettings, file, pair=pair), "pair must")
     write(tmp_path, [line(BERT, "rte", 0.6)])
     refused(lambda: main(ReportSettings(file, output=file)), "output must")
     refused(lambda: main(ReportSettings(file, pair=["x", "y"])), "pair must", "got x, y;")
