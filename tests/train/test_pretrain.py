@@ -319,7 +319,7 @@ MISFITS = {
     "--corpus.tokenizer=/nowhere --run.dry=true": ("corpus.tokenizer must be a folder", "/nowhere"),
     "--corpus.train=/nowhere/x --corpus.validation=2% --run.dry=true": ("corpus.train must exist",),
     "--corpus.vocabulary_size=50 --run.dry=true": ("corpus.vocabulary_size must be at least 100",),
-    "--model.init=/nowhere/x": ("model.init must be a folder or hub id", "got '/nowhere/x'"),
+    "--model.init=/nowhere/x": ("model.init /nowhere/x must be usable", "no such folder"),
     "--optim.micro_batch=5": ("optim.batch_size must be a multiple", "got 16"),
     "--optim.steps=2": ("optim.warmup_steps", "got 2"),
 }

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.data.vocabulary import count_ids
 from train.loop.launch import compute_dtype
-from train.settings import InputError, ModelSettings, first_line
+from train.settings import InputError, ModelSettings
 
 
 class LanguageModel(nn.Module):
@@ -294,16 +293,8 @@ def _config_of_settings(
 
 def load_config(folder: str, key: str) -> PreTrainedConfig:
     """Load the configuration of a model from a folder or the hub; errors name `key`."""
-    try:
+    with input_errors(f"{key} {folder}"):
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        remedy = "check the path, or for a hub id the network"
-        if Path(folder).exists():
-            remedy = "repair its config.json, or name the folder model of a run"
-        raise InputError(
-            f"{key} must be a folder or hub id with a config.json, got {folder!r} "
-            f"({first_line(error)}); {remedy}"
-        ) from error
 
 
 def _check_vocabulary(

@@ -70,7 +70,7 @@ def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):
 
 def test_a_damaged_configuration_is_refused_with_the_reason_and_not_for_its_path(tmp_path):
     missing = partial(load_config, str(tmp_path / "none"), "model.init")
-    refused(missing, "model.init must be a folder", "check the path")
+    refused(missing, f"model.init {tmp_path}/none must", "no such folder", "check the path")
     (tmp_path / "config.json").write_text("{")
     damaged = partial(load_config, str(tmp_path), "model.init")
-    refused(damaged, "model.init must be a folder", "not a valid JSON file", "config.json")
+    refused(damaged, "model.init", "not a valid JSON file", "config.json")
