@@ -67,7 +67,7 @@ BAD_FILES = {
     "broken.parquet": (b"PAR1 nothing", "corpus.train", "broken.parquet"),
     "torn.jsonl": (b'{"text": "x"}\n{"text": ', "corpus.train", "got line 2 of", "torn.jsonl"),
     "array.jsonl": (b'[{"text": "x"}]', "corpus.train", "got line 1 of", "array.jsonl: a list"),
-    "h.jsonl": (b'{"text": "\\ud83d"}', "corpus.text_column", "line 1 of", "h.jsonl"),
+    "h.jsonl": (b'{"text": "\\ud83d"}', "corpus.train", "got line 1 of", "h.jsonl: 'utf-8'"),
     "numbers.jsonl": (b'{"text": 5}\n', "corpus.text_column", "line 1 of", "with 5;"),
 }
 
