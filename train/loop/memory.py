@@ -149,6 +149,7 @@ def _compute_gradients(model: nn.Module, batch: dict[str, Any], accelerator: Acc
     with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
         loss, _ = model(**send_to_device(batch, accelerator.device))
         accelerator.backward(loss / len(batch["labels"]))
+        loss.item()  # waits for a GPU
 
 
 def dry_run(
@@ -213,13 +214,10 @@ def _measure_micro_batch(
     with accelerator.autocast():
         rows = fit_micro_batch(language_model, False, length, size, mask_rate, accelerator)
     batch = largest_batch(language_model, rows, length, mask_rate)
-    seconds = 0.0
     for _ in range(2):  # the second counts
         started = time.perf_counter()
         with accelerator.autocast():
-            loss, _ = language_model(**send_to_device(batch, accelerator.device))
-        (loss / len(batch["labels"])).backward()
-        loss.item()  # synchronises with the device
+            _compute_gradients(language_model, batch, accelerator)
         seconds = time.perf_counter() - started
     language_model.zero_grad(set_to_none=True)
     return rows, seconds
