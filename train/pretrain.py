@@ -17,19 +17,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from train.atomic_dir import check_writable, report_full_disk
 from train.command_line import run_command
 from train.data import vocabulary
-from train.data.batching import (
-    BatchFormat,
-    SequenceIndex,
-    StagedDataset,
-    StepDataset,
-    check_batch_size,
-)
+from train.data.batching import BatchFormat, SequenceIndex, StepDataset, check_batch_size
 from train.data.corpus import describe_stores, tokenize_corpus
 from train.data.documents import check_text_files
 from train.data.stateless_rng import derive_seed
@@ -96,15 +90,15 @@ def main(settings: PretrainSettings) -> Path:
         language_model = build_language_model(settings.model, config, run.seed)
         accelerator.print(f"model: {language_model.description}")
         language_model.choose_attention(accelerator)  # which decides the layout of the batches
-        dataset = build_dataset(stages, training, tokenizer, language_model, accelerator)
+        datasets = build_datasets(stages, training, tokenizer, language_model, accelerator)
         # a budget of tokens becomes steps only after tokenizing
-        check_warmup(settings.optim.warmup_steps, dataset.total)
+        check_warmup(settings.optim.warmup_steps, sum(map(len, datasets)))
         with lock_run_dir(folder, accelerator):
             # the name is a folder to TensorBoard, and a project to other trackers
             project = "tracker" if run.tracker == "tensorboard" else folder.resolve().parent.name
             accelerator.init_trackers(project, flat_settings(settings))
             stop_reason = train(
-                settings, accelerator, language_model, dataset, held_out, folder, preemption
+                settings, accelerator, language_model, datasets, held_out, folder, preemption
             )
             # a run that was finished earlier keeps its model, which may have been edited
             model_exists = accelerator.is_main_process and (folder / "model").exists()
@@ -146,21 +140,24 @@ def train(
     settings: PretrainSettings,
     accelerator: Accelerator,
     language_model: LanguageModel,
-    dataset: StagedDataset,
+    datasets: list[StepDataset],
     held_out: SequenceIndex,
     folder: Path,
     preemption: PreemptionHandler,
 ) -> str | None:
     """Train from the newest checkpoint, or from the beginning, until the end or a stop request.
 
+    The `datasets` are those of the stages, one after the other.
+
     Returns:
         None when the run is finished, else one of `STOP_REASONS`.
     """
-    optim, run, total = settings.optim, settings.run, dataset.total
+    dataset: ConcatDataset = ConcatDataset(datasets)
+    optim, run, total = settings.optim, settings.run, len(dataset)
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
-    stores = [*(stage.sequences.store for stage in dataset.stages), held_out.store]
+    stores = [*(stage.sequences.store for stage in datasets), held_out.store]
     # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, stores
@@ -173,12 +170,12 @@ def train(
         if run.peak_tflops is None
         else run.peak_tflops * 1e12
     )
-    fit_micro_batches(dataset, model, bool(optimizer.state), accelerator)
+    fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)
     # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
-    tokens = min(stage.micro_batch * stage.sequences.length for stage in dataset.stages)
+    tokens = min(stage.micro_batch * stage.sequences.length for stage in datasets)
     eval_rows = max(1, tokens // held_out.length)
     eval_ids = np.arange(len(held_out))[: run.validation_sequences]
-    vocab = dataset.stages[0].batch_format.vocab
+    vocab = datasets[0].batch_format.vocab
     validate = partial(
         evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, sequence_ids=eval_ids
     )
@@ -192,7 +189,7 @@ def train(
         # without workers: a process makes batches faster than a GPU needs them
         loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
-            preemption.start_step(is_new_stage=step in dataset.starts)
+            preemption.start_step(is_new_stage=step in dataset.cumulative_sizes)
             # dropout is a function of seed, step and process
             torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
@@ -269,13 +266,13 @@ def prepare_data(
     return tokenizer, training, SequenceIndex(held_out, corpus.length)
 
 
-def build_dataset(
+def build_datasets(
     stages: list[PretrainSettings],
     training: list[SequenceIndex],
     tokenizer: PreTrainedTokenizerBase,
     language_model: LanguageModel,
     accelerator: Accelerator,
-) -> StagedDataset:
+) -> list[StepDataset]:
     """Build this process's micro-batches of all stages."""
     processes, rank = accelerator.num_processes, accelerator.process_index
     vocab, datasets = Vocab.from_tokenizer(tokenizer), []
@@ -291,11 +288,12 @@ def build_dataset(
             packed=language_model.packed,
             constant_shapes=is_compiled(accelerator),
         )
+        steps = count_steps(optim, sequences.mean_length)
         dataset = StepDataset(
-            sequences, batch_format, optim.batch_size, optim.micro_batch, processes, rank
+            sequences, batch_format, steps, optim.batch_size, optim.micro_batch, processes, rank
         )
-        datasets.append((count_steps(optim, sequences.mean_length), dataset))
-    return StagedDataset(datasets)
+        datasets.append(dataset)
+    return datasets
 
 
 if __name__ == "__main__":

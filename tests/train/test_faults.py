@@ -103,7 +103,7 @@ def full_sequences(settings: PretrainSettings, tokenizer: object) -> list[set[in
     store = tokenize_corpus(settings.corpus, "train", tokenizer)
     sequences = SequenceIndex(store, settings.corpus.length)
     batch_format = BatchFormat(Vocab.from_tokenizer(tokenizer), 0.15, settings.run.seed)
-    ranks = [StepDataset(sequences, batch_format, 16, 8, 2, rank) for rank in range(2)]
+    ranks = [StepDataset(sequences, batch_format, 16, 16, 8, 2, rank) for rank in range(2)]
     sizes = [[max(x["input_ids"].shape[1] for x in steps[n]) for n in range(16)] for steps in ranks]
     return [{n for n, size in enumerate(row, start=1) if size == 32} for row in sizes]
 

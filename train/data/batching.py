@@ -11,8 +11,6 @@ random permutation of an epoch, and `sample_index` counts the sequences of the r
 Shapes: B sequences, L tokens of the longest, T tokens of all sequences of a packed row.
 """
 
-import bisect
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -234,18 +232,23 @@ def check_batch_size(batch_size: int, micro_batch: int, processes: int) -> None:
 
 @dataclass
 class StepDataset(Dataset):
-    """Micro-batches of one process, by optimizer step.
+    """Micro-batches of one process in a stage of `steps` optimizer steps, by step of the stage.
 
-    `batch_size` counts the sequences of a step over all processes, `micro_batch` those of a forward
-    pass.
+    Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
+    Chinese model. A run without stages is one stage. `batch_size` counts the sequences of a step
+    over all processes, `micro_batch` those of a forward pass.
     """
 
     sequences: SequenceIndex
     batch_format: BatchFormat
+    steps: int
     batch_size: int
     micro_batch: int
     processes: int = 1
     rank: int = 0
+
+    def __len__(self) -> int:
+        return self.steps
 
     def micro_batch_sequences(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return sequences and epochs of each micro-batch of this process."""
@@ -264,20 +267,3 @@ class StepDataset(Dataset):
             make_batch(self.sequences, sequence_ids, epochs, self.batch_format)
             for sequence_ids, epochs in self.micro_batch_sequences(step)
         ]
-
-
-class StagedDataset(Dataset):
-    """Micro-batches of one process, by optimizer step of the run.
-
-    Each stage has its own sequence length, batch size or text, as in the six stages of the paper's
-    Chinese model. A run without stages is one stage. `total` is the number of steps of all stages.
-    """
-
-    def __init__(self, stages: list[tuple[int, StepDataset]]) -> None:
-        self.stages = [dataset for _, dataset in stages]
-        ends = [0, *itertools.accumulate(steps for steps, _ in stages)]
-        self.starts, self.total = ends[:-1], ends[-1]
-
-    def __getitem__(self, step: int) -> list[dict[str, Any]]:
-        stage = bisect.bisect_right(self.starts, step) - 1
-        return self.stages[stage][step - self.starts[stage]]

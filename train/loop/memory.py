@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from train.data import vocabulary
-from train.data.batching import StagedDataset, label_capacity, packed_layout
+from train.data.batching import StepDataset, label_capacity, packed_layout
 from train.loop.language_model import LanguageModel, build_config, build_language_model
 from train.loop.launch import any_process
 from train.loop.optim import count_steps
@@ -66,10 +66,10 @@ def largest_batch(
 
 
 def fit_micro_batches(
-    dataset: StagedDataset, model: nn.Module, has_moments: bool, accelerator: Accelerator
+    datasets: list[StepDataset], model: nn.Module, has_moments: bool, accelerator: Accelerator
 ) -> None:
     """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
-    for stage in dataset.stages:
+    for stage in datasets:
         length, rate = stage.sequences.length, stage.batch_format.mask_rate
         stage.micro_batch = fit_micro_batch(
             model, has_moments, length, stage.micro_batch, rate, accelerator

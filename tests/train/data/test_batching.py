@@ -22,7 +22,7 @@ def sequences(tmp_path) -> SequenceIndex:
 
 def steps_of(sequences, batch=32, micro=32, processes=1, rank=0, **layout) -> StepDataset:
     batch_format = BatchFormat(VOCAB, 0.15, 0, **layout)
-    return StepDataset(sequences, batch_format, batch, micro, processes, rank)
+    return StepDataset(sequences, batch_format, 99, batch, micro, processes, rank)
 
 
 def originals(batch) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from launched_runs import assert_same_run
 from tiny import log_rows, refused
 from train.command_line import parse_settings
-from train.data.batching import BatchFormat, StagedDataset
+from train.data.batching import BatchFormat
 from train.settings import PretrainSettings, split_stages
 
 STAGES = [
@@ -100,8 +100,3 @@ def test_a_text_changed_in_one_stage_is_noticed(run, other_text, tmp_path, capsy
     refused(changed, "corpus.train", "must give the tokens")
     shared = partial(run, "--corpus.validation=5%", stages=[{"steps": 4, "train": str(file)}])
     refused(shared, "corpus.validation must name text where stages have their own, got 5%")
-
-
-def test_a_stage_begins_at_once_where_the_one_before_it_ends():
-    stages = StagedDataset([(4, range(9)), (9, range(100, 109))])
-    assert [stages[step] for step in (3, 4, 5)] == [3, 100, 101]
