@@ -140,7 +140,8 @@ def _make_shards(
     hashes = [hash_file(file, part, corpus) for file in files]
     facts = {"format": FORMAT, "text": hashes, "tokenizer": tokenizer_hash}
     prefix = Path(corpus.cache) / short_hash(*facts.values())
-    shards = _intact_shards(prefix)
+    folders = (Path(f"{prefix}-{number:05d}") for number in itertools.count())
+    shards = list(itertools.takewhile(_is_intact, folders))  # before the first missing or damaged
     manifests = [_read_manifest(shard) for shard in shards]
     if manifests and manifests[-1]["last"]:
         return shards
@@ -243,12 +244,6 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     files = {file.name: _fingerprint(file) for file in sorted(folder.glob("*.bin"))}
     text = json.dumps(manifest | {"files": files}, indent=2)
     (folder / "manifest.json").write_text(text)
-
-
-def _intact_shards(prefix: Path) -> list[Path]:
-    """Return the folders of the shards before the first that is missing or damaged."""
-    folders = (Path(f"{prefix}-{number:05d}") for number in itertools.count())
-    return list(itertools.takewhile(_is_intact, folders))
 
 
 def _is_intact(folder: Path) -> bool:
