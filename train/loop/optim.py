@@ -57,8 +57,7 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
     hidden: list[Tensor] = []
     if optim.name == "muon":  # for the linear layers between embeddings and head
         modules = language_model.model.base_model.modules()
-        weights = [layer.weight for layer in modules if isinstance(layer, nn.Linear)]
-        hidden = [weight for weight in weights if weight.requires_grad]
+        hidden = [layer.weight for layer in modules if isinstance(layer, nn.Linear)]
     rate, decay = optim.learning_rate, optim.weight_decay
     rest = adamw(language_model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
     return MuonWithAdamW(hidden, rest, rate, decay) if hidden else rest
