@@ -165,7 +165,6 @@ class RunLog:
         loss, correct, predicted, tokens, squares = self._reduce_sums()
         self.reported_tokens += int(tokens)
         elapsed = self.clock.interval_seconds
-        steps = max(step - self.reported_step, 1)
         flops = step_flops(self.config, tokens, squares, predicted)
         peak = self.peak_flops * self.accelerator.num_processes
         row = {
@@ -177,7 +176,7 @@ class RunLog:
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
             "tokens_per_second": round(tokens / elapsed),
-            "seconds_per_step": round(elapsed / steps, 4),
+            "seconds_per_step": round(elapsed / (step - self.reported_step), 4),
             "data_wait": round(self.clock.waited / elapsed, 4),
             "mfu": round(flops / elapsed / peak, 4),
             "memory_gb": round(peak_memory(self.accelerator.device) / 1e9, 3),
