@@ -192,17 +192,16 @@ def check_text_files(corpus: CorpusSettings) -> None:
         )
     if corpus.train == EMBEDDED:
         return
-    files: dict[str, set[Path]] = {}
-    for part in ("train", "validation"):
-        found = find_files(corpus, part)
-        files[part] = {file.resolve() for file in found if isinstance(file, Path)}
-    if not corpus.held_out_share:
-        shared = sorted(map(str, files["train"] & files["validation"]))
-        if shared:
-            raise InputError(
-                "corpus.validation must hold no file of corpus.train, "
-                f"got {', '.join(shared[:3])}; move it out of the training text"
-            )
+    train, held_out = (
+        {file.resolve() for file in find_files(corpus, part) if isinstance(file, Path)}
+        for part in ("train", "validation")
+    )
+    shared = sorted(map(str, train & held_out))
+    if shared and not corpus.held_out_share:
+        raise InputError(
+            "corpus.validation must hold no file of corpus.train, "
+            f"got {', '.join(shared[:3])}; move it out of the training text"
+        )
 
 
 @contextmanager
