@@ -139,8 +139,7 @@ class CorpusSettings(TextSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, lambda x: x >= 8, "must be at least 8", "corpus.length")
-        rule = "must lie between 0 and 1"
-        check_fields(self, lambda x: 0 < x < 1, rule, "corpus.mask_rate")
+        check_fields(self, lambda x: 0 < x < 1, "must lie between 0 and 1", "corpus.mask_rate")
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,7 @@ class PretrainSettings:
 
     def __post_init__(self) -> None:
         optim = self.optim
-        budgets: dict[str, object] = {"optim.steps": optim.steps, "optim.tokens": optim.tokens}
-        budgets |= {"stages": self.stages}
+        budgets = {"optim.steps": optim.steps, "optim.tokens": optim.tokens, "stages": self.stages}
         given = [name for name, value in budgets.items() if value]
         if len(given) != 1:
             raise InputError(
