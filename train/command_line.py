@@ -141,7 +141,7 @@ def _describe_type(kind: Any) -> str:
 
 def _wrong_type(key: str, kind: Any, found: str) -> str:
     found = found.strip("'\"").replace("None", "null")
-    is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"[\d.]+e\d+", found)
+    is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"\d+(\.\d+)?e\d+", found)
     remedy = f"write {float(found):.0f}" if is_count else "see --help"  # 1e9 is a float
     if get_origin(kind) in (list, tuple) and not is_dataclass(get_args(kind)[0]):
         remedy = "write it as '[A, B]'"

@@ -97,6 +97,7 @@ MISTAKES = {
     "--corpus.validation=0.02": ("corpus.validation must be text, or a share", "got 0.02"),
     "--optim.learning_rate=fast": ("optim.learning_rate must be of type float", "got fast"),
     "--optim.tokens=5M": ("optim.tokens must be of type int or null, got 5M; see --help",),
+    "--optim.tokens=1.2.3e4": ("optim.tokens must be of type int or null", "got 1.2.3e4"),
     "--optim.tokens=1.5e9": ("optim.tokens must be of type int or null", "write 1500000000"),
     "--optim.batch_size=null": ("optim.batch_size must be of type int", "got null"),
     '--stages=[{"steps":"x"}]': ("stages.steps must be of type int", "got x"),

@@ -84,13 +84,15 @@ def test_a_vocabulary_is_not_learned_under_a_name_of_the_hub(tmp_path, monkeypat
         assert (tmp_path / name / "tokenizer_config.json").is_file()
 
 
-def test_a_size_is_kept_even_with_many_characters_and_a_larger_one_refused(tokenizer_folder):
+def test_a_size_is_kept_even_with_many_characters_and_a_larger_one_refused(tmp_path):
     texts = ["".join(chr(0x100 + i) for i in range(300)) + " the cat the cat" for _ in range(3)]
     pieces = vocabulary.train_wordpiece(lambda: iter(texts), 120)
     assert len(pieces) <= 120
     assert {"t", "##e"} <= set(pieces)
-    settings = CorpusSettings(tokenizer=str(tokenizer_folder), vocabulary_size=10)
-    refused(lambda: vocabulary.train_if_missing(settings), "corpus.vocabulary_size", "got 10")
+    pieces = [*vocabulary.SPECIAL_TOKENS, *map(chr, range(0x4E00, 0x4E64))]
+    vocabulary.save_tokenizer(pieces, tmp_path / "larger")
+    settings = CorpusSettings(tokenizer=str(tmp_path / "larger"), vocabulary_size=100)
+    refused(lambda: vocabulary.train_if_missing(settings), "must be at least the 105", "got 100")
 
 
 def test_nothing_is_learned_from_nothing(tmp_path):
