@@ -221,14 +221,15 @@ def _varlen_inputs(
 ) -> AttentionInputs | None:
     """Return document lengths in place of a mask, or None.
 
-    None where the rows stay as they are: a mask, if needed, then tells padding and documents. Given
-    lengths are taken if they describe one row without padding and may be read.
+    Lengths that the caller gave are used if they describe a single row without a mask, and either
+    CUDA computes it or no compiler runs; otherwise they are computed where padding may be left out.
+    None: the rows stay as they are, with a mask if one is needed.
     """
     layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
     is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
     # without a kernel for the device, lengths are read on the host, which no compiler follows
     can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
-    if cu_seqlens is None or batch.attention_mask is not None or not (is_one_row and can_read):
+    if not (is_one_row and can_read and cu_seqlens is not None and batch.attention_mask is None):
         if not can_unpad or batch.padding_mask is None:
             return None
         if batch.document_ids is None and batch.padding_mask.all():

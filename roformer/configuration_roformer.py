@@ -272,7 +272,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # multiplies cos and sin by a factor that is meant for the scores of softmax: refused where values
 # are rotated, and with linear attention
-_SCALED_ROPE_TYPE = "yarn"
+_SCALED_ROPE_TYPES = ("yarn",)
 
 _INTEGERS = {  # and their minimum
     "vocab_size": 1, "hidden_size": 1, "embedding_size": 1, "num_hidden_layers": 1,
@@ -337,7 +337,7 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
             yield not getattr(config, name), name, f"be False {attention}"
         rope_type = config._rope["rope_type"]
         rule = f"have no factor on cos and sin {attention}"
-        yield rope_type != _SCALED_ROPE_TYPE, "rope_parameters.rope_type", rule
+        yield rope_type not in _SCALED_ROPE_TYPES, "rope_parameters.rope_type", rule
         if config.linear_attention == "favor":
             # other types are defined for the coordinates of a head; random features have no order
             yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
@@ -359,7 +359,7 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
     rule = f"be absent with position_encoding {config.position_encoding}"
     yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
-    is_scaled = rope_type == _SCALED_ROPE_TYPE
+    is_scaled = rope_type in _SCALED_ROPE_TYPES
     rule = f"be False with rope_type {rope_type}, which would scale the values"
     yield not (config.rotary_value and is_scaled), "rotary_value", rule
 

@@ -35,9 +35,8 @@ from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTr
 logger = logging.get_logger(__name__)
 
 BASE_MODEL_KWARGS: dict[str, Any] = {"return_dict": True, "use_cache": False, "unpad": True}
-"""Arguments that heads pass to `RoFormerModel`: they read outputs by name and need no cache.
-`unpad` allows it to leave padding out without its warning; heads whose loss reads outputs there
-override it."""
+"""What heads pass to `RoFormerModel`: they read outputs by name, need no cache, and let it leave
+padding out without a warning, but pass `unpad=False` if their loss reads outputs there."""
 
 
 class RoFormerLanguageModel(RoFormerPreTrainedModel):
@@ -122,15 +121,16 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         outputs = self.roformer(*inputs, *cross_inputs, position_ids=position_ids, **options)
         hidden_states = outputs.last_hidden_state
         is_sparse = self.training and self.config.sparse_prediction
-        if labels is None or not (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
-            logits = scored = self.cls(hidden_states)
-        else:
-            labelled = labels != IGNORE_INDEX
-            scored, labels = self.cls(hidden_states[labelled]), labels[labelled]
+        if labels is not None and (is_sparse or is_sparse_loss_faster(labels, hidden_states)):
+            is_labelled = labels != IGNORE_INDEX
+            labels, loss_logits = labels[is_labelled], self.cls(hidden_states[is_labelled])
             # the loss has its own graph: unlabelled tokens cost no backward pass
-            logits = scored if is_sparse else self.cls(hidden_states)
+            logits = loss_logits if is_sparse else self.cls(hidden_states)
+        else:
+            logits = loss_logits = self.cls(hidden_states)
+        loss = compute_loss(self, loss_logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
-            loss=compute_loss(self, scored, labels, vocab_size=self.config.vocab_size, **kwargs),
+            loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -136,10 +136,11 @@ class RoFormerSelfAttention(nn.Module):
         self.attention_head_size = config.attention_head_size
         self.scaling = config.attention_head_size**-0.5
         self.is_causal = config.is_decoder and not is_cross_attention
-        self.relative = None  # Transformer-XL's bias; the name of its parameters in checkpoints
+        self.relative = None  # Transformer-XL's bias; checkpoints hold its weights under this name
         if config.position_encoding == "transformer_xl" and not is_cross_attention:
             self.relative = TransformerXLBias(config)
-        # only `p` and `training` are read: tools that switch dropout off look for such modules
+        # never called, the attention function takes the rate: a module, so that `eval()` and tools
+        # that switch dropout off reach it
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.query = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.key = Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
@@ -181,9 +182,10 @@ class RoFormerSelfAttention(nn.Module):
             query = self._rotate(query, position_embeddings)
         inputs = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key, value = self._key_value(inputs, position_embeddings, past_key_values)
-        # transformers searches the source for get_interface to know that attention can be changed
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        context, probabilities = attention(
+        # "auto", the default, is kernels.attention.auto_attention_forward; transformers searches
+        # the source for get_interface to know that attention can be changed
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        context, probabilities = attend(
             self,
             query.transpose(1, 2),  # [B, H, L, D]
             key,
@@ -208,9 +210,9 @@ class RoFormerSelfAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute keys, rotated under RoPE, and values, [B, H, S, D], after those of earlier calls.
+        """Project keys and values, [B, H, S, D], rotate the keys, and append both to cached ones.
 
-        Values are rotated only with `rotary_value`.
+        Only RoPE rotates, and values only with `rotary_value`.
         """
         cache = past_key_values
         if isinstance(past_key_values, EncoderDecoderCache):
@@ -508,9 +510,9 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_shared_bias(config)  # the name of its weights in checkpoints
-        # EncoderDecoderModel replaces `config` by one of transformers' class, which lacks fields:
-        # read `config` for the attention implementation and for what to return, this for all else
+        self.score_bias = build_shared_bias(config)  # checkpoints hold its weights under this name
+        # read in place of `self.config`, which EncoderDecoderModel replaces by one of transformers'
+        # class, without our fields; users set the attention implementation and `output_...` there
         self.roformer_config = config
         self.post_init()
 
@@ -551,11 +553,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
             encoder_attention_mask: [B, S'], its padding mask.
             past_key_values: Cache of earlier calls of a decoder.
             use_cache: Return a cache; the default of a decoder is its configuration's.
-            position_ids: [L] or [B, L] integers with any start, order and gaps. None: the place of
-                each token in its document if `cu_seq_lens_q` is given, else its column, plus the
-                number of cached tokens, so that padding on the left shifts learned and sinusoidal
-                positions. Encodings with a position bias ignore them if
-                tokens are cached.
+            position_ids: [L] or [B, L] integers with any start, order and gaps. None: with
+                `cu_seq_lens_q` counted from 0 in each document, otherwise the column plus the
+                number of cached tokens. Columns count padding on the left, which shifts learned and
+                sinusoidal positions. With cached tokens, encodings with a position bias count from
+                the start of the cache, whatever they are.
             cu_seq_lens_q: [documents + 1] int32 or int64, cumulative lengths of the documents in
                 the flattened rows, each of which ends a document. [0, L] makes one document of a
                 row, whatever its `position_ids` are.
@@ -613,7 +615,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         # 3. mask or lengths of documents, in the form of the attention implementation
-        attention = prepare_attention(
+        attention_inputs = prepare_attention(
             config=config,
             requested=self.config._attn_implementation or "eager",  # None in EncoderDecoderModel
             output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
@@ -630,27 +632,27 @@ class RoFormerModel(RoFormerPreTrainedModel):
             unpad=unpad,
         )
         # 4. layout of the layers: one row without padding, or a row for each document
-        hidden_states = attention.to_layout(hidden_states)
-        position_embeddings = self._cos_sin(batch, attention, hidden_states.dtype)
+        hidden_states = attention_inputs.to_layout(hidden_states)
+        position_embeddings = self._cos_sin(batch, attention_inputs, hidden_states.dtype)
         # 5. encoder
         hidden_states = self.encoder(
             hidden_states,
-            attention.attention_mask,
+            attention_inputs.attention_mask,
             position_embeddings,
             encoder_hidden_states,
-            attention.encoder_attention_mask,
+            attention_inputs.encoder_attention_mask,
             past_key_values=cache,
-            implementation=attention.implementation,
+            implementation=attention_inputs.implementation,
             relative_positions=relative_positions,
-            **(kwargs | attention.attention_kwargs),
+            **(kwargs | attention_inputs.attention_kwargs),
         )
         # 6. back to the rows of the batch
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=attention.to_batch(hidden_states), past_key_values=cache
+            last_hidden_state=attention_inputs.to_batch(hidden_states), past_key_values=cache
         )
 
     def _cos_sin(
-        self, batch: BatchMetadata, attention: AttentionInputs, dtype: torch.dtype
+        self, batch: BatchMetadata, attention_inputs: AttentionInputs, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
         """Compute cos and sin for RoPE in the rows of the layout; None for other encodings.
 
@@ -665,7 +667,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         seq_len = batch.position_span_of_each_token() if config.has_dynamic_rope else None
         inv_freq, attention_scaling = compute_rope_parameters(config, seq_len, position_ids.device)
         cos, sin = rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
-        return attention.to_layout(cos), attention.to_layout(sin)
+        return attention_inputs.to_layout(cos), attention_inputs.to_layout(sin)
 
     def _prepare_cache(
         self,

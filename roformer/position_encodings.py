@@ -56,8 +56,8 @@ class RelativePositions(NamedTuple):
 
     Attributes:
         distances: Position of the query minus position of the key, [1 or B, L, S] integers.
-        max_distance: Upper bound of |distance|. Only transformer_xl reads it, as the size of its
-            table.
+        max_distance: For transformer_xl, whose table has this size, an upper bound of |distance|;
+            no other encoding reads it.
     """
 
     distances: Tensor
@@ -73,9 +73,9 @@ def compute_relative_positions(
     """Compute the distances of the tokens of a call to each other and to cached tokens.
 
     The cache has no positions of its tokens: with cached tokens, positions count from the start of
-    the cache, whatever `position_ids`, [1 or B, L], are. Default positions count the tokens of a
-    row or document, so that no distance exceeds the number of tokens. For others and transformer_xl
-    `max_distance` is computed from the distances, for which the host waits for the device.
+    the cache, whatever `position_ids`, [1 or B, L], are. `max_distance` is the number of tokens,
+    which default positions do not exceed; only for transformer_xl with other positions is it
+    computed from the distances, for which the host waits for the device.
 
     Returns:
         None for encodings without a position bias.
@@ -135,7 +135,7 @@ class AlibiBias(nn.Module):
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.slopes = alibi_slopes(config.num_attention_heads)
+        self.slopes = alibi_slopes(config.num_attention_heads)  # no buffer: see `_cos_sin`
 
     def forward(self, positions: RelativePositions) -> Tensor:
         """Return the bias, [1 or B, H, L, S], float32."""
@@ -159,7 +159,8 @@ class TransformerXLBias(nn.Module):
     """Position bias of Transformer-XL, learned by each layer.
 
     The score is ((q + u) k + (q + v) W_kR R_{m-n}) / sqrt(D), where R is the sinusoidal embedding
-    of the distance. u weighs keys by content, v weighs distances, both whatever the query is.
+    of the distance and W_kR is `key_of_distance`. u weighs keys by content, v weighs distances,
+    both whatever the query is.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:

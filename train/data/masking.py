@@ -17,7 +17,8 @@ IGNORE_INDEX = -100
 same as `roformer.losses.IGNORE_INDEX`: train.data imports nothing of roformer."""
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
-"""First keys of the random draws: is a token chosen, which of 80/10/10, which random token."""
+"""First number of the key of each kind of draw: is a token chosen, which of 80/10/10, which random
+token."""
 
 
 def mask_tokens(
@@ -53,5 +54,5 @@ def mask_tokens(
     action = stateless_rng.uniform(ACTION_STREAM, *row_key, column)
     draws = stateless_rng.uniform(RANDOM_ID_STREAM, *row_key, column)
     random_ids = (draws * vocab.size).astype(np.int64)
-    corrupted = np.where(chosen & (action < 0.8), vocab.mask_id, ids)
-    return np.where(chosen & (action >= 0.8) & (action < 0.9), random_ids, corrupted), chosen
+    to_mask, to_random = chosen & (action < 0.8), chosen & (action >= 0.8) & (action < 0.9)
+    return np.where(to_mask, vocab.mask_id, np.where(to_random, random_ids, ids)), chosen

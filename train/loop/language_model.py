@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
         self.model.tie_weights()
 
     def forward(
-        self, input_ids: Tensor, label_indices: Tensor, labels: Tensor, **layout: Any
+        self, input_ids: Tensor, label_indices: Tensor, labels: Tensor, **model_inputs: Any
     ) -> tuple[Tensor, Tensor]:
         """Compute the summed cross-entropy and the number of correct predictions.
 
@@ -123,17 +123,17 @@ class LanguageModel(nn.Module):
             input_ids: [B, L], or packed [1, T].
             label_indices: [n] positions in the flattened `input_ids` whose hidden states predict.
             labels: [n] token ids to predict; -100 is ignored.
-            **layout: `attention_mask` [B, L], or for a packed row `position_ids` [1, T],
+            **model_inputs: `attention_mask` [B, L], or for a packed row `position_ids` [1, T],
                 `cu_seq_lens_q` [B + 1] and `max_length_q`; as from `batching.make_batch`.
 
         Returns:
             Loss in nats, float32 scalar, and a count, scalar.
         """
         if self.causal:
-            layout["use_cache"] = False
+            model_inputs["use_cache"] = False
         if isinstance(self.model, RoFormerPreTrainedModel):
-            layout["unpad"] = True
-        hidden = self.model.base_model(input_ids=input_ids, **layout).last_hidden_state
+            model_inputs["unpad"] = True
+        hidden = self.model.base_model(input_ids=input_ids, **model_inputs).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_indices))  # [n, V]
         return self.cross_entropy(logits, labels)
 
