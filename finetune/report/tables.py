@@ -67,7 +67,7 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
         for configuration, rows in judged.groupby("configuration", sort=False):
             helped = dict(zip(rows["dataset"], rows["helped"]))
             sentences.append(f"{configuration}: {_verdict(group, helped, 'it')}")
-    rest = " Where this is not shown, a difference says nothing about pretraining."
+    rest = " Where this is not shown, a model may be no better than a control."
     for same in by_conditions(differences):
         both_helped = helped_tasks(same, gains)
         verdict = _verdict(group, both_helped, "both models")

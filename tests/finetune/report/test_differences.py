@@ -165,7 +165,7 @@ def learned(gain: float = 0.2, random: float = 0.5, features: float = 0.6) -> li
 def test_pretraining_helps_where_both_are_above_the_best_control_by_the_spread():
     spread = float(np.std((50, 54), ddof=1))  # 2.83
     title = f"RoFormer {MINUS} BERT: pretraining is shown to help both models on"
-    rest = "Where this is not shown, a difference says nothing about pretraining."
+    rest = "Where this is not shown, a model may be no better than a control."
     models = "RoFormer: small-roformer; BERT: small-bert."
     *verdict, protocol = judge(learned())
     assert verdict == [f"{title} 1 of 1 tasks: CoLA, Matthews.", models]

@@ -42,7 +42,7 @@ def test_every_score_of_a_published_file_follows_from_its_predictions(file, caps
     assert capsys.readouterr().err == ""
 
 
-def test_the_table_over_two_files_of_the_pair_follows_from_them():
+def test_the_tables_over_two_files_of_the_pair_follow_from_them():
     folder, scores = ROOT / "results" / "pair", collections.defaultdict(dict)
     for file in ("results.jsonl", "results-float32.jsonl"):
         for run in read_results(str(folder / file)):
@@ -52,16 +52,26 @@ def test_the_table_over_two_files_of_the_pair_follows_from_them():
     page = (folder / "README.md").read_text().translate(str.maketrans("−", "-", "*"))  # noqa: RUF001
     row = r"^\| (\S+)[^|]*\| ([01]) \| (.*) \| (.*) \| (.*) \| (\S+) \| (\S+) \|"
     rows = re.findall(row, page, re.MULTILINE)
-    assert len({task for task, *_ in rows}) == 9
+    means = dict(
+        re.findall(r"^\| ([^\s,]+)[^|]*\| ([^|]*±[^|]* \| [^|]*±[^|]*) \|", page, re.MULTILINE)
+    )
+    assert means.keys() == {task for task, *_ in rows}
+    assert len(means) == 9
     for seed, suffix in enumerate(("", "-1")):
         printed = {task: found for task, number, *found in rows if number == str(seed)}
-        differences = {task: {} for task in printed}
+        pairs = {task: {} for task in printed}
         for (task, file, model), runs in scores.items():
             if task in printed and model == f"roformer-small{suffix}":
                 others = scores[task, file, f"bert-small{suffix}"]
-                found = {s: runs[s] - others[s] for s in runs.keys() & others.keys()}
-                differences[task] = found | differences[task]  # of two devices the GPU's
-        tests = {x: compare(d, dict.fromkeys(d, 0.0), len(d)) for x, d in differences.items()}
+                found = {s: (runs[s], others[s]) for s in runs.keys() & others.keys()}
+                pairs[task] = found | pairs[task]  # of two devices the GPU's
+        tests = {}
+        for task, found in pairs.items():
+            both = [{s: pair[i] for s, pair in found.items()} for i in range(2)]
+            tests[task] = compare(*both, len(found))
+            for cell, runs in zip(means[task].split(" | "), both):
+                mean, spread = np.mean([*runs.values()]), np.std([*runs.values()], ddof=1)
+                assert cell.split(", ")[seed] == f"{mean:.1f} ± {spread:.1f}"
         for task, c in holm_corrected(tests).items():
             values = ", ".join(f"{c.differences[s]:+.2f}" for s in sorted(c.differences))
             low, high = c.t_interval
