@@ -21,6 +21,7 @@ import transformers
 import yaml
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import WrappedFlexAttention
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import roformer
 from launched_runs import Launches, Start, child_processes
@@ -90,6 +91,12 @@ def swapped_tokenizer(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> st
     folder = tmp_path_factory.mktemp("swapped") / "tokenizer"
     vocabulary.save_tokenizer([*pieces[:-2], pieces[-1], pieces[-2]], folder)
     return str(folder)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers with AutoConfig is forgotten after it."""
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
 
 
 @pytest.fixture(params=["eager", "sdpa", "unpadded"])

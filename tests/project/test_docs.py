@@ -27,7 +27,7 @@ def documented_commands():
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
-def test_the_python_of_a_page_runs(page, monkeypatch, capsys):
+def test_the_python_of_a_page_runs(page, registry, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     namespace = {}
     for code in blocks(page, "python"):

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.export import Dim
 from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, pipeline
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import roformer
 from roformer import RoFormerForMaskedLM, RoFormerForSequenceClassification, RoFormerModel
@@ -47,12 +46,6 @@ def padded(rows: int, length: int) -> dict[str, Tensor]:
 def tokenizer(tokenizer_folder) -> PreTrainedTokenizerBase:
     """One of this test's own: padding and pipelines leave their settings in it."""
     return AutoTokenizer.from_pretrained(tokenizer_folder)
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers with AutoConfig is forgotten after it."""
-    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
 
 
 def saved(folder: Path, model: Module, tokenizer: PreTrainedTokenizerBase) -> None:
