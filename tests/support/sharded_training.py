@@ -170,6 +170,8 @@ def check_accelerate():
         _, expected = train_objective(kind)
         for efficient in (False, True):
             for name, weight in train_objective(kind, efficient)[1].items():
+                if kind == "bert" and name.endswith("key.bias"):
+                    continue  # its gradient is 0 but for rounding, which Adam makes a whole step
                 torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
     for fields in ({}, {"rope_interleave": False}, {"linear_attention": "elu"}):
         whole, _ = train_objective("roformer", **fields)
