@@ -45,7 +45,7 @@ class ReportSettings:
     means the one RoFormer and the one BERT."""
 
     def __post_init__(self) -> None:
-        if self.pair is not None and not len(set(self.pair)) == len(self.pair) == 2:
+        if self.pair is not None and (len(self.pair) != 2 or len(set(self.pair)) != 2):
             raise InputError(f'pair must be two models, got {self.pair}; write --pair "[A, B]"')
         normalize_paths(self, "pair")
 

@@ -147,13 +147,14 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
 
 
 def helped_tasks(
-    differences: Sequence[Difference], gains: pd.DataFrame, models: slice = slice(2)
+    differences: Sequence[Difference], gains: pd.DataFrame, sides: Sequence[int] = (0, 1)
 ) -> dict[str, bool | None]:
     """Dataset -> whether pretraining helps all models compared under the same conditions.
 
-    None where something is absent to judge one of them. `models` chooses from (first, second).
+    None where something is absent to judge one of them. With `sides` (0,) only the first models
+    are asked, with (1,) the second.
     """
-    compared = [runs for pair in differences for runs in (pair.first, pair.second)[models]]
+    compared = [(pair.first, pair.second)[side] for pair in differences for side in sides]
     names = {runs["configuration"].iloc[0] for runs in compared}
     rows = gains[gains["configuration"].isin(names)]
     found: dict[str, bool | None] = {}

@@ -71,8 +71,8 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
     for same in by_conditions(differences):
         both_helped = helped_tasks(same, gains)
         verdict = _verdict(group, both_helped, "both models")
-        for i, name in enumerate(same[0].names):
-            helped = helped_tasks(same, gains, models=slice(i, i + 1))
+        for side, name in enumerate(same[0].names):
+            helped = helped_tasks(same, gains, sides=(side,))
             alone = [group.titles[x] for x in helped if helped[x] and both_helped[x] is False]
             verdict += f" It is shown to help {name} alone on: {'; '.join(alone)}." if alone else ""
         verdict += rest if False in both_helped.values() else ""
