@@ -20,7 +20,7 @@ from .batch import BatchMetadata, Layout, remove_padding, split_documents
 from .configuration_roformer import RoFormerConfig
 from .kernels import AUTO, kernels_enabled
 from .kernels.attention import OWN_IMPLEMENTATIONS
-from .kernels.conditions import has_hooks, is_plain, is_traced, values_are_unreadable
+from .kernels.conditions import can_read_values, has_hooks, is_plain_on, is_traced
 
 logger = logging.get_logger(__name__)
 
@@ -67,7 +67,7 @@ def prepare_attention(
     cache: Cache | None,
     encoder_hidden_states: Tensor | None,
     encoder_attention_mask: Any,
-    score_bias: Tensor | None,
+    position_bias: Tensor | None,
     unpad: bool | None,
 ) -> AttentionInputs:
     """Choose the implementation of a call, and give it padding, causality and documents.
@@ -89,7 +89,7 @@ def prepare_attention(
         cache: Cache of a decoder.
         encoder_hidden_states: As given to the model.
         encoder_attention_mask: Likewise.
-        score_bias: Position bias that all layers add to their scores, [1 or B, H, L, S].
+        position_bias: Added by all layers to their scores, [1 or B, H, L, S].
         unpad: See `RoFormerModel.forward`.
 
     Raises:
@@ -122,8 +122,8 @@ def prepare_attention(
         )
         implementation = "sdpa"
     mask = _self_attention_mask(config, requested, implementation, hidden_states, batch, cache)
-    if score_bias is not None:
-        mask = add_bias_to_mask(mask, score_bias.to(hidden_states))
+    if position_bias is not None:
+        mask = add_bias_to_mask(mask, position_bias.to(hidden_states))
     encoder_mask = _cross_attention_mask(
         config, implementation, hidden_states, encoder_hidden_states, encoder_attention_mask
     )
@@ -168,11 +168,11 @@ def _may_unpad(
     row has a token that is not padding, so that heads read no zeros; and not under hooks of layers,
     which expect the rows of the batch.
     """
-    if is_traced() or values_are_unreadable(hidden_states):
+    if is_traced() or not can_read_values(hidden_states):
         return False
     if requested != AUTO:
         return True
-    if not is_plain(hidden_states, "cpu") or batch.padding_mask is None:
+    if not is_plain_on(hidden_states, "cpu") or batch.padding_mask is None:
         return False
     return not has_hooks(layers) and bool(batch.padding_mask.any(dim=-1).all())
 
@@ -310,11 +310,11 @@ def _with_implementation(config: RoFormerConfig, implementation: str) -> RoForme
     return other
 
 
-def add_bias_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
+def add_bias_to_mask(mask: Tensor | None, position_bias: Tensor) -> Tensor:
     """Return the sum of an additive mask, if there is one, and a position bias."""
     if mask is None:
-        return bias
-    total = mask + bias.to(mask.dtype)
+        return position_bias
+    total = mask + position_bias.to(mask.dtype)
     if total.dtype != torch.float16:
         return total
     # two large float16 values add up to -inf, and softmax of a row that is all -inf is NaN

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels.conditions import is_traced, values_are_unreadable
+from .kernels.conditions import can_read_values, is_traced
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def document_ids_from_position_ids(position_ids: Tensor, padding_mask: Tensor) -
     is_packed = (counts_up | is_start | ~padding_mask).all()
     is_packed = is_packed & (position_ids * padding_mask != 0).any()
     document_ids = (is_start.long().cumsum(dim=-1) - 1).clamp(min=0) * is_packed
-    if not values_are_unreadable(position_ids) and not document_ids.any():
+    if can_read_values(position_ids) and not document_ids.any():
         return None
     return document_ids
 

@@ -164,7 +164,7 @@ class RoFormerConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def rotatable_dim(self) -> int:
+    def feature_dim(self) -> int:
         """Number of coordinates of a head, or of random features, before the partial rotation."""
         is_favor = self.linear_attention == "favor"
         return self.random_features if is_favor else self.attention_head_size
@@ -172,7 +172,7 @@ class RoFormerConfig(PreTrainedConfig):
     @property
     def rotary_dim(self) -> int:
         """Number of coordinates of a head, or of random features, that are rotated."""
-        return int(self.rotatable_dim * self._rope.get("partial_rotary_factor", 1.0))
+        return int(self.feature_dim * self._rope.get("partial_rotary_factor", 1.0))
 
     @property
     def _rope(self) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
 
 def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     """Rules on the values without which a rotation is undefined; transformers warns of others."""
-    rope, dim = config._rope, config.rotatable_dim
+    rope, dim = config._rope, config.feature_dim
     is_valid = _is_number(rope["rope_theta"]) and rope["rope_theta"] > 1
     yield is_valid, "rope_parameters.rope_theta", "be a number > 1"
     is_valid = rope.get("factor") is None or (_is_number(rope["factor"]) and rope["factor"] >= 1)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 
 from .configuration_roformer import RoFormerConfig
-from .kernels.conditions import is_plain, is_traced
+from .kernels.conditions import is_plain_on, is_traced
 
 
 def check_inputs(
@@ -63,7 +63,7 @@ def check_inputs(
         _check_mask(name, encoder_attention_mask, shape[0], shape[1])
     if cu_seqlens is not None:
         check_shape("cu_seq_lens_q", cu_seqlens, (None,))
-        if is_plain(cu_seqlens, "cpu"):
+        if is_plain_on(cu_seqlens, "cpu"):
             _check_cu_seqlens(cu_seqlens.tolist(), B * L, L)
 
 
@@ -108,7 +108,7 @@ def _check_mask(name: str, mask: Any, rows: int, keys: int) -> None:
     """Check the padding mask; others, of four dimensions or of flex_attention, are used as is."""
     if not isinstance(mask, BlockMask) and getattr(mask, "ndim", 2) != 4:
         check_shape(name, mask, (rows, keys))
-        if mask.dtype == torch.bool or not is_plain(mask, "cpu"):
+        if mask.dtype == torch.bool or not is_plain_on(mask, "cpu"):
             return
         other = mask[(mask != 0) & (mask != 1)]
         if len(other):
@@ -181,7 +181,7 @@ def check_ids(name: str, ids: Tensor, size: int) -> None:
     Raises:
         ValueError: An id has no row.
     """
-    if not is_plain(ids, "cpu") or not ids.numel():
+    if not is_plain_on(ids, "cpu") or not ids.numel():
         return
     least, most = ids.aminmax()
     if least < 0 or most >= size:

@@ -14,7 +14,7 @@ on the pair of tokens and does not factor into a product of features.
 The sums grow with the length and are therefore at least float32. There are no attention
 probabilities, and so no dropout of them.
 
-Legend: B batch, L tokens, E hidden size, H heads, D head size, M features, C tokens of a chunk.
+Legend: B batch, L tokens, E hidden size, H heads, D head size, F features, C tokens of a chunk.
 """
 
 import math
@@ -45,14 +45,14 @@ class FeatureMap(nn.Module):
     def query_features(self, query: Tensor) -> Tensor:
         """Compute phi(q) up to a positive factor for each query, which cancels in the fraction.
 
-        [B, L, H, D] to [B, L, H, M], at least float32.
+        [B, L, H, D] to [B, L, H, F], at least float32.
         """
         return self._features(query)
 
     def key_features(self, key: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Compute phi(k) up to a positive factor for each row and head, which cancels likewise.
 
-        Keys are [B, L, H, D], features [B, L, H, M]. The features of padding, where the [B, L] mask
+        Keys are [B, L, H, D], features [B, L, H, F]. The features of padding, where the [B, L] mask
         is False, are 0.
         """
         features = self._features(key)
@@ -66,7 +66,7 @@ class FeatureMap(nn.Module):
 class RandomFeatureMap(FeatureMap):
     """FAVOR+ of Performer (Choromanski et al. 2020, arXiv:2009.14794, lemma 1).
 
-    phi(x) = exp(w y - |y|^2 / 2) with y = x D^(-1/4), for M orthogonal random vectors w; products
+    phi(x) = exp(w y - |y|^2 / 2) with y = x D^(-1/4), for F orthogonal random vectors w; products
     of features estimate exp(q k / sqrt(D)), the kernel function of softmax.
 
     The vectors are drawn with the initial weights and saved with them; Performer can draw them
@@ -138,7 +138,7 @@ def linear_attention(
         key: [B, L, H, D].
         value: [B, L, H, D].
         feature_map: phi.
-        position_embeddings: cos and sin for M features, from `rotary.rotary_embeddings`; None for
+        position_embeddings: cos and sin for F features, from `rotary.rotary_embeddings`; None for
             attention without positions.
         interleave: Pair adjacent features.
         padding_mask: [B, L] bool, False for padding; None means no padding.
@@ -157,9 +157,9 @@ def linear_attention(
             rotated_k = apply_rotary(k, *position_embeddings, interleave)
         if is_causal:
             return _causal(q, k, rotated_q, rotated_k, v).to(value.dtype)
-        kv, k_sum = torch.einsum("blhm,blhd->bhmd", rotated_k, v), k.sum(dim=1)
-        numerator = torch.einsum("blhm,bhmd->blhd", rotated_q, kv)
-        denominator = torch.einsum("blhm,bhm->blh", q, k_sum)
+        kv, k_sum = torch.einsum("blhf,blhd->bhfd", rotated_k, v), k.sum(dim=1)
+        numerator = torch.einsum("blhf,bhfd->blhd", rotated_q, kv)
+        denominator = torch.einsum("blhf,bhf->blh", q, k_sum)
         return _divide(numerator, denominator).to(value.dtype)
 
 
@@ -172,14 +172,14 @@ def _causal(q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, v: Tenso
     chunk_length = min(CHUNK_LENGTH, length)
     tensors = (q, k, rotated_q, rotated_k, v)
     q, k, rotated_q, rotated_k, v = (_split_chunks(x, chunk_length) for x in tensors)
-    kv_before = _sums_before(torch.einsum("bclhm,bclhd->bchmd", rotated_k, v))
+    kv_before = _sums_before(torch.einsum("bclhf,bclhd->bchfd", rotated_k, v))
     k_sum_before = _sums_before(k.sum(dim=2))
-    rotated_scores = torch.einsum("bclhm,bcshm->bchls", rotated_q, rotated_k).tril()
-    scores = torch.einsum("bclhm,bcshm->bchls", q, k).tril()
+    rotated_scores = torch.einsum("bclhf,bcshf->bchls", rotated_q, rotated_k).tril()
+    scores = torch.einsum("bclhf,bcshf->bchls", q, k).tril()
     numerator = torch.einsum("bchls,bcshd->bclhd", rotated_scores, v)
-    numerator = numerator + torch.einsum("bclhm,bchmd->bclhd", rotated_q, kv_before)
+    numerator = numerator + torch.einsum("bclhf,bchfd->bclhd", rotated_q, kv_before)
     denominator = scores.sum(-1).transpose(-1, -2)
-    denominator = denominator + torch.einsum("bclhm,bchm->bclh", q, k_sum_before)
+    denominator = denominator + torch.einsum("bclhf,bchf->bclh", q, k_sum_before)
     return _divide(numerator, denominator).flatten(1, 2)[:, :length]
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from .kernels import UNPADDED
-from .kernels.conditions import is_plain, may_use_kernel, values_are_unreadable
+from .kernels.conditions import can_read_values, is_plain_on, may_use_kernel
 from .kernels.cross_entropy import cross_entropy
 
 IGNORE_INDEX = -100
@@ -54,7 +54,7 @@ def may_unpad_for_loss(
         return False
     # only `unpadded` waits for a device to read labels: `auto` leaves padding out on a CPU only
     must_read = model.config._attn_implementation == UNPADDED
-    if values_are_unreadable(labels) or not (must_read or is_plain(labels, "cpu")):
+    if not (can_read_values(labels) and (must_read or is_plain_on(labels, "cpu"))):
         return True
     at_padding = attention_mask[:, : labels.shape[1] - shift] == 0
     return not bool((labels[:, shift:][at_padding] != IGNORE_INDEX).any())

@@ -34,7 +34,7 @@ from .linear_attention import RandomFeatureMap, RoFormerLinearSelfAttention
 from .position_encodings import (
     RelativePositions,
     TransformerXLBias,
-    build_shared_bias,
+    build_position_bias,
     compute_relative_positions,
     sinusoidal_embeddings,
 )
@@ -176,13 +176,13 @@ class RoFormerSelfAttention(nn.Module):
         """
         query = self._split_heads(self.query(hidden_states))  # [B, L, H, D]
         if self.relative is not None:
-            query, bias = self.relative(query, relative_positions)
-            attention_mask = add_bias_to_mask(attention_mask, bias * self.scaling)
+            query, position_bias = self.relative(query, relative_positions)  # query becomes q + u
+            attention_mask = add_bias_to_mask(attention_mask, position_bias * self.scaling)
         elif position_embeddings is not None:
             query = self._rotate(query, position_embeddings)
         inputs = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key, value = self._key_value(inputs, position_embeddings, past_key_values)
-        # "auto", the default, is kernels.attention.auto_attention_forward; transformers searches
+        # "auto" and "unpadded": kernels.attention.roformer_attention_forward; transformers searches
         # the source for get_interface to know that attention can be changed
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         context, probabilities = attend(
@@ -510,7 +510,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 config.embedding_dim, config.hidden_size, bias=config.use_bias
             )
         self.encoder = RoFormerEncoder(config)
-        self.score_bias = build_shared_bias(config)  # checkpoints hold its weights under this name
+        self.score_bias = build_position_bias(config)  # checkpoints hold its weights by this name
         # read in place of `self.config`, which EncoderDecoderModel replaces by one of transformers'
         # class, without our fields; users set the attention implementation and `output_...` there
         self.roformer_config = config
@@ -613,7 +613,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         relative_positions = compute_relative_positions(
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )
-        score_bias = None if self.score_bias is None else self.score_bias(relative_positions)
+        position_bias = None if self.score_bias is None else self.score_bias(relative_positions)
         # 3. mask or lengths of documents, in the form of the attention implementation
         attention_inputs = prepare_attention(
             config=config,
@@ -628,7 +628,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
             cache=cache,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            score_bias=score_bias,
+            position_bias=position_bias,
             unpad=unpad,
         )
         # 4. layout of the layers: one row without padding, or a row for each document

@@ -20,7 +20,7 @@ been divided by sqrt(D). Transformer-XL's bias is divided by sqrt(D) together wi
 
 CONTRIBUTING.md says what to edit to add an encoding.
 
-Legend: B batch, L queries, S keys, K distances, E size of the vectors, H heads, D head size.
+Legend: B batch, L queries, S keys, K differences, E size of the vectors, H heads, D head size.
 """
 
 import math
@@ -52,15 +52,14 @@ def sinusoidal_embeddings(positions: Tensor, dim: int) -> Tensor:
 
 
 class RelativePositions(NamedTuple):
-    """Distances between queries and keys.
+    """Positions of queries relative to keys.
 
     Attributes:
-        distances: Position of the query minus position of the key, [1 or B, L, S] integers.
-        max_distance: For transformer_xl, whose table has this size, an upper bound of |distance|;
-            no other encoding reads it.
+        differences: m - n, signed, of query m and key n, [1 or B, L, S] integers.
+        max_distance: Upper bound of |m - n|; only transformer_xl reads it, for its table.
     """
 
-    distances: Tensor
+    differences: Tensor
     max_distance: int
 
 
@@ -70,12 +69,12 @@ def compute_relative_positions(
     past_length: int | Tensor,
     positions_are_default: bool,
 ) -> RelativePositions | None:
-    """Compute the distances of the tokens of a call to each other and to cached tokens.
+    """Compute m - n of the tokens m of a call, with cached ones as keys n too.
 
     The cache has no positions of its tokens: with cached tokens, positions count from the start of
     the cache, whatever `position_ids`, [1 or B, L], are. `max_distance` is the number of tokens,
     which default positions do not exceed; only for transformer_xl with other positions is it
-    computed from the distances, for which the host waits for the device.
+    computed from the differences, for which the host waits for the device.
 
     Returns:
         None for encodings without a position bias.
@@ -87,21 +86,21 @@ def compute_relative_positions(
         total = past_length + length
         keys = torch.arange(total, device=position_ids.device)[None]
         return RelativePositions(keys[:, past_length:, None] - keys[:, None], total)
-    distances = position_ids[..., None] - position_ids[:, None]
+    differences = position_ids[..., None] - position_ids[:, None]
     if config.position_encoding == "transformer_xl" and not positions_are_default:
-        return RelativePositions(distances, int(distances.abs().max()))
-    return RelativePositions(distances, length)
+        return RelativePositions(differences, int(differences.abs().max()))
+    return RelativePositions(differences, length)
 
 
-def t5_buckets(distances: Tensor, is_causal: bool) -> Tensor:
-    """Map distances to rows of T5's table: one row each if near, logarithmic if far.
+def t5_buckets(differences: Tensor, is_causal: bool) -> Tensor:
+    """Map m - n, of any shape, to rows of T5's table: one row each if near, logarithmic if far.
 
     A decoder uses all rows for keys before the query, an encoder half of them and the other half
-    for keys after it. Distances are query position minus key position, integers of any shape.
+    for keys after it.
     """
     num_buckets = T5_NUM_BUCKETS if is_causal else T5_NUM_BUCKETS // 2
-    is_after = torch.zeros_like(distances) if is_causal else (distances < 0).long()
-    distances = distances.clamp(min=0) if is_causal else distances.abs()
+    is_after = torch.zeros_like(differences) if is_causal else (differences < 0).long()
+    distances = differences.clamp(min=0) if is_causal else differences.abs()
     num_exact = num_buckets // 2
     # float32 in T5's order of operations: the bucket at a boundary depends on the rounding
     ratio = torch.log(distances.float().clamp(min=1) / num_exact)
@@ -123,7 +122,7 @@ class T5Bias(nn.Module):
 
     def forward(self, positions: RelativePositions) -> Tensor:
         """Return the bias, [1 or B, H, L, S]."""
-        buckets = t5_buckets(positions.distances, self.is_causal)
+        buckets = t5_buckets(positions.differences, self.is_causal)
         return self.relative_attention_bias(buckets).movedim(-1, 1)
 
 
@@ -139,8 +138,8 @@ class AlibiBias(nn.Module):
 
     def forward(self, positions: RelativePositions) -> Tensor:
         """Return the bias, [1 or B, H, L, S], float32."""
-        slopes = torch.tensor(self.slopes).to(positions.distances.device, non_blocking=True)
-        return -slopes[:, None, None] * positions.distances.abs()[:, None]
+        slopes = torch.tensor(self.slopes).to(positions.differences.device, non_blocking=True)
+        return -slopes[:, None, None] * positions.differences.abs()[:, None]
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -177,20 +176,20 @@ class TransformerXLBias(nn.Module):
             nn.init.normal_(bias, std=self.initializer_range)
 
     def forward(self, query: Tensor, positions: RelativePositions) -> tuple[Tensor, Tensor]:
-        """Compute the query of the product with the keys, and the bias.
+        """Compute the query of the product with the keys, and the position bias.
 
-        The bias is computed once for each of the K distances and then gathered.
+        The bias is computed once for each of the K differences and then gathered.
 
         Returns:
             query: q + u, [B, L, H, D].
-            bias: (q + v) W_kR R_{m-n}, not yet divided by sqrt(D), [B, H, L, S].
+            position_bias: (q + v) W_kR R_{m-n}, not yet divided by sqrt(D), [B, H, L, S].
         """
         max_distance = positions.max_distance
-        distances = torch.arange(-max_distance, max_distance + 1, device=query.device)
-        table = sinusoidal_embeddings(distances, self.key_of_distance.in_features).to(query.dtype)
+        differences = torch.arange(-max_distance, max_distance + 1, device=query.device)
+        table = sinusoidal_embeddings(differences, self.key_of_distance.in_features).to(query.dtype)
         keys = self.key_of_distance(table).view(-1, *query.shape[-2:])  # [K, H, D]
         bias = torch.einsum("blhd,khd->bhlk", query + self.v, keys.to(query.dtype))
-        indices = (positions.distances + max_distance)[:, None].expand(*bias.shape[:3], -1)
+        indices = (positions.differences + max_distance)[:, None].expand(*bias.shape[:3], -1)
         return query + self.u, bias.gather(-1, indices)
 
 
@@ -198,7 +197,7 @@ SHARED_BIASES: dict[str, type[nn.Module]] = {"t5": T5Bias, "alibi": AlibiBias}
 """The position biases that all layers share; those of transformer_xl belong to each layer."""
 
 
-def build_shared_bias(config: RoFormerConfig) -> nn.Module | None:
+def build_position_bias(config: RoFormerConfig) -> nn.Module | None:
     """Return the module of the bias that all layers share, or None if the encoding has none."""
     bias = SHARED_BIASES.get(config.position_encoding)
     return None if bias is None else bias(config)

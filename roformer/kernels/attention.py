@@ -42,7 +42,7 @@ CHUNK_SIZE = 2**20
 documents: few enough to stay in the cache."""
 
 
-def auto_attention_forward(
+def roformer_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -271,5 +271,5 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 
 for _name in OWN_IMPLEMENTATIONS:
-    AttentionInterface.register(_name, auto_attention_forward)
+    AttentionInterface.register(_name, roformer_attention_forward)
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -32,10 +32,10 @@ def kernels_enabled() -> bool:
 
 def may_use_kernel(*tensors: Tensor | None, devices: tuple[str, ...] = ("cpu",)) -> bool:
     """Return whether kernels are on and all tensors are plain ones on such devices."""
-    return _enabled and all(x is None or is_plain(x, *devices) for x in tensors)
+    return _enabled and all(x is None or is_plain_on(x, *devices) for x in tensors)
 
 
-def is_plain(x: Tensor, *devices: str) -> bool:
+def is_plain_on(x: Tensor, *devices: str) -> bool:
     """Return whether x is an ordinary dense tensor on such a device, untraced and untransformed.
 
     Excluded are subclasses (sharded, jagged, fake), sparse tensors and dual tensors of forward-mode
@@ -50,19 +50,19 @@ def is_plain(x: Tensor, *devices: str) -> bool:
 def is_traced() -> bool:
     """Detect compilation, export and torch.func, under which only plain operations may be used.
 
-    To be asked before an operation is chosen; `values_are_unreadable` before a value is read.
+    To be asked before an operation is chosen; `can_read_values` before a value is read.
     """
     is_exporting = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
     return torch.compiler.is_compiling() or is_exporting or _is_functorch_active()
 
 
-def values_are_unreadable(x: Tensor) -> bool:
-    """Return whether the values of x cannot be read: compiled, transformed, fake or on meta.
+def can_read_values(x: Tensor) -> bool:
+    """Return whether the values of x can be read: not compiled, transformed, fake or on meta.
 
-    Unlike `is_traced`, False under `torch.jit.trace` and ONNX export, which run on real values.
+    True under `torch.jit.trace` and ONNX export, which `is_traced` detects but run on real values.
     """
     is_fake = x.is_meta or hasattr(x, "fake_mode")
-    return torch.compiler.is_compiling() or is_fake or _is_functorch_active()
+    return not (torch.compiler.is_compiling() or is_fake or _is_functorch_active())
 
 
 @cache

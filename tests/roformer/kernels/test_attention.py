@@ -74,7 +74,7 @@ def test_emulated_bfloat16_is_computed_in_float32_and_rounded_once(mask, monkeyp
     expected = definition(tensors, mask_tensor)
     wanted = torch.autograd.grad(expected.sum(), tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = attention.auto_attention_forward(module, *tensors, mask_tensor, 0.3)
+        found, _ = attention.roformer_attention_forward(module, *tensors, mask_tensor, 0.3)
     gradients = torch.autograd.grad(found.sum(), tensors)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
@@ -98,7 +98,7 @@ def test_documents_of_a_row_are_computed_as_alone(cost, is_causal, monkeypatch):
     alone = [definition(x, mask) for x, mask in zip(documents, masks, strict=True) if x[0].numel()]
     expected = torch.cat(alone, dim=1)
     with torch.device("meta"):  # the default device of a context is not asked for tensors
-        found, _ = attention.auto_attention_forward(
+        found, _ = attention.roformer_attention_forward(
             module, *tensors, None, 0.3, cu_seq_lens_q=cu_seqlens
         )
     weights = torch.randn(found.shape, generator=generator).double()
