@@ -225,20 +225,20 @@ def _varlen_inputs(
     CUDA computes it or no compiler runs; otherwise they are computed where padding may be left out.
     None: the rows stay as they are, with a mask if one is needed.
     """
-    layout, cu_seqlens, max_seqlen = None, batch.cu_seqlens, batch.max_seqlen
+    layout, mask, max_seqlen = None, batch.padding_mask, batch.max_seqlen
     is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
     # without a kernel for the device, lengths are read on the host, which no compiler follows
     can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
-    if not (is_one_row and can_read and cu_seqlens is not None and batch.attention_mask is None):
-        if not can_unpad or batch.padding_mask is None:
+    takes_given = is_one_row and can_read and batch.attention_mask is None
+    cu_seqlens = batch.cu_seqlens if takes_given else None
+    if cu_seqlens is None:
+        # rows that are one document each, without padding, need neither lengths nor a mask
+        if not can_unpad or mask is None or (batch.document_ids is None and mask.all()):
             return None
-        if batch.document_ids is None and batch.padding_mask.all():
-            return None  # one document in each row: no mask either
-        unpadded = remove_padding(batch.padding_mask, batch.document_ids)
+        unpadded = remove_padding(mask, batch.document_ids)
         if unpadded is None:
             return None
-        layout, cu_seqlens = unpadded
-        max_seqlen = None
+        (layout, cu_seqlens), max_seqlen = unpadded, None
     if max_seqlen is None:  # this waits for the device
         max_seqlen = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
