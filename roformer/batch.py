@@ -27,8 +27,8 @@ class BatchMetadata:
         attention_mask: As given to the model.
         padding_mask: [B, L] bool, True at tokens and False at padding, as in transformers; None if
             only a four-dimensional mask is known.
-        document_ids: [B, L] int64, numbered from 0 over all rows; None if every row is one
-            document and `cu_seqlens` was not given.
+        document_ids: [B, L] int64, numbered from 0 over all rows, for lengths of documents and
+            dynamic rope; None if every row is one document and `cu_seqlens` was not given.
         cu_seqlens: [documents + 1] cumulative lengths of the documents, if they were given.
         max_seqlen: Length of the longest document, if it was given.
     """
@@ -42,7 +42,7 @@ class BatchMetadata:
 
     @property
     def packed_document_ids(self) -> Tensor | None:
-        """`document_ids`, or None if `cu_seqlens` give every row one document.
+        """`document_ids` for masks, caches and linear attention: None also if rows are documents.
 
         Not compared under a compiler, which would make the number of documents a constant.
         """
@@ -84,10 +84,8 @@ def describe_batch(
     """Read positions, padding and documents from the arguments of `RoFormerModel.forward`.
 
     Of the inputs, ids or embeddings, only shape and device are read. Without `cu_seqlens` the
-    documents of a single row are read from `position_ids`, unless tokens are cached. If the
-    caller gave a cache, even an empty one, a compiled model does not look for packed documents,
-    because it would have to treat every row as packed. Default positions count from `past_length`,
-    with `cu_seqlens` from 0 in each document.
+    documents of a single row are read from `position_ids`, unless tokens are cached. Default
+    positions count from `past_length`, with `cu_seqlens` from 0 in each document.
     """
     (B, L), device = inputs.shape[:2], inputs.device  # noqa: N806
     padding_mask: Tensor | None = None
@@ -104,6 +102,7 @@ def describe_batch(
         document_ids = F.pad(ids.diff() != 0, (1, 0)).cumsum(dim=0).view(B, L)
     if position_ids is not None:
         position_ids = position_ids.to(device).long().view(-1, L)
+        # a compiled model would have to treat every row as packed, and refuse even an empty cache
         can_look = not (cache_given and torch.compiler.is_compiling())
         may_be_packed = cu_seqlens is None and B == 1 and L > 1 and can_look
         if may_be_packed and padding_mask is not None and int(past_length) == 0:

@@ -79,8 +79,8 @@ class RoFormerConfig(PreTrainedConfig):
             10,000, all of it. When they are replaced, by assignment or by an argument of
             `from_pretrained`, theta and share keep their values unless given. They are
             checked when a model is built.
-        rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with i + R/2
-            of R rotated coordinates, as Llama does. `convert_rope_layout` converts weights.
+        rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with
+            i + rotary_dim/2, as Llama does. `convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
         norm_type: "layer_norm", or "rms_norm" without a gain; both as in RoFormerV2.
         position_encoding: "rope", or one of those it is compared with: "learned", "sinusoidal",
@@ -155,7 +155,7 @@ class RoFormerConfig(PreTrainedConfig):
 
     @property
     def embedding_dim(self) -> int:
-        """Size of the word embeddings."""
+        """`embedding_size`, in a form that tells the type checker that it is never None."""
         return self.embedding_size or self.hidden_size
 
     @property
@@ -165,7 +165,7 @@ class RoFormerConfig(PreTrainedConfig):
 
     @property
     def feature_dim(self) -> int:
-        """Number of coordinates of a head, or of random features, before the partial rotation."""
+        """Number of coordinates of a head, or of random features, rotated or not."""
         is_favor = self.linear_attention == "favor"
         return self.random_features if is_favor else self.attention_head_size
 
@@ -175,7 +175,7 @@ class RoFormerConfig(PreTrainedConfig):
         return int(self.feature_dim * self._rope.get("partial_rotary_factor", 1.0))
 
     @property
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self) -> dict[str, Any]:  # never None, as above
         return self.rope_parameters or {}
 
     @property

@@ -107,7 +107,7 @@ class RoFormerForMaskedLM(RoFormerLanguageModel):
         labels, the head runs twice: on labelled tokens for the loss, which is faster to
         differentiate, and on all tokens for `logits`, on which the loss then does not depend.
 
-        `labels` are [B, L], the original ids where a token was masked and -100 elsewhere. All other
+        `labels` are [B, L], the original ids of labelled tokens and -100 elsewhere. All other
         arguments are those of `RoFormerModel.forward`.
 
         Returns:

@@ -44,15 +44,15 @@ def may_unpad_for_loss(
 ) -> bool:
     """Return False if `auto` or `unpadded` would leave out an output that [B, L] labels need.
 
-    Under other implementations, which leave nothing out or (flash attention) padding in any case,
-    the answer changes nothing. False where mask and labels differ in shape and cannot be compared.
+    Other implementations ignore the answer: most compute padding, flash attention never does. False
+    where mask and labels differ in shape and cannot be compared.
     `shift` is the number of tokens between an output and its label, 1 for causal models.
     """
     if labels is None or attention_mask is None:
         return True
     if getattr(attention_mask, "shape", None) != getattr(labels, "shape", None):
         return False
-    # only `unpadded` waits for a device to read labels: `auto` leaves padding out on a CPU only
+    # `unpadded` leaves padding out on every device, and waits for the labels; `auto` on a CPU only
     must_read = model.config._attn_implementation == UNPADDED
     if not (can_read_values(labels) and (must_read or is_plain_on(labels, "cpu"))):
         return True

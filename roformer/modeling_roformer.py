@@ -1,12 +1,12 @@
 """RoFormer: a BERT encoder whose self-attention rotates queries and keys by their position.
 
 Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), sections 3.2 and 3.3. Module and parameter
-names are those of transformers' own RoFormer, so that checkpoints load in both directions. There
-cos and sin come from a table of `max_position_embeddings` rows; here they are computed from
-`position_ids`, and packed documents are kept apart, whichever implementation computes attention.
+names are those of transformers' own RoFormer, so that checkpoints load in both directions. In
+transformers cos and sin come from a table of `max_position_embeddings` rows; here they are computed
+from `position_ids`, and packed documents are kept apart by every attention implementation.
 
 Legend: B batch, L tokens, S keys, E hidden size, H heads, D head size, V vocabulary. Layers may
-compute in another layout: one row of all tokens without padding, or a row for each document.
+work on other rows (`batch.Layout`): all tokens in one without padding, or one for each document.
 """
 
 from functools import wraps
@@ -65,7 +65,7 @@ class RoFormerEmbeddings(nn.Module):
         self.token_type_embeddings = None
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
-        self.position_embeddings = None  # the table of learned positions
+        self.position_embeddings = None  # BERT's table, not the (cos, sin) argument of the layers
         if config.position_encoding == "learned":
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.is_sinusoidal = config.position_encoding == "sinusoidal"
@@ -168,7 +168,7 @@ class RoFormerSelfAttention(nn.Module):
             encoder_hidden_states: [B, S, E] for cross-attention, else None.
             past_key_values: Cache of a decoder.
             implementation: Name of the attention implementation, chosen in each call.
-            relative_positions: Distances of the tokens, for Transformer-XL.
+            relative_positions: m - n of the tokens, for Transformer-XL.
             **kwargs: Further arguments of the attention function.
 
         Returns:
@@ -511,8 +511,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             )
         self.encoder = RoFormerEncoder(config)
         self.score_bias = build_position_bias(config)  # checkpoints hold its weights by this name
-        # read in place of `self.config`, which EncoderDecoderModel replaces by one of transformers'
-        # class, without our fields; users set the attention implementation and `output_...` there
+        # EncoderDecoderModel overwrites `self.config` with transformers' class, which lacks our
+        # fields; only options of calls, as `_attn_implementation` or `output_...`, are read there
         self.roformer_config = config
         self.post_init()
 
@@ -576,7 +576,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
                 vocabulary are noticed on a CPU only, because other devices would have to be waited
                 for.
         """
-        config = self.roformer_config  # `self.config` may be of transformers' class
+        config = self.roformer_config
         check_inputs(
             config,
             self.embeddings.word_embeddings,  # may have been resized
@@ -609,7 +609,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         )
         if self.embeddings_project is not None:
             hidden_states = self.embeddings_project(hidden_states)
-        # 2. distances and bias, for the encodings that add a bias to the scores
+        # 2. position bias, for the encodings that add one to the scores
         relative_positions = compute_relative_positions(
             config, batch.position_ids, past_length, positions_are_default=position_ids is None
         )

@@ -129,12 +129,12 @@ class T5Bias(nn.Module):
 class AlibiBias(nn.Module):
     """Fixed bias -slope |m - n| with one slope for each head, shared by all layers.
 
-    The paper's is causal; an encoder uses the symmetric form.
+    The paper's is causal, an encoder's symmetric. No buffer: see `RoFormerModel._cos_sin`.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:
         super().__init__()
-        self.slopes = alibi_slopes(config.num_attention_heads)  # no buffer: see `_cos_sin`
+        self.slopes = alibi_slopes(config.num_attention_heads)
 
     def forward(self, positions: RelativePositions) -> Tensor:
         """Return the bias, [1 or B, H, L, S], float32."""
@@ -157,9 +157,9 @@ def alibi_slopes(num_heads: int) -> list[float]:
 class TransformerXLBias(nn.Module):
     """Position bias of Transformer-XL, learned by each layer.
 
-    The score is ((q + u) k + (q + v) W_kR R_{m-n}) / sqrt(D), where R is the sinusoidal embedding
-    of the distance and W_kR is `key_of_distance`. u weighs keys by content, v weighs distances,
-    both whatever the query is.
+    The score is ((q + u) k + (q + v) W_kR R_{m-n}) / sqrt(D), where R_{m-n}, here no rotation, is
+    the sinusoidal embedding of m - n and W_kR is `key_of_distance`. u weighs keys by content, v
+    weighs distances, both whatever the query is.
     """
 
     def __init__(self, config: RoFormerConfig) -> None:

@@ -2,11 +2,10 @@
 
 A pair of coordinates of a query or key at position m is rotated by the angle m * theta_i. By
 default the pairs are adjacent coordinates (x0, x1), (x2, x3), ..., as in the paper. Llama and
-GPT-NeoX pair coordinate i with i + R/2; `convert_rope_layout` translates weights between the two
-layouts. Both compute the same rotation if the rows of query and key projections are permuted.
+GPT-NeoX pair coordinate i with i + rotary_dim/2; `convert_rope_layout` translates weights between
+the two. Both compute the same rotation if the rows of query and key projections are permuted.
 
-Legend: B batch, L tokens, H heads, D head size, R <= D rotated coordinates of a head (a number,
-where the paper's R is the rotation matrix).
+Legend: B batch, L tokens, H heads, D head size, rotary_dim <= D rotated coordinates of a head.
 """
 
 from collections.abc import Mapping
@@ -53,10 +52,11 @@ def compute_rope_parameters(
         device: Device of the result.
 
     Returns:
-        inv_freq: [R/2], or [B, L, R/2] if it depends on the length; radians per token.
+        inv_freq: [rotary_dim/2], or [B, L, rotary_dim/2] if it depends on the length; radians per
+            token.
         attention_scaling: Factor on cos and sin; 1 except for yarn.
     """
-    rope = config.rope_parameters or {}
+    rope = config.rope_parameters or {}  # never None: for the type checker
     rope_type = rope["rope_type"]
     if rope_type == "default":
         return compute_inv_freq(config.rotary_dim, rope["rope_theta"], device), 1.0
@@ -78,12 +78,12 @@ def rotary_embeddings(
 
     Args:
         position_ids: Token positions m, [1 or B, L], any integer dtype.
-        inv_freq: theta_i, [R/2] or [..., L, R/2], radians per token.
+        inv_freq: theta_i, [rotary_dim/2] or [..., L, rotary_dim/2], radians per token.
         attention_scaling: Factor on both results.
         dtype: Dtype of the model; the results are float64 if it is float64.
 
     Returns:
-        cos, sin: [..., L, R/2], float32 or float64.
+        cos, sin: [..., L, rotary_dim/2], float32 or float64.
     """
     angles = position_ids[..., None].to(_angle_dtype(position_ids.device)) * inv_freq
     dtype = at_least_float32(dtype)
@@ -95,10 +95,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
 
     Args:
         x: Queries, keys or values, [B, L, H, D], any floating dtype.
-        cos: From `rotary_embeddings`, [1 or B, L, R/2]. If R < D, only the first R
+        cos: From `rotary_embeddings`, [1 or B, L, rotary_dim/2]. If rotary_dim < D, only the first
             coordinates are rotated.
         sin: Same shape as `cos`.
-        interleave: Pair adjacent coordinates; False pairs coordinate i with i + R/2.
+        interleave: Pair adjacent coordinates; False pairs coordinate i with i + rotary_dim/2.
 
     Returns:
         Tensor of the shape and dtype of `x`; computed in float32, or float64 if `x` is float64.
@@ -116,7 +116,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = True) -
         pairs = x.to(at_least_float32(x.dtype)).contiguous().unflatten(-1, (-1, 2))
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-    # [B, L, H, R/2, 2] of adjacent pairs, or [B, L, H, 2, R/2]
+    # [B, L, H, rotary_dim/2, 2] of adjacent pairs, or [B, L, H, 2, rotary_dim/2]
     shape, pair_dim = ((-1, 2), -1) if interleave else ((2, -1), -2)
     first, second = x.to(at_least_float32(x.dtype)).unflatten(-1, shape).unbind(pair_dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=pair_dim)

@@ -28,11 +28,11 @@ OWN_IMPLEMENTATIONS = (AUTO, UNPADDED)
 """One attention function; they differ in where padding is left out (`prepare_attention`)."""
 
 FULL_SCORES_LIMIT_BYTES = 2**25
-"""Bytes of scores from which they are computed in parts: from this size on glibc takes memory from
-the system in every call, cleared page by page."""
+"""Scores of so many bytes or more are computed in parts: glibc takes memory of this size from the
+system in every call, which clears it page by page."""
 
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
-"""The operator under torch's public `varlen_attn`, which has no dropout; None where it is gone."""
+"""Called itself, because torch's `varlen_attn` above it has no dropout; None where it is gone."""
 
 CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""
@@ -56,11 +56,11 @@ def roformer_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention by the fastest exact kernel, within each document of a row if lengths are given.
 
-    With document lengths, on CUDA (Ampere or later), in half precision and with a head size that is
-    a multiple of 8 up to 256, this is torch's flash attention. Elsewhere it is one call for each
-    batch of documents of similar length, which waits for the device. Such calls, and those without
-    lengths, are computed by sdpa; on a CPU by the kernel that `select_cpu_attention` names, except
-    causal ones without mask and dropout.
+    - Lengths, and a kernel for them on the device (`has_varlen_kernel`): torch's flash attention.
+    - Lengths otherwise: one `_attention` for each batch of documents, which waits for the device.
+    - No lengths: one `_attention`.
+
+    `auto` and `unpadded` share this function, and differ only in whether `cu_seq_lens_q` is passed.
 
     Arguments are those of `eager_attention_forward`, and `is_causal` of the module is read. The
     mask has the form of sdpa's. With `cu_seq_lens_q`, [documents + 1] int32 cumulative lengths of
@@ -158,14 +158,16 @@ def _attention(
     dropout: float,
     is_causal: bool = False,
 ) -> Tensor:
-    """[B, H, L, D] to [B, L, H, D] by the kernel that is selected; arguments as above."""
+    """[B, H, L, D] to [B, L, H, D] by sdpa; on a CPU by the kernel of `select_cpu_attention`.
+
+    Causal attention without dropout is sdpa on a CPU, too: torch leaves out half of the scores.
+    """
     is_bfloat16 = query.dtype == torch.bfloat16 and may_use_kernel(query, key, value, mask)
     if is_bfloat16 and bfloat16_is_emulated():
         mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
         q, k, v = query.float(), key.float(), value.float()
         with torch.autocast("cpu", enabled=False):
             return _attention(q, k, v, mask, scaling, dropout, is_causal).bfloat16()
-    # in causal attention torch's kernel leaves out half of the scores, but has no dropout
     if (dropout or not is_causal) and may_use_kernel(query, key, value, mask):
         scores_bytes = query.shape[:3].numel() * key.shape[2] * query.element_size()
         selected = select_cpu_attention(query.dtype, dropout, scores_bytes)
@@ -244,13 +246,9 @@ def _chunked_attention(
 def select_cpu_attention(dtype: torch.dtype, dropout: float, scores_bytes: int) -> str:
     """Return the kernel for a call on a CPU by the dtype of queries, keys and values.
 
-    torch's kernel (`sdpa`) makes little use of bfloat16 instructions, and has no dropout on a CPU:
+    `full` computes all scores at once, `chunked` some queries of one head at a time, and `sdpa` is
+    torch's kernel, which makes little use of bfloat16 instructions and has no dropout on a CPU:
     there it computes and keeps all scores.
-
-    | dtype, dropout | scores of the call below 32 MiB | from 32 MiB |
-    |---|---|---|
-    | bfloat16, or dropout with any dtype but float16 | `full`: all at once | `chunked`: in parts |
-    | otherwise | `sdpa` | `sdpa` |
 
     It is the same whether gradients are computed or not. On a CPU that emulates bfloat16, calls in
     bfloat16 are converted to float32 before this choice.
