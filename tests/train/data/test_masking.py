@@ -71,11 +71,21 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
     refused(partial(vocab.check_whole_word, True), "corpus.whole_word must be false")
 
 
-def test_masks_belong_to_the_sequence_not_to_its_batch():
-    ids, whole, _ = sample()
+@pytest.mark.parametrize("vocab", [VOCAB, WORDS], ids=["tokens", "words"])
+def test_masks_belong_to_the_sequence_not_to_its_batch(vocab):
+    ids, whole, _ = sample(vocab=vocab)
     rows = np.array([7, 3, 900])
-    alone, _ = mask_tokens(ids[rows, :50], rows, np.zeros(3, int), VOCAB, 0.15, 0)
+    alone, _ = mask_tokens(ids[rows, :50], rows, np.zeros(3, int), vocab, 0.15, 0, vocab is WORDS)
     np.testing.assert_array_equal(alone, whole[rows, :50])
+
+
+def test_the_masks_of_runs_that_resume_stay():
+    ids, key, found = np.tile([5, 45], 6)[None], (np.array([2]), np.array([1])), []
+    for vocab in (VOCAB, WORDS):
+        corrupted, chosen = mask_tokens(ids, *key, vocab, 0.3, 21, vocab is WORDS)
+        found.append(dict(zip(np.flatnonzero(chosen).tolist(), corrupted[chosen].tolist())))
+    assert found[0] == {1: 4, 2: 4, 4: 42, 5: 45, 8: 4}  # [MASK], a random token, its own
+    assert found[1] == {2: 4, 3: 5, 4: 42, 5: 45, 8: 4, 9: 4}
 
 
 def test_masks_are_distributed_as_transformers_collator_makes_them(tokenizer):
