@@ -149,18 +149,19 @@ def make_batch(
             those of the masked tokens, or if causal those before the labels.
         labels: [n] int64, ids of the original tokens.
     """
-    vocab, seed = batch_format.vocab, batch_format.seed
+    vocab, rate, seed = batch_format.vocab, batch_format.mask_rate, batch_format.seed
     ids, lengths = _read_sequences(sequences, sequence_ids, vocab)
     column = np.arange(ids.shape[1])
     is_token = column < lengths[:, None]
-    rate = batch_format.mask_rate
     if batch_format.causal:
         # each predicts the next token, but not [SEP]
         inputs, chosen = ids, column < lengths[:, None] - 2
         labels = np.roll(ids, -1, axis=1)[chosen]
     else:
         whole_word = batch_format.whole_word
-        inputs, chosen = mask_tokens(ids, sequence_ids, epochs, vocab, rate, seed, whole_word)
+        inputs, chosen = mask_tokens(
+            ids, sequence_ids, epochs, vocab=vocab, mask_rate=rate, seed=seed, whole_word=whole_word
+        )
         labels = ids[chosen]
     layout: dict[str, Any] = {"attention_mask": torch.from_numpy(is_token.astype(np.int64))}
     if batch_format.packed:

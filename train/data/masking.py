@@ -25,6 +25,7 @@ def mask_tokens(
     ids: NDArray[np.int64],
     sequence_ids: NDArray[np.int64],
     epochs: NDArray[np.int64],
+    *,
     vocab: Vocab,
     mask_rate: float,
     seed: int,

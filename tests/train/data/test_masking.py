@@ -20,11 +20,15 @@ VOCAB = Vocab(2, 3, 0, 4, 60, (0, 1, 2, 3, 4))
 WORDS = dataclasses.replace(VOCAB, is_continuation=np.arange(60) >= 40)
 
 
+def mask(ids, rows, vocab=VOCAB, rate=0.15, epoch=0, seed=0):
+    scheme = {"vocab": vocab, "mask_rate": rate, "seed": seed, "whole_word": vocab is WORDS}
+    return mask_tokens(ids, rows, np.full_like(rows, epoch), **scheme)
+
+
 def sample(rate: float = 0.15, vocab=VOCAB):
     ids = np.random.default_rng(0).integers(5, 60, (1000, 100))
     ids[:, 0], ids[:, 50], ids[:, -1] = 2, 3, 0
-    index = np.arange(1000)
-    return ids, *mask_tokens(ids, index, index * 0, vocab, rate, 0, vocab is WORDS)
+    return ids, *mask(ids, np.arange(1000), vocab, rate)
 
 
 def within(count: int, number: int, share: float) -> bool:
@@ -54,8 +58,7 @@ def test_tokens_or_whole_words_are_chosen_at_the_rate_and_changed_by_berts_share
 
 def test_a_sequence_that_begins_inside_a_word_begins_a_word():
     ids = np.tile([2, 50, 50, 3, 0], (2000, 1))
-    index = np.arange(2000)
-    _, chosen = mask_tokens(ids, index, index * 0, WORDS, 0.5, 0, True)
+    _, chosen = mask(ids, np.arange(2000), WORDS, 0.5)
     assert (chosen[:, 1] == chosen[:, 2]).all()
     assert within(chosen[:, 1].sum(), 2000, 0.5)
 
@@ -75,14 +78,14 @@ def test_words_go_on_where_the_vocabulary_says(tmp_path):
 def test_masks_belong_to_the_sequence_not_to_its_batch(vocab):
     ids, whole, _ = sample(vocab=vocab)
     rows = np.array([7, 3, 900])
-    alone, _ = mask_tokens(ids[rows, :50], rows, np.zeros(3, int), vocab, 0.15, 0, vocab is WORDS)
+    alone, _ = mask(ids[rows, :50], rows, vocab)
     np.testing.assert_array_equal(alone, whole[rows, :50])
 
 
 def test_the_masks_of_runs_that_resume_stay():
-    ids, key, found = np.tile([5, 45], 6)[None], (np.array([2]), np.array([1])), []
+    ids, found = np.tile([5, 45], 6)[None], []
     for vocab in (VOCAB, WORDS):
-        corrupted, chosen = mask_tokens(ids, *key, vocab, 0.3, 21, vocab is WORDS)
+        corrupted, chosen = mask(ids, np.array([2]), vocab, 0.3, epoch=1, seed=21)
         found.append(dict(zip(np.flatnonzero(chosen).tolist(), corrupted[chosen].tolist())))
     assert found[0] == {1: 4, 2: 4, 4: 42, 5: 45, 8: 4}  # [MASK], a random token, its own
     assert found[1] == {2: 4, 3: 5, 4: 42, 5: 45, 8: 4, 9: 4}
@@ -91,8 +94,7 @@ def test_the_masks_of_runs_that_resume_stay():
 def test_masks_are_distributed_as_transformers_collator_makes_them(tokenizer):
     vocab = Vocab.from_tokenizer(tokenizer)
     ids = np.random.default_rng(0).integers(5, len(tokenizer), (2000, 40))  # 80,000 tokens
-    index = np.arange(2000)
-    ours = mask_tokens(ids, index, np.zeros_like(index), vocab, 0.15, 0)
+    ours = mask(ids, np.arange(2000), vocab)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     batch = collator([{"input_ids": row} for row in ids.tolist()])
     both = ours, (batch["input_ids"].numpy(), (batch["labels"] != -100).numpy())
