@@ -255,7 +255,7 @@ def prepare_data(
         accelerator.print(f"vocabulary: the {len(tokenizer)} pieces of {name}")
         # a vocabulary that does not fit model or masks is refused before any text is tokenized
         build_config(stages[0].model, stages[0].corpus.length, tokenizer)
-        Vocab.from_tokenizer(tokenizer).check_whole_word(any(x.corpus.whole_word for x in stages))
+        Vocab.from_tokenizer(tokenizer).check_whole_word(corpus.whole_word)
         stores = [tokenize_corpus(stage.corpus, "train", tokenizer) for stage in stages]
         held_out = tokenize_corpus(corpus, "validation", tokenizer)
     texts = dict.fromkeys(str(stage.corpus.train) for stage in stages)
