@@ -231,7 +231,7 @@ def all_reduce_step_info(
 ) -> tuple[Tensor, AsyncScalars]:
     """Reduce over processes what all of them have to know of a step, in one collective call.
 
-    Returns the number of predicted tokens of the step, at least 1, on the device; and the number of
+    Returns the number of labelled tokens of the step, at least 1, on the device; and the number of
     requests for each stop reason, for the host.
     """
     predicted = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)

@@ -133,7 +133,7 @@ class CorpusSettings(TextSettings):
     10 % a random token, 10 % stay; the held-out loss is always with 15 % single tokens. Unused by a
     decoder (model.config.is_decoder), which predicts every next token."""
     whole_word: bool = False
-    """Choose whole words instead of single tokens; the 80/10/10 choice is still made per token.
+    """Choose whole words instead of single tokens; the 80/10/10 action is still drawn per token.
     Unused by a decoder."""
 
     def __post_init__(self) -> None:

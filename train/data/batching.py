@@ -114,11 +114,11 @@ class BatchFormat:
 
     Attributes:
         vocab: The tokenizer's ids.
-        mask_rate: Share of tokens to mask and predict.
-        seed: Seed of the masks, and of the order of training.
+        mask_rate: Share of tokens to choose and predict.
+        seed: Seed of the masks and of the order of training; each stage has another.
         causal: Predict every token of the text from the tokens before it and mask nothing, whatever
             `mask_rate` is: for a decoder.
-        whole_word: Whether whole words are masked instead of single tokens.
+        whole_word: Whether whole words are chosen instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         constant_shapes: Whether `label_indices` and `labels` are padded to a multiple of
             `label_capacity`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
@@ -146,7 +146,7 @@ def make_batch(
         attention_mask: [B, L] int64, 0 on padding; or for a packed row the entries of
             `packed_layout`.
         label_indices: [n] int64, positions in the flattened input_ids that predict the labels:
-            those of the masked tokens, or if causal those before the labels.
+            those of the labelled tokens, or if causal those before the labels.
         labels: [n] int64, ids of the original tokens.
     """
     vocab, rate, seed = batch_format.vocab, batch_format.mask_rate, batch_format.seed

@@ -1,9 +1,9 @@
-"""Step 5 of the data path: masking, a pure function of (seed, epoch, sequence).
+"""Masking, in step 4 of the data path: a pure function of (seed, stage, epoch, sequence).
 
-Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens 80 % become [MASK], 10 % a
-random token, 10 % stay. Tokens are chosen independently, as in RoBERTa and transformers, or by
-whole words, as in BERT's later checkpoints; the 80/10/10 choice is drawn per token in both cases.
-Called by step 4 for each batch. CONTRIBUTING.md says what to edit to add a scheme.
+Each stage has its own `seed`. Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens
+80 % become [MASK], 10 % a random token, 10 % stay. Tokens are chosen independently, as in RoBERTa
+and transformers, or by whole words, as in BERT's later checkpoints; the 80/10/10 action is drawn
+per token in both cases. docs/guides/pretrain.md says what to edit to add a scheme.
 """
 
 import numpy as np
@@ -13,12 +13,12 @@ from train.data import stateless_rng
 from train.data.vocabulary import Vocab
 
 IGNORE_INDEX = -100
-"""Label that is not predicted, as in torch's cross-entropy; it pads `labels` to a fixed size. The
+"""Label that the loss ignores, as in torch's cross-entropy; it pads `labels` to a fixed size. The
 same as `roformer.losses.IGNORE_INDEX`: train.data imports nothing of roformer."""
 
 CHOICE_STREAM, ACTION_STREAM, RANDOM_ID_STREAM = 0, 1, 2
-"""First number of the key of each kind of draw: is a token chosen, which of 80/10/10, which random
-token."""
+"""First argument of `uniform`, which makes the draws of a token independent: is it chosen, which
+80/10/10 action, which random token. Other numbers are other masks, also in runs that resume."""
 
 
 def mask_tokens(

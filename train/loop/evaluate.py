@@ -64,13 +64,13 @@ def evaluate(
     sequence_ids: NDArray[np.int64],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Compute loss and accuracy per predicted token, exact for any number of processes.
+    """Compute loss and accuracy per labelled token, exact for any number of processes.
 
     The model is a `LanguageModel`, prepared by Accelerate. `sequence_ids` are those to read;
     `heartbeat` is called before each batch.
 
     Returns:
-        `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` predicted.
+        `validation_loss` in nats, `validation_accuracy` in [0, 1], `validation_tokens` labelled.
     """
     by_length = sequence_ids[np.argsort(sequences.locate(sequence_ids)[1], kind="stable")]
     batches = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]

@@ -1,8 +1,8 @@
-"""The model of a run: configuration, initial weights, and the loss at predicted positions only.
+"""The model of a run: configuration, initial weights, and the loss of the labelled tokens.
 
 An encoder predicts masked tokens, a decoder (`is_decoder` in its configuration) every next token.
-The vocabulary layer is most of a small model's arithmetic: without the 85 % of positions that are
-not predicted, the head is 6 times faster, and a whole step 3 times (4 x 256 tokens, V = 30,522).
+The vocabulary layer is most of a small model's arithmetic: without the 85 % of tokens that have
+no label, the head is 6 times faster, and a whole step 3 times (4 x 256 tokens, V = 30,522).
 Initial weights are random, from a checkpoint, or from a BERT.
 """
 
@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
 
         The same as `RoFormerForMaskedLM` with `sparse_prediction`, for BERT and decoders too, but
         with indices in place of a mask, which needs no synchronisation of a GPU, and as a sum: the
-        mean is over the predicted tokens of all micro-batches and processes of a step.
+        mean is over the labelled tokens of all micro-batches and processes of a step.
 
         Args:
             input_ids: [B, L], or packed [1, T].

@@ -236,11 +236,11 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
     """Return the floating-point operations of a forward and backward pass.
 
     6 N (4 E^2 + 2 E F) per token, 12 N E per pair of tokens of a sequence and 6 (E^2 + V E) per
-    predicted token, with N layers, hidden size E, intermediate size F and V vocabulary entries.
+    labelled token, with N layers, hidden size E, intermediate size F and V vocabulary entries.
     Linear attention with M features per head costs 12 N E M per token instead of the pairs; FAVOR+,
     which also computes its random projections, 20 N E M. Causal attention counts all pairs.
     Padding and position biases are not counted; `squares` is the sum of the squared lengths of the
-    sequences. The vocabulary layer is counted at predicted positions only. A multiplication and an
+    sequences. The vocabulary layer is counted for labelled tokens only. A multiplication and an
     addition are two operations; forward and backward pass together cost three times the forward
     pass.
     """

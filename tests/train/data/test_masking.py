@@ -47,7 +47,7 @@ def test_tokens_or_whole_words_are_chosen_at_the_rate_and_changed_by_berts_share
     maskable = np.bincount(number, (ids >= 5).flatten()) > 0
     assert set(np.unique(hits[maskable] / tokens[maskable])) == {0.0, 1.0}
     assert within((hits > 0).sum(), maskable.sum(), rate)
-    # tokens of a word are chosen together, but each draws its own 80/10/10 choice
+    # tokens of a word are chosen together, but each draws its own 80/10/10 action
     assert within((corrupted[chosen] == VOCAB.mask_id).sum(), chosen.sum(), 0.8)
     # a random token is the original one time in V
     assert within((corrupted[chosen] == ids[chosen]).sum(), chosen.sum(), 0.1 + 0.1 / 60)
