@@ -121,8 +121,7 @@ class BatchFormat:
         whole_word: Whether whole words are chosen instead of single tokens.
         packed: Whether a batch is one packed row instead of rows padded to the longest.
         constant_shapes: Whether `label_indices` and `labels` are padded to a multiple of
-            `label_capacity`, with 0 and `IGNORE_INDEX`, so that a compiled step meets one shape.
-            The masks are the same.
+            `label_capacity`, with 0 and `IGNORE_INDEX`: one shape for compilation, the same masks.
     """
 
     vocab: Vocab

@@ -33,10 +33,9 @@ def mask_tokens(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose some of the tokens [B, L] to predict, and corrupt them.
 
-    The draws of a row depend on `seed`, its sequence id [B] and its epoch [B], not on the rest of
-    the batch. What happens to a token depends on its own and earlier columns, never on padding.
-    `mask_rate` is the share of tokens chosen; with `whole_word` all pieces of a word are chosen or
-    none.
+    The draws of a row depend on `seed`, its sequence id [B] and its epoch [B] only. What happens to
+    a token depends on its own and earlier columns, never on padding. `mask_rate` is the share of
+    tokens chosen; with `whole_word` all pieces of a word are chosen or none.
 
     Returns:
         Corrupted ids [B, L], and whether each token was chosen [B, L].
