@@ -18,7 +18,7 @@ arXiv, in this order: 2104.09864, 1810.04805, 1706.03762 (3.5), 1901.02860 (3.3)
 Scaling: the bias that all layers share (t5, alibi) is added after the product of query and key has
 been divided by sqrt(D). Transformer-XL's bias is divided by sqrt(D) together with that product.
 
-CONTRIBUTING.md says what to edit to add an encoding.
+docs/guides/encodings.md says what to edit to add an encoding.
 
 Legend: B batch, L queries, S keys, K differences, E size of the vectors, H heads, D head size.
 """
