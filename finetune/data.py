@@ -127,7 +127,7 @@ def _read_hub(task: Task, split: str) -> tuple[str, dict[str, list]]:
     except (OSError, ValueError) as error:
         raise InputError(
             f"hub must hold {source}, got {first_line(error)}; "
-            "check the names, or name files (glue_dir for GLUE)"
+            "check the names, or without a connection name files (for GLUE --glue_dir FOLDER)"
         ) from error
     columns, feature = data.to_dict(), data.features.get(task.label_column)
     if task.hub is not None and isinstance(feature, datasets.ClassLabel):

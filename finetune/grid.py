@@ -78,7 +78,7 @@ def main(settings: GridSettings) -> None:
     check_runs(pending)
     if settings.controls:
         score_tasks(settings)
-    print(f"{len(pending)} runs to make, {len(runs) - len(pending)} done already", flush=True)
+    print(f"runs: {len(pending)} to make, {len(runs) - len(pending)} done already", flush=True)
     failures, started = 0, time.perf_counter()
     for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):
         left = len(pending) - done

@@ -72,7 +72,7 @@ Result = dict[str, Any]
 
 PROTOCOL_FIELDS = {
     "learning_rate": "rate {:g}",
-    "epochs": "{:g} epochs",
+    "epochs": "epochs {:g}",
     "batch_size": "batch {:g}",
     "length": "length {:g}",
     "schedule": "{} schedule",

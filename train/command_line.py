@@ -34,17 +34,15 @@ def run_command(
 ) -> None:
     """Parse the settings, from `argv` or the command line, as `parse_settings`, and run a command.
 
-    A `default_config` that is read is printed. An `InputError` is one line and exit code 2; every
-    process that meets it prints it, all but the first of a machine with their rank.
+    The name of a `default_config` that is read is printed. An `InputError` is one line and exit
+    code 2; every process that meets it prints it, all but the first of a machine with their rank.
     """
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         flags = list(sys.argv[1:] if argv is None else argv)
         parsed = parse_settings(settings, flags, default_config)
         if default_config is not None and not _split_flags(flags)[0] and is_local_main:
-            values = yaml.safe_load(Path(default_config).read_text(encoding="utf-8"))
-            print(f"no --config: the settings of {default_config}, which flags override:")
-            print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None), end="")
+            print(f"no --config: the settings of {default_config}, which flags override")
         main(parsed)
         print(end="", flush=True)
     except BrokenPipeError:
@@ -162,12 +160,13 @@ def _describe_parser_error(message: str, types: dict[str, Any]) -> str:
     unknown = re.search(r"(?:unrecognized arguments: -*|[oO]ption ')([\w.-]+)", message)
     section = re.match(r"(?:Group '|\")(\w+)", message)  # in YAML it stands before the key
     word = ".".join(found[1] for found in (section, unknown) if found)
-    similar = difflib.get_close_matches(word, types, n=1, cutoff=0.8)
-    if similar and similar[0] != word:
-        dashes = "--" if message.startswith("unrecognized arguments: --") else ""
-        return f"{message}; did you mean {dashes}{similar[0]}?"
+    endings = sorted((key for key in types if key.endswith(f".{word}")), key=len)  # run.name first
+    similar = difflib.get_close_matches(word, types, n=1, cutoff=0.8) or endings
     # several values of a flag: a glob that the shell has expanded, or names without brackets
     is_value = re.match(r"unrecognized arguments: (?!-)", message)
+    if similar and similar[0] != word and not is_value:
+        dashes = "--" if message.startswith("unrecognized arguments: --") else ""
+        return f"{message}; did you mean {dashes}{similar[0]}?"
     return f"{message}; {'quote globs, write a list as [A, B]' if is_value else 'see --help'}"
 
 

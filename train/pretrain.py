@@ -128,6 +128,9 @@ def check_run(
     check_changed_settings(folder, settings, accelerator.mixed_precision)
     # held-out text is read at corpus.length, whatever the stages have
     check_model(settings.model, corpus.length)
+    if settings.model.init is None and "hidden_size" not in settings.model.config:
+        remedy = "its type's default sizes; name a file of configs/model/ with --config"
+        accelerator.print(f"warning: no model.config.hidden_size, so the model has {remedy}")
     for index, stage in enumerate(stages):
         with name_stage(index if settings.stages else None):
             check_model(stage.model, stage.corpus.length)

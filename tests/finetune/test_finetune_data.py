@@ -174,7 +174,7 @@ def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("finetune.data.HUB_DATA", "nobody/has-this")
     read = lambda: read_split_columns(TASKS["rte"], "train", None)  # noqa: E731
-    refused(read, "hub must hold nobody/has-this", "glue_dir")
+    refused(read, "hub must hold nobody/has-this", "without a connection", "--glue_dir")
 
 
 def test_a_length_or_a_tokenizer_that_does_not_fit_the_model_is_refused():

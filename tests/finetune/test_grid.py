@@ -167,7 +167,7 @@ def test_what_is_done_is_left_out_and_a_failing_run_does_not_stop_the_others(fol
     broken.mkdir(parents=True)  # where this run will want to write a file
     refused(lambda: grid.main(more), "got 1 of 2 that failed")
     printed = capsys.readouterr().out
-    assert "2 runs to make, 2 done already" in printed
+    assert "runs: 2 to make, 2 done already" in printed
     score = r"accuracy \d+\.\d \(majority \d+\.\d.*\), \d+ s"
     last = rf"^\[2/2\] sst2 .*, random weights, .* seed 1: {score}; 0 min left$"
     assert re.search(last, printed, re.MULTILINE)

@@ -98,6 +98,7 @@ MISTAKES = {
     "--optim.learning_rte=1": ("--optim.learning_rte=1", "did you mean --optim.learning_rate?"),
     "--optim.lr=1": ("unrecognized arguments: --optim.lr=1", "see --help"),
     "--corpus.train a.txt b.txt": ("b.txt; quote globs, write a list as",),
+    "--corpus.train old train": ("train; quote globs, write a list as",),
     "--corpus.validation=0.02": ("corpus.validation must be text, or a share", "got 0.02"),
     "--optim.learning_rate=fast": ("optim.learning_rate must be of type float", "got fast"),
     "--optim.tokens=5M": ("optim.tokens must be of type int or null, got 5M; see --help",),
@@ -106,6 +107,8 @@ MISTAKES = {
     "--optim.batch_size=null": ("optim.batch_size must be of type int", "got null"),
     '--stages=[{"steps":"x"}]': ("stages.steps must be of type int", "got x"),
     '--stages=[{"length":8}]': ("arguments are required: steps; see --help",),
+    "--train=x": ("unrecognized arguments: --train=x", "did you mean --corpus.train?"),
+    "--name=x": ("did you mean --run.name?",),
     '--stages=[{"stepz":1}]': ("'stepz' is not accepted", "did you mean stages.steps"),
     "--optim.learning_rate=-1": ("optim.learning_rate must be positive and finite", "got -1.0"),
     "--optim.tokens=5": ("optim needs one of optim.steps", "got optim.steps, optim.tokens"),
@@ -182,13 +185,11 @@ def test_help_shows_the_defaults_in_force(capsys):
         assert re.search(rf"learning_rate .*? default: {rate}\)", text, re.DOTALL)
 
 
-def test_a_command_without_config_prints_the_settings_it_reads_instead(capsys):
+def test_a_command_without_config_names_the_file_it_reads_instead(capsys):
     found = []
     run_command(found.append, PretrainSettings, ["--optim.tokens=7"], DEFAULT_CONFIG)
     assert (found[0].optim.tokens, found[0].optim.learning_rate) == (7, 1.5e-3)
-    text = capsys.readouterr().out
-    assert text.startswith("no --config: ")
-    assert "vocabulary_size: 8192" in text
+    assert f"no --config: the settings of {DEFAULT_CONFIG}" in capsys.readouterr().out
     run_command(found.append, PretrainSettings, [f"--config={DEFAULT_CONFIG}"], DEFAULT_CONFIG)
     assert capsys.readouterr().out == ""
     assert found[1].corpus == found[0].corpus

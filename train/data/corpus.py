@@ -289,8 +289,8 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
         remedy = "it was learned from other text; learn one from this"
         yield f"{warning}: corpus.tokenizer cuts words into {pieces:.1f} pieces; {remedy}"
     if part == "validation" and tokens < MIN_HELD_OUT:
-        remedy = f"the loss of so few is uncertain; give {MIN_HELD_OUT:,}"
-        yield f"{warning} has {tokens:,} tokens; {remedy}"
+        remedy = f"give {MIN_HELD_OUT:,}, or a larger share (--corpus.validation 5%)"
+        yield f"{warning} has {tokens:,} tokens; the loss of so few is uncertain; {remedy}"
 
 
 def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:

@@ -219,6 +219,7 @@ def test_text_cut_into_many_pieces_is_said(described, tmp_path):
 def test_held_out_text_of_a_few_predictions_is_said(described):
     few = described("the moon", "the cat sees " * 3_000)[-1]
     assert few.startswith("warning: corpus.validation has 9,000 tokens; the loss of so few")
+    assert "--corpus.validation 5%" in few
     enough = described("the moon", "the cat sees " * 4_000)[-1]
     assert enough == "validation: 1 documents, 12,000 tokens"
 

@@ -82,6 +82,9 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_pa
     warnings, budget = dry_run(*learn, *tokens)
     assert budget["steps_at_least"] == [10]  # of 512 tokens, if all sequences are full
     assert "optim.warmup_steps is 10" in warnings
+    assert "hidden_size" not in warnings
+    unsized = '--model.config={"num_hidden_layers": 1}'  # as without a file of configs/model
+    assert "no model.config.hidden_size" in dry_run(*learn, unsized)[0]
     assert report["tokens_per_step"] == [16 * 32]
     assert report["hours"] >= 0
     assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
