@@ -280,7 +280,8 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
         manifest = _read_manifest(shard)
         counts.update({name: manifest[name] for name in COUNTS})
     documents, tokens = counts["documents"], counts["tokens"]
-    yield f"{part}: {documents:,} documents, {tokens:,} tokens"
+    mean = f"{tokens / documents:,.0f} a document"
+    yield f"{part}: {documents:,} documents, {tokens:,} tokens ({mean})"
     unknown = counts["unknown"] / tokens
     if unknown > MAX_UNKNOWN:
         yield f"{warning}: {unknown:.1%} of its tokens are unknown to corpus.tokenizer"

@@ -193,9 +193,10 @@ class RunLog:
         self._write(row)
 
     def report_validation(self, step: int, scores: dict[str, float]) -> None:
-        """Write the scores of an evaluation, with the tokens of all steps before it."""
+        """Write the scores of an evaluation, with the tokens so far, and show its loss."""
         tokens = self.reported_tokens + int(self._reduce_sums().tokens)
         seconds = round(self.clock.seconds, 2)
+        self.bar.set_postfix_str(f"held-out loss {scores['validation_loss']:.3f}")
         self._write({"step": step, "tokens": tokens, "seconds": seconds, **scores})
 
     def warn(self, line: str) -> None:

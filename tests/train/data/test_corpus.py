@@ -199,7 +199,7 @@ def test_held_out_documents_are_no_training_documents(described):
 
 def test_text_that_the_tokenizer_does_not_know_is_said_and_above_half_refused(described):
     lines = described("the moon \u0e01 \u0e02\n", "the moon sees\n")
-    assert lines[0] == "train: 1 documents, 4 tokens"
+    assert lines[0] == "train: 1 documents, 4 tokens (4 a document)"
     assert lines[1].startswith("warning: corpus.train: 50.0% of its tokens are unknown")
     mostly = partial(described, "the \u0e01 \u0e02\n", "the moon sees\n")
     refused(mostly, "corpus.tokenizer", "got 67% unknown tokens")
@@ -221,7 +221,7 @@ def test_held_out_text_of_a_few_predictions_is_said(described):
     assert few.startswith("warning: corpus.validation has 9,000 tokens; the loss of so few")
     assert "--corpus.validation 5%" in few
     enough = described("the moon", "the cat sees " * 4_000)[-1]
-    assert enough == "validation: 1 documents, 12,000 tokens"
+    assert enough == "validation: 1 documents, 12,000 tokens (12,000 a document)"
 
 
 def test_a_share_of_the_documents_is_held_out(corpus_folder, tmp_path, tokenizer):

@@ -42,6 +42,7 @@ def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_pa
         add(log, *BATCHES[1])
         log.report_training(2, 0.5, torch.tensor(3.0))
         log.report_validation(2, {"validation_loss": 1.0})
+    assert log.bar.postfix == "held-out loss 1.000"  # the last that a run shows
     row, validation = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert (row["loss"], row["accuracy"], row["tokens"]) == (4.0, 0.2, 116)
     assert validation.pop("seconds") >= row["seconds"] >= 50
