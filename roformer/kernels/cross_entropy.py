@@ -29,16 +29,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """Return the index of the largest logit [n, V] of each row, [n].
-
-    For bfloat16 on a CPU torch takes three times as long.
-    """
-    if logits.dtype == torch.bfloat16 and may_use_kernel(logits):
-        return torch.cat([chunk.float().argmax(dim=-1) for (chunk,) in _split_rows(logits)])
-    return logits.argmax(dim=-1)
-
-
 def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split logits [n, V], and other tensors [n, ...] likewise, into chunks of rows."""
     rows = max(1, CHUNK_SIZE // logits.shape[1]) * torch.get_num_threads()

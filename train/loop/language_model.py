@@ -28,7 +28,7 @@ from transformers import (
 
 from roformer.configuration_roformer import RoFormerConfig
 from roformer.kernels.attention import AUTO, UNPADDED, has_varlen_kernel
-from roformer.kernels.cross_entropy import argmax, cross_entropy
+from roformer.kernels.cross_entropy import cross_entropy
 from roformer.modeling_roformer import RoFormerPreTrainedModel
 from train.data.masking import IGNORE_INDEX
 from train.data.vocabulary import count_ids
@@ -143,7 +143,9 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss and the number of correct predictions of logits [n, V], labels [n]."""
-        correct = (argmax(logits.detach()) == labels).sum()
+        # on a CPU twice as fast as argmax
+        predicted = logits.detach().max(dim=-1).indices
+        correct = (predicted == labels).sum()
         return cross_entropy(logits, labels, IGNORE_INDEX), correct
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from roformer import RoFormerForCausalLM, RoFormerForMaskedLM
-from roformer.kernels.cross_entropy import argmax, cross_entropy
+from roformer.kernels.cross_entropy import cross_entropy
 from tiny import build, tiny_config
 
 
@@ -30,7 +30,6 @@ def test_loss_and_gradients_are_those_of_torch(monkeypatch, dtype, chunk, defaul
     torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=0)
     rtol = 1e-5 if dtype in (torch.float32, torch.float64) else 1e-2
     torch.testing.assert_close(gradient, expected_gradient, rtol=rtol, atol=1e-7)
-    assert torch.equal(argmax(logits), logits.argmax(dim=-1))
 
 
 def test_without_a_label_the_mean_is_nan_and_no_gradient_is():
