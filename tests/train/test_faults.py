@@ -223,16 +223,19 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
     for flag in other:
         key = flag[2:].partition("=")[0]
         refused(lambda flag=flag: pretrain(flag), key, "must give the tokens")
+    environment = run / "environment.json"
+    environment.write_text(environment.read_text().replace(torch.__version__, "2.0"))
     pretrain(ONE_STEP, "--optim.micro_batch=4")  # decides nothing
     pretrain(ONE_STEP, fast, drift)
     rates = log_rows(run, "learning_rate")
     assert sorted(rates) == [1, 2, 3]
     assert rates[3] > 0.4
     # what it says of itself is what it does, now and from now on
-    first = "run.allow_drift changed after step 2: optim.learning_rate from 0.001 to 0.5"
+    first = "changed after step 2: optim.learning_rate from 0.001 to 0.5"
     assert capsys.readouterr().out.count(f"warning: {first}\n") == 1
     text = (run / "settings.yaml").read_text()
-    assert text.splitlines()[0] == f"# {first}"
+    upgrade = f"# changed after step 1: torch from '2.0' to '{torch.__version__}'"
+    assert text.splitlines()[:2] == [upgrade, f"# {first}"]
     refused(pretrain, "optim.learning_rate must stay 0.5", "got 0.001")
     smaller = runs.model_flag(intermediate_size=32)
     refused(lambda: pretrain(smaller, fast), "model.config.intermediate_size must stay", "got 32")
@@ -243,9 +246,9 @@ def test_a_run_goes_on_with_other_settings_or_text(pretrain, other_text, swapped
     assert max(log_rows(run)) == 12
     pretrain(other[1], fast, drift, "--optim.clip_norm=2")  # finished: trains nothing
     notes = [line for line in (run / "settings.yaml").read_text().splitlines() if "# " in line]
-    assert notes[0] == f"# {first}"
-    assert notes[1].startswith("# run.allow_drift changed after step 3: the tokens of corpus.")
-    assert len(notes) == 2
+    assert notes[:2] == [upgrade, f"# {first}"]
+    assert notes[2].startswith("# changed after step 3: the tokens of corpus.")
+    assert len(notes) == 3
     refused(lambda: pretrain("--optim.steps=5", fast, drift), "optim", "12 steps", "got 5 steps")
 
 

@@ -46,7 +46,7 @@ from train.data.documents import short_hash
 from train.loop.language_model import LanguageModel
 from train.loop.launch import any_process
 from train.loop.run_log import INITIAL_STATE, RunLog
-from train.loop.run_metadata import check_changed_settings, write_metadata
+from train.loop.run_metadata import changed_versions, check_changed_settings, write_metadata
 from train.settings import InputError, PretrainSettings, first_line
 
 LOCK_TIMEOUT = 60.0
@@ -159,22 +159,19 @@ class Checkpoints:
         if path is not None:
             state |= json.loads((path / STATE).read_text())
         self._check_resumable(state, total)  # before another text's vocabulary meets the weights
+        step, finished = state["step"], state["step"] == total
         if path is not None:
             load_tensors(path, self.model, self.optimizer)
-            verb = "finished" if state["step"] == total else "going on"
-            self.accelerator.print(f"{verb} after step {state['step']}")
+            self.accelerator.print(f"{'finished' if finished else 'going on'} after step {step}")
         if self.accelerator.is_main_process:
-            finished = state["step"] == total
             if state["data"] != self.hashes["data"]:
                 changed[f"the tokens of {TEXT_KEYS}"] = state["data"], self.hashes["data"]
             if state["config"] != self.hashes["config"]:
                 changed["the model's configuration"] = state["config"], self.hashes["config"]
+            changed |= changed_versions(self.folder, self.accelerator) if path else {}
+            changed = {} if finished else changed  # nothing was trained with them
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            if finished:
-                changed = {}  # nothing was trained with them
-            write_metadata(
-                self.folder, self.settings, self.accelerator, state["step"], parameters, changed
-            )
+            write_metadata(self.folder, self.settings, self.accelerator, step, parameters, changed)
             if not finished:
                 shutil.rmtree(self.folder / "model", ignore_errors=True)
         return state

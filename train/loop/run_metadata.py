@@ -97,6 +97,14 @@ def check_changed_settings(
     return changed
 
 
+def changed_versions(folder: Path, accelerator: Accelerator) -> dict[str, tuple[Any, Any]]:
+    """Return the versions, and the commit, that differ from environment.json: before and now."""
+    now, file = collect_environment(accelerator), folder / "environment.json"
+    before = now | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    names = ("python", "torch", "transformers", "accelerate", "commit")
+    return {name: (before[name], now[name]) for name in names if before[name] != now[name]}
+
+
 def write_metadata(
     folder: Path,
     settings: PretrainSettings,
@@ -105,15 +113,15 @@ def write_metadata(
     parameters: int,
     changed: dict[str, tuple[Any, Any]],
 ) -> None:
-    """Write environment.json and settings.yaml if they are missing or settings have changed.
+    """Write environment.json and settings.yaml if they are missing or something has changed.
 
     Changes are printed, and kept as comments at the top of settings.yaml, because results of the
-    run belong to neither set of settings alone. The run goes on from `step`.
+    run belong to neither set of settings or versions alone. The run goes on from `step`.
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
     # without a checkpoint the run begins anew, with the settings of this launch
     is_new, comments = not settings_file.exists() or (step == 0 and not changed), ""
-    if is_new or not environment_file.exists() or "mixed_precision" in changed:
+    if is_new or not environment_file.exists() or changed:
         environment = collect_environment(accelerator) | {"parameters": parameters}
         write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
     if not is_new and not changed:
@@ -122,7 +130,7 @@ def write_metadata(
         changes = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
         )
-        note = f"run.allow_drift changed after step {step}: {changes}"
+        note = f"changed after step {step}: {changes}"
         print(f"warning: {note}", flush=True)
         lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))

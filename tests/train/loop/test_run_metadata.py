@@ -65,7 +65,7 @@ def test_another_precision_is_refused_and_noted_where_it_may_be(begun, monkeypat
     refused(check, f"mixed_precision must stay 'no' for the run in {begun}, got 'bf16'; choose an")
     monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
     write(begun, SETTINGS, 7)
-    note = "# run.allow_drift changed after step 7: mixed_precision from 'no' to 'bf16'"
+    note = "# changed after step 7: mixed_precision from 'no' to 'bf16'"
     assert (begun / "settings.yaml").read_text().splitlines()[0] == note
     check()  # from now on it is the run's
     assert changes(begun, SETTINGS) == {"mixed_precision": ("bf16", "no")}
