@@ -186,7 +186,7 @@ def train(
         preemption,
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
-        guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
+        guard, save_is_due = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints"), False
         is_cuda = accelerator.device.type == "cuda"  # pinned memory: for non-blocking copies
         steps = range(state["step"], total)  # an item of the loader is all batches of a step
         # without workers: a process makes batches faster than a GPU needs them
@@ -207,24 +207,24 @@ def train(
                 log.add(loss, correct, batch)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
-            done = step + 1
-            counts = stop_counts.wait()
-            finished, stopped = done == total, any(counts)
+            done, counts = step + 1, stop_counts.wait()
+            finished, is_last = done == total, done == total or any(counts)  # of the run, launch
             if done % run.log_every == 0 or finished:
                 log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
                 with log.clock.paused():
                     scores = validate(heartbeat=preemption.heartbeat)
                 log.report_validation(done, scores)
-            is_last = finished or stopped  # the last step of this launch
-            if done % run.save_every == 0 or is_last:
+            save_is_due |= done % run.save_every == 0
+            if save_is_due or is_last:
                 may_save = guard.check_step()  # ends a run whose gradients stay non-finite
+                save_is_due = not may_save  # else after the next step
                 if may_save or is_last:
                     with preemption.extend_timeout():
                         checkpoints.save(done, log, is_last)
-            if is_last:
-                return None if finished else announce_stop(counts, done, accelerator)
-    return None  # for mypy: the last step has returned
+            if is_last and not finished:
+                return announce_stop(counts, done, accelerator)
+    return None
 
 
 def all_reduce_step_info(

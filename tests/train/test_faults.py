@@ -113,7 +113,7 @@ def test_nan_on_one_rank_moves_no_rank_and_three_end_the_run(poisoned, pretrain,
     flags = [
         "--model.type=bert", f"--model.init={launch.folder / 'init'}", "--model.config={}",
         f"--corpus.train={poisoned['rarely']}", "--optim.steps=null",
-        f"--stages={json.dumps(stages)}", "--optim.micro_batch=8", "--run.save_every=1",
+        f"--stages={json.dumps(stages)}", "--optim.micro_batch=8", "--run.save_every=2",
         "--run.keep=99", "--run.validate_every=1000",
     ]  # fmt: skip
     settings = parse_settings(PretrainSettings, [*launch.flags, *flags])
@@ -130,8 +130,9 @@ def test_nan_on_one_rank_moves_no_rank_and_three_end_the_run(poisoned, pretrain,
     # as in one process, where there is no other rank whose weights could have moved
     runs.assert_close_runs(run.with_name("one"), run, "loss")
     # nobody should have to go on from a step whose gradient was not finite
-    saved = [f"step-{step:08}" for step in range(1, 17) if step not in bad]
-    assert runs.list_checkpoints(run) == saved
+    saved = {next(step for step in range(due, 17) if step not in bad) for due in range(2, 17, 2)}
+    assert saved - {*range(2, 17, 2)}  # one that was due is saved at the next good step
+    assert runs.list_checkpoints(run) == [f"step-{step:08}" for step in sorted(saved)]
     warned = re.findall(r"step (\d+) changed no weight", launch.output())
     assert list(map(int, warned)) == infinite
     (error,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
