@@ -21,11 +21,11 @@ from accelerate import Accelerator
 from train.loop.launch import launcher_pid
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-LAUNCHER_DIED = "the launcher died"
+LAUNCHER_DIED, READER_DIED = "the launcher died", "the reader of the output died"
 TIME_LIMIT = "run.max_hours"
 
 STOP_REASONS = {number.name: 128 + number for number in SIGNALS}
-STOP_REASONS |= {LAUNCHER_DIED: 128 + signal.SIGHUP, TIME_LIMIT: 0}
+STOP_REASONS |= dict.fromkeys((LAUNCHER_DIED, READER_DIED), 128 + signal.SIGHUP) | {TIME_LIMIT: 0}
 """Exit code for each stop reason, by the shell's convention; a time limit is not a failure."""
 
 MIN_STALL_SECONDS = 120.0
@@ -94,7 +94,7 @@ class PreemptionHandler:
         # `nohup` and the `&` of a script set signals to be ignored
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self.handlers = {number: signal.signal(number, self._on_signal) for number in heard}
-        on_broken_pipe = partial(self.requested.add, LAUNCHER_DIED)
+        on_broken_pipe = partial(self.requested.add, READER_DIED)
         self.streams = sys.stdout, sys.stderr  # None when closed by `>&-`
         sys.stdout, sys.stderr = (
             stream and cast(TextIO, BrokenPipeGuard(stream, on_broken_pipe))
