@@ -155,12 +155,12 @@ def train(
     Returns:
         None when the run is finished, else one of `STOP_REASONS`.
     """
-    dataset: ConcatDataset = ConcatDataset(datasets)
-    optim, run, total = settings.optim, settings.run, len(dataset)
+    steps_of_run: ConcatDataset = ConcatDataset(datasets)  # an item is all batches of a step
+    optim, run, total = settings.optim, settings.run, len(steps_of_run)
     learning_rate = learning_rate_schedule(optim, total)
     optimizer = build_optimizer(language_model, optim)
     model, optimizer = accelerator.prepare(language_model, optimizer)
-    stores = [*(stage.sequences.store for stage in datasets), held_out.store]
+    stores = [*(dataset.sequences.store for dataset in datasets), held_out.store]
     # unwrapped: its parameters are those of `model`, under the names without a wrapper's prefix
     checkpoints = Checkpoints(
         settings, folder, language_model, optimizer.optimizer, accelerator, stores
@@ -173,9 +173,9 @@ def train(
         if run.peak_tflops is None
         else run.peak_tflops * 1e12
     )
-    fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)
+    fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)  # may lower theirs
     # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
-    tokens = min(stage.micro_batch * stage.sequences.length for stage in datasets)
+    tokens = min(dataset.micro_batch * dataset.sequences.length for dataset in datasets)
     eval_rows = max(1, tokens // held_out.length)
     eval_ids = np.arange(len(held_out))[: run.validation_sequences]
     vocab = datasets[0].batch_format.vocab
@@ -188,22 +188,22 @@ def train(
     ):
         guard, save_is_due = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints"), False
         is_cuda = accelerator.device.type == "cuda"  # pinned memory: for non-blocking copies
-        steps = range(state["step"], total)  # an item of the loader is all batches of a step
+        steps = range(state["step"], total)
         # without workers: a process makes batches faster than a GPU needs them
-        loader = DataLoader(dataset, batch_size=None, sampler=steps, pin_memory=is_cuda)
+        loader = DataLoader(steps_of_run, batch_size=None, sampler=steps, pin_memory=is_cuda)
         for step, micro_batches in enumerate(log.clock.time_batches(loader), state["step"]):
-            preemption.start_step(is_new_stage=step in dataset.cumulative_sizes)
+            preemption.start_step(is_new_stage=step in steps_of_run.cumulative_sizes)
             # dropout is a function of seed, step and process
             torch.manual_seed(derive_seed(run.seed, step, accelerator.process_index))
             set_learning_rate(optimizer, learning_rate(step))
-            predicted, stop_counts = all_reduce_step_info(micro_batches, preemption, accelerator)
+            labelled, stop_counts = all_reduce_step_info(micro_batches, preemption, accelerator)
             for i, batch in enumerate(micro_batches, start=1):
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
                     inputs = send_to_device(batch, accelerator.device, non_blocking=True)
-                    loss, correct = model(**inputs)  # LanguageModel.forward: a sum
-                    # DDP averages over processes; `predicted` counts the tokens of all of them
-                    accelerator.backward(loss * accelerator.num_processes / predicted)
+                    loss, correct = model(**inputs)  # LanguageModel.forward: this process's sum
+                    # DDP averages this: the mean over the labelled tokens of all processes
+                    accelerator.backward(loss * accelerator.num_processes / labelled)
                 log.add(loss, correct, batch)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
@@ -217,7 +217,7 @@ def train(
                 log.report_validation(done, scores)
             save_is_due |= done % run.save_every == 0
             if save_is_due or is_last:
-                may_save = guard.check_step()  # ends a run whose gradients stay non-finite
+                may_save = guard.check_last_step()  # ends a run whose gradients stay non-finite
                 save_is_due = not may_save  # else after the next step
                 if may_save or is_last:
                     with preemption.extend_timeout():
@@ -237,8 +237,8 @@ def all_reduce_step_info(
     Returns the number of labelled tokens of the step, at least 1, on the device; and the number of
     requests for each stop reason, for the host.
     """
-    predicted = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
-    values = [predicted, *preemption.stop_requests()]
+    labelled = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
+    values = [labelled, *preemption.stop_requests()]
     device = accelerator.device
     info = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     sums = accelerator.reduce(info.to(device, non_blocking=True))
@@ -281,11 +281,12 @@ def build_datasets(
     vocab, datasets = Vocab.from_tokenizer(tokenizer), []
     for index, (stage, sequences) in enumerate(zip(stages, training)):
         corpus, optim, seed = stage.corpus, stage.optim, stage.run.seed
+        # stages on the same text differ in order and masks
+        stage_seed = seed if index == 0 else derive_seed(seed, index)
         batch_format = BatchFormat(
             vocab=vocab,
             mask_rate=corpus.mask_rate,
-            # another for each stage: on the same text they differ in order and masks
-            seed=seed if index == 0 else derive_seed(seed, index),
+            seed=stage_seed,
             causal=language_model.causal,
             whole_word=corpus.whole_word,
             packed=language_model.packed,

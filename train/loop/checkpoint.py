@@ -208,13 +208,13 @@ class Checkpoints:
                 "put it on a shared disk"
             )
 
-    def save(self, step: int, run_log: RunLog, final: bool) -> None:
+    def save(self, step: int, run_log: RunLog, is_last: bool) -> None:
         """Save a checkpoint and delete old ones; a collective call.
 
-        After the `final` one this launch trains no more.
+        After the last one this launch trains no more.
 
         Raises:
-            InputError: The final checkpoint could not be written; of others this is a warning.
+            InputError: The last checkpoint could not be written; of others this is a warning.
         """
         error = ""
         state = run_log.state() | self.hashes
@@ -229,12 +229,12 @@ class Checkpoints:
                 prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        _check_written(error, "a checkpoint", self.accelerator, is_needed=final)
+        _check_written(error, "a checkpoint", self.accelerator, is_last)
 
 
-def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
+def _check_written(error: str, what: str, accelerator: Accelerator, is_last: bool = True) -> None:
     """Refuse, on all processes, an error of one; a collective call, which waits for the disk."""
-    if any_process(bool(error), accelerator) and is_needed:
+    if any_process(bool(error), accelerator) and is_last:
         raise InputError(
             f"run.folder must have room for {what}, got {error or 'an error of another process'}; "
             "make some, the same command goes on"

@@ -89,19 +89,19 @@ def evaluate(
         tensors = make_batch(sequences, rows, np.zeros_like(rows), batch_format)
         loss, correct = model(**send_to_device(tensors, accelerator.device))
         if number < len(batches):
-            predicted = torch.full_like(sums[0], len(tensors["labels"]))
-            sums += torch.stack((loss.double(), correct.double(), predicted))
+            labelled = torch.full_like(sums[0], len(tensors["labels"]))
+            sums += torch.stack((loss.double(), correct.double(), labelled))
     model.train(was_training)
-    loss, correct, predicted = accelerator.reduce(sums).tolist()
-    if predicted == 0:
+    loss, correct, labelled = accelerator.reduce(sums).tolist()
+    if labelled == 0:
         raise InputError(
             "corpus.validation must hold a token to predict, got 0; "
             "give more text, or a tokenizer that knows it"
         )
     return {
-        "validation_loss": loss / predicted,
-        "validation_accuracy": correct / predicted,
-        "validation_tokens": int(predicted),
+        "validation_loss": loss / labelled,
+        "validation_accuracy": correct / labelled,
+        "validation_tokens": int(labelled),
     }
 
 

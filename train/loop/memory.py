@@ -55,10 +55,10 @@ def largest_batch(
     A decoder predicts all tokens, an encoder `label_capacity` of them.
     """
     ids = torch.randint(language_model.model.config.vocab_size, (rows, length))
-    predicted = rows * length
+    labelled = rows * length
     if not language_model.causal:
-        predicted = label_capacity(rows * length, mask_rate)
-    positions = torch.arange(predicted) * rows * length // predicted
+        labelled = label_capacity(rows * length, mask_rate)
+    positions = torch.arange(labelled) * rows * length // labelled
     batch: dict[str, Any] = {"label_indices": positions, "labels": ids.flatten()[positions]}
     if not language_model.packed:
         return batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -69,10 +69,10 @@ def fit_micro_batches(
     datasets: list[StepDataset], model: nn.Module, has_moments: bool, accelerator: Accelerator
 ) -> None:
     """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
-    for stage in datasets:
-        length, rate = stage.sequences.length, stage.batch_format.mask_rate
-        stage.micro_batch = fit_micro_batch(
-            model, has_moments, length, stage.micro_batch, rate, accelerator
+    for dataset in datasets:
+        length, rate = dataset.sequences.length, dataset.batch_format.mask_rate
+        dataset.micro_batch = fit_micro_batch(
+            model, has_moments, length, dataset.micro_batch, rate, accelerator
         )
 
 

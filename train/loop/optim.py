@@ -187,7 +187,7 @@ class NonFiniteGuard:
 
     def optimizer_step(self, step: int, norm: Tensor) -> None:
         """Check the step before, then update the weights unless the gradient norm is not finite."""
-        self.check_step()
+        self.check_last_step()
         skip = norm.isfinite().logical_not().float()
         if not self.scaled:
             self.optimizer.optimizer.found_inf = skip
@@ -195,7 +195,7 @@ class NonFiniteGuard:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check_step(self) -> bool:
+    def check_last_step(self) -> bool:
         """Report the newest step if it was skipped and has not been checked yet.
 
         Returns:

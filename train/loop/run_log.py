@@ -29,7 +29,7 @@ class Sums(NamedTuple):
 
     loss: float = 0.0
     correct: float = 0.0
-    predicted: float = 0.0
+    labelled: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
 
@@ -156,23 +156,23 @@ class RunLog:
         else:  # a packed row
             lengths = batch["cu_seq_lens_q"].diff().double()
         self.host_sums += torch.stack((lengths.sum(), lengths.square().sum()))
-        loss, predicted = loss.detach().double(), int((batch["labels"] >= 0).sum())
-        values = torch.stack((loss, correct.double(), torch.full_like(loss, predicted)))
+        loss, labelled = loss.detach().double(), int((batch["labels"] >= 0).sum())
+        values = torch.stack((loss, correct.double(), torch.full_like(loss, labelled)))
         self.device_sums += torch.where(loss.isfinite(), values, 0.0)
 
     def report_training(self, step: int, learning_rate: float, gradient_norm: Tensor) -> None:
         """Write the metrics of all steps since the last report."""
-        loss, correct, predicted, tokens, squares = self._reduce_sums()
+        loss, correct, labelled, tokens, squares = self._reduce_sums()
         self.reported_tokens += int(tokens)
         elapsed = self.clock.interval_seconds
-        flops = step_flops(self.config, tokens, squares, predicted)
+        flops = step_flops(self.config, tokens, squares, labelled)
         peak = self.peak_flops * self.accelerator.num_processes
         row = {
             "step": step,
             "tokens": self.reported_tokens,
             "seconds": round(self.clock.seconds, 2),
-            "loss": loss / predicted if predicted else math.nan,
-            "accuracy": correct / predicted if predicted else math.nan,
+            "loss": loss / labelled if labelled else math.nan,
+            "accuracy": correct / labelled if labelled else math.nan,
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
             "tokens_per_second": round(tokens / elapsed),
@@ -183,7 +183,7 @@ class RunLog:
         }
         if self.last_loss is not None and row["loss"] > self.last_loss + SPIKE:
             self.warn(f"the loss rose from {self.last_loss:.2f} to {row['loss']:.2f} at {step}")
-        if predicted:
+        if labelled:
             self.last_loss = row["loss"]
         self.reported_step = step
         self.clock.start_interval()
@@ -233,7 +233,7 @@ def truncate_log(log: Path, step: int) -> None:
     write_text_atomically(log, "".join(kept))
 
 
-def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicted: float) -> float:
+def step_flops(config: PreTrainedConfig, tokens: float, squares: float, labelled: float) -> float:
     """Return the floating-point operations of a forward and backward pass.
 
     6 N (4 E^2 + 2 E F) per token, 12 N E per pair of tokens of a sequence and 6 (E^2 + V E) per
@@ -253,7 +253,7 @@ def step_flops(config: PreTrainedConfig, tokens: float, squares: float, predicte
         attention = 12 * tokens * E / config.num_attention_heads
     if kind == "favor":
         attention = 20 * tokens * config.random_features
-    return weights + layers * E * attention + 6 * (E**2 + V * E) * predicted
+    return weights + layers * E * attention + 6 * (E**2 + V * E) * labelled
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:

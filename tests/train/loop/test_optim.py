@@ -127,10 +127,10 @@ def test_a_step_without_finite_gradient_changes_no_weight_nor_moment(bad, build,
     move(2, 1.0)
     assert not any(map(torch.equal, held(), before))
     assert reports == ["step 2 changed no weight, its gradient is not finite (1 in a row)"]
-    assert steps.check_step()
+    assert steps.check_last_step()
     assert len(reports) == 1
     move(3, bad)
-    assert not steps.check_step()  # and nothing is saved
+    assert not steps.check_last_step()  # and nothing is saved
 
 
 def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path):
@@ -142,7 +142,7 @@ def test_three_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_
         move(number, factor)  # a good one between them: the count begins again
         before = held() if factor == 1.0 else before
     last_good = f"goes on from {tmp_path}/step-00000004"
-    refused(steps.check_step, "optim", "3 steps in a row, the last 6", last_good)
+    refused(steps.check_last_step, "optim", "3 steps in a row, the last 6", last_good)
     found = [re.findall(r"step (\d+) .* \((\d+) in a row", line)[0] for line in reports]
     assert found == [("1", "1"), ("2", "2"), ("4", "1"), ("5", "2"), ("6", "3")]
     assert all(map(torch.equal, held(), before))
@@ -154,5 +154,5 @@ def test_a_loss_scaler_that_finds_no_scale_ends_the_run(tmp_path):
     for number in range(71):
         move(number, 1.0 if number < 31 and number % 10 == 0 else torch.nan)
     assert not reports
-    refused(steps.check_step, "40 steps in a row, the last 71", "begins again")
+    refused(steps.check_last_step, "40 steps in a row, the last 71", "begins again")
     assert reports[-1].startswith("step 71 changed no weight")
