@@ -173,7 +173,7 @@ def train(
         if run.peak_tflops is None
         else run.peak_tflops * 1e12
     )
-    fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)  # may lower theirs
+    fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)  # changes them
     # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
     tokens = min(dataset.micro_batch * dataset.sequences.length for dataset in datasets)
     eval_rows = max(1, tokens // held_out.length)

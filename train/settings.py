@@ -286,7 +286,7 @@ class PretrainSettings:
 
 
 CHANGEABLE = {
-    "corpus": {"cache", "train", "validation", "tokenizer"},  # their contents are compared instead
+    "corpus": {"cache", "train", "validation", "tokenizer"},
     "model": {"gradient_checkpointing"},
     "optim": {"micro_batch"},
     "run": {
@@ -294,8 +294,8 @@ CHANGEABLE = {
         "keep", "tracker", "max_hours", "peak_tflops", "allow_drift", "dry",
     },
 }  # fmt: skip
-"""Keys that may change when a run is resumed: trained weights do not depend on them, except that
-with dropout the draws depend on `micro_batch`, as on the number of processes."""
+"""Keys that may change when a run is resumed: trained weights do not depend on them, except on the
+contents of text and tokenizer, which are compared instead, and with dropout on `micro_batch`."""
 
 
 @contextmanager

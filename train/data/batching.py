@@ -1,8 +1,8 @@
 """Step 4 of the data path: documents cut into sequences, put in order and collected into batches.
 
-Everything is a pure function of (settings, seed, step) and does not depend on the number of
-processes, so that the state of the loader is one integer. A batch has one of two layouts, with the
-same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
+Everything is a pure function of settings and step (docs/design/determinism.md), whatever the number
+of processes, so that the state of the loader is one integer. A batch has one of two layouts, with
+the same sequences and masks: padded rows, or, for attention kernels that take `cu_seq_lens_q`, one
 packed row without padding.
 
 Three numbers of a sequence: `sequence_id` is its place in the text, `index_in_epoch` that in the
@@ -29,7 +29,8 @@ from train.settings import InputError
 Indices = NDArray[np.int64]
 
 WINDOW = 2048
-"""Sequences that are sorted by length together; more would save hardly any padding."""
+"""Sequences that are sorted by length together, as the mega-batches of transformers' Trainer with
+`group_by_length` are; more would save hardly any padding."""
 
 MIN_BUCKET = 8
 """Least number of sequences in a bucket, in which sequences of similar length stay together."""

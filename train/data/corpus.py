@@ -136,7 +136,7 @@ def _make_shards(
     tokenizer_hash: str,
     bar: tqdm,
 ) -> list[Path]:
-    """Return the folders of all shards of a group of files; missing ones are made."""
+    """Return the folders of all shards of a group of files; made from the first missing one on."""
     hashes = [hash_file(file, part, corpus) for file in files]
     facts = {"format": FORMAT, "text": hashes, "tokenizer": tokenizer_hash}
     prefix = Path(corpus.cache) / short_hash(*facts.values())

@@ -10,8 +10,8 @@
                 model/               the finished model and tokenizer, for from_pretrained
 
 A checkpoint is written atomically, verified by hashes when it is read, and equal for every
-sharding. It holds no random state: order and masks are functions of (seed, step), dropout of
-(seed, step, process); nor the loss scale of fp16, which is searched anew.
+sharding. It holds no random state: order, masks and dropout are functions of settings and step
+(docs/design/determinism.md); nor the loss scale of fp16, which is searched anew.
 
 Files are touched by the main process; whether it succeeded is reduced over all processes, so that
 all of them continue or stop together.
@@ -111,8 +111,11 @@ def _wait_for_lock(stream: TextIO) -> str:
 class Checkpoints:
     """Resumes a run from its newest checkpoint, and saves further ones.
 
-    The `state` of a run is a dictionary of JSON values: `step` (the steps done), `data` (the names
-    of the stores), `tokenizer` and `config` (their hashes), and the keys of `RunLog.state`.
+    The `state` of a run, in state.json, is a dictionary of JSON values: `step`, the steps done;
+    `data`, the names of the stores; `tokenizer` and `config`, their hashes; and of `RunLog.state`
+    `tokens` of the run until the last report, `seconds` of the run, `reported`, the step of the
+    last report, `pending`, the `Sums` since then as a list, and `unreported`, the seconds since
+    then, in all and waiting for batches.
 
     `stores` are the token stores of all stages and of the held-out text.
     """
@@ -132,12 +135,11 @@ class Checkpoints:
         self.hashes["config"] = short_hash(config)
 
     def resume(self, total: int) -> dict[str, Any]:
-        """Load the newest intact checkpoint, if any, and write the run's metadata.
+        """Load the newest intact checkpoint, if any; then write metadata, and delete an old model.
 
-        The metadata is written last, so that a launch that cannot continue changes nothing but the
-        names of damaged checkpoints and the tracker's files; a finished run keeps its settings. The
-        model of a run that was finished earlier and now continues to `total` steps is removed.
-        Returns the state to continue from.
+        These come last, so that a launch that cannot continue changes nothing but the names of
+        damaged checkpoints and the tracker's files. A finished run keeps its settings and model;
+        one that now continues to `total` steps loses it. Returns the state to continue from.
 
         Raises:
             InputError: Settings, text or vocabulary differ from those at the beginning of the run,

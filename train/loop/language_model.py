@@ -93,9 +93,9 @@ class LanguageModel(nn.Module):
     def choose_attention(self, accelerator: Accelerator) -> None:
         """Change the attention implementation from "auto" to "unpadded" where a GPU is faster so.
 
-        "auto" by itself would have to wait for the lengths of documents. The GPU needs a kernel for
-        documents of different lengths; the model may have no bias on the scores and no linear
-        attention.
+        "auto" computes padding on a GPU: to find it, the host would synchronise with the device in
+        each call. A packed batch brings its lengths. The GPU needs a kernel for documents of
+        different lengths; the model may have no bias on the scores and no linear attention.
         """
         config = self.model.config
         if not isinstance(self.model, RoFormerPreTrainedModel):
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
         if self.causal:
             model_inputs["use_cache"] = False
         if isinstance(self.model, RoFormerPreTrainedModel):
-            model_inputs["unpad"] = True
+            model_inputs["unpad"] = True  # padding has no labels
         hidden = self.model.base_model(input_ids=input_ids, **model_inputs).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_indices))  # [n, V]
         return self.cross_entropy(logits, labels)

@@ -51,8 +51,8 @@ def adamw(
 def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torch.optim.Optimizer:
     """Build the optimizer that `optim.name` names.
 
-    Its `step` changes nothing where `self.found_inf`, which `NonFiniteGuard` sets, is not 0: as
-    fused AdamW's and `MuonWithAdamW`'s.
+    Its `step` obeys GradScaler's protocol, by which `NonFiniteGuard` skips steps: it changes
+    nothing if the tensor `self.found_inf` is 1, as fused AdamW's and `MuonWithAdamW`'s.
     """
     hidden: list[Tensor] = []
     if optim.name == "muon":  # for the linear layers between embeddings and head
@@ -169,9 +169,9 @@ class NonFiniteGuard:
     """Skips the optimizer step on all ranks when the gradient norm is not finite.
 
     Ends the run after `MAX_SKIPPED_STEPS` in a row. Every rank sees the same norm, because it is
-    computed from reduced gradients. The decision stays on the device, as `found_inf` of fused
-    AdamW; the host reads it one step later, so it never waits for the device. With a loss scaler
-    (fp16), which skips steps itself while it looks for its scale, only a failed search is reported.
+    computed from reduced gradients. By GradScaler's protocol a fused optimizer skips its update on
+    the device if `found_inf` is 1; the host reads it one step later, and so never waits for it. A
+    loss scaler (fp16) skips steps itself while it looks for its scale: its failure is reported.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class NonFiniteGuard:
         self.optimizer.zero_grad()
 
     def check_last_step(self) -> bool:
-        """Report the newest step if it was skipped and has not been checked yet.
+        """Warn if the newest step was skipped, once; waits for the device.
 
         Returns:
-            Whether a checkpoint may follow: none follows a skipped step but the final one of a
-            launch, so that a restart does not begin where gradients are not finite. A loss scaler's
+            Whether a checkpoint may be saved now: not after a skipped step, because a restart would
+            begin where gradients are not finite, except at the end of a launch. A loss scaler's
             skips are normal.
 
         Raises:

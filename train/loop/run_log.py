@@ -37,12 +37,7 @@ class Sums(NamedTuple):
 INITIAL_STATE: dict[str, Any] = {
     "tokens": 0, "seconds": 0.0, "reported": 0, "pending": Sums(), "unreported": [0.0, 0.0],
 }  # fmt: skip
-"""`RunLog.state` before the first step. The keys belong to the checkpoint format.
-
-`tokens`: of the run until the last report; `seconds`: of the run; `reported`: step of the last
-report; `pending`: the `Sums` since then, as a list; `unreported`: seconds since then, in all and
-waiting for batches.
-"""
+"""`RunLog.state` before the first step; `checkpoint.Checkpoints` tells what the keys mean."""
 
 
 class Clock:
