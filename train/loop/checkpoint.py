@@ -147,9 +147,8 @@ class Checkpoints:
                 see different checkpoints, or a finished run has none.
         """
         # a second time: another launch may have begun the run while this one waited for the lock
-        changed = check_changed_settings(
-            self.folder, self.settings, self.accelerator.mixed_precision
-        )
+        precision = self.accelerator.mixed_precision
+        changed = check_changed_settings(self.folder, self.settings, precision)
         with self.accelerator.main_process_first():  # it renames damaged checkpoints
             path = recover_latest(self.folder)
         if path is None and (self.folder / "model").exists():

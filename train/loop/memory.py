@@ -31,7 +31,6 @@ ADAM_BYTES = 16
 SAVED_BYTES = 12
 """Bytes per parameter of weight and moments in a checkpoint."""
 
-
 OUT_OF_MEMORY = (
     "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory",
     "status_alloc_failed",

@@ -25,7 +25,6 @@ MAX_SKIPPED_STEPS_SCALED = 40
 MIN_LOSS_SCALE = 65_536 / 2**MAX_SKIPPED_STEPS_SCALED
 """The loss scale after so many skipped steps, from the initial scale of `GradScaler`."""
 
-
 MUON_SCALE = 0.8
 """Root mean square of Muon's updates, relative to the learning rate."""
 

@@ -147,8 +147,7 @@ class PreemptionHandler:
         if self.last_heartbeat is not None:
             self.longest_interval = max(self.longest_interval, now - self.last_heartbeat)
         self.last_heartbeat = now
-        timeout = max(self.min_timeout, 10 * self.longest_interval)
-        self._start_watchdog(timeout)
+        self._start_watchdog(max(self.min_timeout, 10 * self.longest_interval))
 
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
