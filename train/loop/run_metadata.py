@@ -121,12 +121,7 @@ def write_metadata(
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
     # without a checkpoint the run begins anew, with the settings of this launch
     is_new, comments = not settings_file.exists() or (step == 0 and not changed), ""
-    if is_new or not environment_file.exists() or changed:
-        environment = collect_environment(accelerator) | {"parameters": parameters}
-        write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
-    if not is_new and not changed:
-        return
-    if not is_new:
+    if changed and not is_new:
         changes = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()
         )
@@ -134,5 +129,9 @@ def write_metadata(
         print(f"warning: {note}", flush=True)
         lines = [*settings_file.read_text(encoding="utf-8").splitlines(), f"# {note}"]
         comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
-    text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
-    write_text_atomically(settings_file, text)
+    if is_new or changed:
+        text = comments + yaml.safe_dump(settings_dict(settings), sort_keys=False)
+        write_text_atomically(settings_file, text)
+    if is_new or changed or not environment_file.exists():  # last: a kill repeats the note
+        environment = collect_environment(accelerator) | {"parameters": parameters}
+        write_text_atomically(environment_file, json.dumps(environment, indent=2) + "\n")
