@@ -208,7 +208,7 @@ def append_result(results: str, result: Result) -> None:
 
 
 def read_results(path: str) -> list[Result]:
-    """Read the results: for each run its last one, unless that failed with the same inputs.
+    """Read the results: for each run its last one; a failure replaces no score of the same inputs.
 
     Lines that cannot be parsed are ignored with one warning.
 
@@ -228,11 +228,11 @@ def read_results(path: str) -> list[Result]:
         try:
             result = json.loads(line)
             key, failed = run_key(result), result["status"] == "failed"
-            earlier = results.get(key, {})
+            earlier = results.get(key, {"status": "failed"})
         except (ValueError, KeyError, TypeError):
             torn.append(str(number))
             continue
-        if not (earlier and failed) or inputs_differ(result, earlier):
+        if not failed or earlier["status"] == "failed" or inputs_differ(result, earlier):
             results.pop(key, None)  # the last line is that of the last run
             results[key] = result
     if torn:

@@ -63,6 +63,9 @@ def test_a_failure_with_other_weights_takes_the_place_of_the_score_of_the_old(tm
     ):  # fmt: skip
         append_result(file, {**RUN, "status": status, "weights": weights})
         assert [line["status"] for line in read_results(file)] == [left]
+    for error in ("old", "new"):
+        append_result(file, {**RUN, "seed": 1, "status": "failed", "error": error})
+    assert read_results(file)[-1]["error"] == "new"
 
 
 def test_what_tells_runs_apart_is_the_protocol_and_not_where_things_are():
