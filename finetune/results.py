@@ -7,7 +7,7 @@
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
 
 Lines are appended atomically, after their predictions. Several processes may append to one file;
-`run_lock` keeps two grids from making the same run.
+`run_lock` keeps two grids from making the same run, and simple features from being scored twice.
 
 A line is a JSON object. Scores are from 0 to 1 (correlations from -1 to 1). A line has
 
@@ -174,10 +174,11 @@ def write_result(
     """Write the predictions of a run, then append its result.
 
     `labels` [N] and `logits` [N, num_labels] are those of each predicted split; predictions of
-    other splits are those of an earlier run with the same key, and are deleted.
+    other splits are those of an earlier run with the same key, and are deleted. Temporary files are
+    not: another process may be writing them.
     """
     for file in prediction_file(results, result, "any").parent.glob("*.*"):
-        if file.stem not in logits:
+        if file.stem not in logits and file.suffix != ".tmp":
             file.unlink()
     for split, values in logits.items():
         write_predictions(prediction_file(results, result, split), labels[split], values)

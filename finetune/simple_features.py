@@ -32,6 +32,7 @@ from finetune.results import (
     prediction_file,
     read_finished,
     run_key,
+    run_lock,
     write_result,
 )
 from finetune.run_info import data_fields, hash_data
@@ -75,12 +76,13 @@ def score_tasks(settings: SimpleFeaturesSettings | GridSettings) -> None:
         key = dict.fromkeys(RUN_KEY) | {"model": SIMPLE_FEATURES, "task": name, "seed": 0}
         key |= {"glue_dir": settings.glue_dir, "random_weights": False}
         inputs = {"weights": None, **hash_data(task, settings.glue_dir, settings.test)}
-        earlier = read_finished(settings.output).get(run_key(key))
-        is_current = earlier is not None and not inputs_differ(inputs, earlier)
-        if settings.test and task.test is not None:
-            is_current &= prediction_file(settings.output, key, "test").exists()
-        if not is_current:
-            score_task(task, settings, key | inputs)
+        with run_lock(settings.output, key):
+            earlier = read_finished(settings.output).get(run_key(key))
+            is_current = earlier is not None and not inputs_differ(inputs, earlier)
+            if settings.test and task.test is not None:
+                is_current &= prediction_file(settings.output, key, "test").exists()
+            if not is_current:
+                score_task(task, settings, key | inputs)
 
 
 def score_task(
