@@ -25,6 +25,7 @@ from dataclasses import asdict, fields
 from itertools import product
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from filelock import Timeout
 
 from finetune import glue
@@ -171,28 +172,35 @@ def make_runs(
     """Make runs in parallel.
 
     Each worker is a pool of one process: when a process dies, its run fails and its pool is
-    replaced, and the other workers go on.
+    replaced, and the other workers go on. A run that another grid has begun comes last: a worker
+    then waits until that grid has made it or left it.
 
     Yields:
         A run that has ended, and its result as from `make_run`.
     """
-    pending, count = deque(runs), min(workers, len(runs))
-    pools = {worker: start_worker(worker, count) for worker in range(count)}
-    running: dict[Future, tuple[int, GlueSettings]] = {}
+    pending, count = deque((run, False) for run in runs), min(workers, len(runs))
+    threads = max(1, torch.get_num_threads() // max(1, count))
+    pools = {worker: start_worker(worker, threads) for worker in range(count)}
+    running: dict[Future, tuple[int, GlueSettings, bool]] = {}
     try:
         while pending or running:
-            idle = pools.keys() - {worker for worker, _ in running.values()}
+            idle = pools.keys() - {worker for worker, *_ in running.values()}
             for worker in list(idle)[: len(pending)]:
+                run, waits = pending.popleft()
                 try:
-                    future = pools[worker].submit(make_run, pending[0], worker)
+                    future = pools[worker].submit(make_run, run, worker, waits=waits)
                 except BrokenProcessPool:  # its process has died
-                    pools[worker] = start_worker(worker, count)
-                    future = pools[worker].submit(make_run, pending[0], worker)
-                running[future] = worker, pending.popleft()
+                    pools[worker] = start_worker(worker, threads)
+                    future = pools[worker].submit(make_run, run, worker, waits=waits)
+                running[future] = worker, run, waits
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                _, run = running.pop(future)
-                yield run, collect_result(future, run)
+                _, run, waited = running.pop(future)
+                result = collect_result(future, run, threads)
+                if result is None and not waited:
+                    pending.append((run, True))
+                else:
+                    yield run, result
         for pool in pools.values():
             pool.shutdown()  # Python warns of the semaphores that a killed worker leaves
     except KeyboardInterrupt:
@@ -202,9 +210,8 @@ def make_runs(
             process.kill()
 
 
-def start_worker(worker: int, workers: int) -> ProcessPoolExecutor:
-    """Create a pool of one process: GPU `worker` modulo their number, its share of CPU threads."""
-    threads = max(1, torch.get_num_threads() // workers)
+def start_worker(worker: int, threads: int) -> ProcessPoolExecutor:
+    """Create a pool of one process: GPU `worker` modulo their number, its number of CPU threads."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     return ProcessPoolExecutor(1, context, initialize_worker, (worker, threads, os.getpid()))
 
@@ -230,10 +237,13 @@ def end_with_parent(parent: int | None) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def make_run(run: GlueSettings, worker: int) -> Result | None:
-    """Make one run in a worker process; None if another grid is making it or has made it."""
+def make_run(run: GlueSettings, worker: int, waits: bool = False) -> Result | None:
+    """Make one run in a worker process; None if another grid has made it.
+
+    If another grid is making it, wait for its end with `waits`, otherwise None as well.
+    """
     try:
-        lock = run_lock(run.output, asdict(run)).acquire(blocking=False)
+        lock = run_lock(run.output, asdict(run)).acquire(blocking=waits)
     except Timeout:
         return None
     with lock:
@@ -246,8 +256,11 @@ def make_run(run: GlueSettings, worker: int) -> Result | None:
             accelerator.free_memory()
 
 
-def collect_result(future: Future, run: GlueSettings) -> Result | None:
-    """Get the result of a finished future; that of a failed run is appended to the file here."""
+def collect_result(future: Future, run: GlueSettings, threads: int) -> Result | None:
+    """Get the result of a finished future; that of a failed run is appended to the file here.
+
+    `threads` are those of the worker.
+    """
     error = future.exception()
     if error is None:
         return future.result()
@@ -255,6 +268,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
     if isinstance(error, BrokenProcessPool):
         message = "its process died, which a kill or a lack of memory can cause"
     values = asdict(run)
+    on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     result = {
         **{name: values[name] for name in RUN_KEY},
         **description_field(load_task(run.task)),
@@ -262,7 +276,7 @@ def collect_result(future: Future, run: GlueSettings) -> Result | None:
         "status": "failed",
         "error": message,
         "settings": values,
-        "command": rerun_command(run, launch_precision(), cpu=not torch.cuda.is_available()),
+        "command": rerun_command(run, launch_precision(), None if on_gpu else threads),
     }
     append_result(run.output, result)
     return result

@@ -35,6 +35,7 @@ def run_fields(
     """Make the fields of a result that are known before training."""
     task, values = load_task(settings.task), dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
+    threads = torch.get_num_threads()
     return {
         **{name: values[name] for name in RUN_KEY},
         **hash_inputs(settings),
@@ -43,14 +44,16 @@ def run_fields(
         "precision": precision,
         "device": device,
         "processes": accelerator.num_processes,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "commit": git_commit(),
         },
         "settings": values,
-        "command": rerun_command(settings, precision, device == "cpu", accelerator.num_processes),
+        "command": rerun_command(
+            settings, precision, threads if device == "cpu" else None, accelerator.num_processes
+        ),
     }
 
 
@@ -131,18 +134,21 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def rerun_command(settings: GlueSettings, precision: str, cpu: bool, processes: int = 1) -> str:
+def rerun_command(
+    settings: GlueSettings, precision: str, threads: int | None, processes: int = 1
+) -> str:
     """Compose the shell command that repeats a run, without the paths it writes to.
 
-    On a CPU it sets the number of threads, on which the rounding of sums depends.
+    On a CPU it sets the number of threads, on which the rounding of sums depends; None is a GPU.
     """
-    threads = [f"OMP_NUM_THREADS={torch.get_num_threads()}"] * cpu
+    cpu = threads is not None
+    environment = [f"OMP_NUM_THREADS={threads}"] * cpu
     # without --num_processes accelerate uses every GPU
-    launch = [*threads, "accelerate", "launch", "--num_processes", "1"]
+    launch = [*environment, "accelerate", "launch", "--num_processes", "1"]
     launch += ["--mixed_precision", precision, *["--cpu"] * cpu]
     if processes > 1:
         launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
-        launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]
+        launch += [*environment, "torchrun", "--nproc_per_node", str(processes)]
     flags: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

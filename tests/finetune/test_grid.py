@@ -132,7 +132,10 @@ def test_a_killed_worker_fails_its_run_alone_and_a_grid_ends_with_its_launcher(f
 def test_a_worker_whose_process_died_gets_the_next_run_at_once(folder, monkeypatch):
     endless, dead, done = Future(), Future(), Future()
     dead.set_exception(BrokenProcessPool())
-    done.set_result(None)
+    done.set_result({})
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(grid.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(grid.torch, "get_num_threads", lambda: 6)
     # the second of two workers dies in its run and takes no other: a third is started for it
     outcomes = [[endless], [dead, BrokenProcessPool()], [done]]
     workers = iter([Mock(**{"submit.side_effect": found}) for found in outcomes])
@@ -145,8 +148,9 @@ def test_a_worker_whose_process_died_gets_the_next_run_at_once(folder, monkeypat
     busy: list[int] = []
     monkeypatch.setattr(grid, "wait", end_of_any)
     ended = grid.make_runs(grid.list_runs(ask(folder, seeds=[0, 1, 2])), workers=2)
-    assert [next(ended)[0].seed for _ in range(2)] == [1, 2]
-    assert busy == [2, 2]
+    (dead_run, result), (next_run, _) = next(ended), next(ended)
+    assert (dead_run.seed, next_run.seed, busy) == (1, 2, [2, 2])
+    assert re.match("OMP_NUM_THREADS=3 accelerate .* --cpu ", result["command"])
 
 
 def test_a_worker_makes_each_run_with_an_accelerator_of_its_own(folder, monkeypatch):
@@ -219,17 +223,16 @@ def test_several_processes_are_sent_to_workers(monkeypatch, folder):
     refused(lambda: grid.main(ask(folder)), "launch must", "got 2")
 
 
-def test_a_run_of_another_grid_is_left_to_it(folder, monkeypatch):
+@pytest.mark.usefixtures("in_process")
+def test_a_run_of_another_grid_is_left_to_it_and_made_if_that_dies(folder, monkeypatch):
     first, second = grid.list_runs(ask(folder, seeds=[0, 1]))
     made = []
-    monkeypatch.setattr(grid.glue, "run", lambda run, *rest, **options: made.append(run))
-    with (
-        run_lock(first.output, asdict(first)),
-        run_lock(str(folder / "other.jsonl"), asdict(second)),  # of another results file
-    ):
-        assert grid.make_run(first, 0) is None
-        grid.make_run(second, 0)
-    assert made == [second]
+    monkeypatch.setattr(grid.glue, "run", lambda run, *rest, **options: made.append(run) or {})
+    elsewhere = run_lock(str(folder / "other.jsonl"), asdict(second))  # of another results file
+    with run_lock(first.output, asdict(first)) as lock, elsewhere:
+        for _ in grid.make_runs([first, second], workers=1):
+            lock.release()  # its grid is killed
+    assert made == [second, first]
 
 
 @pytest.mark.usefixtures("in_process")
