@@ -123,11 +123,12 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     Returns:
         Columns configuration, dataset, control (a kind of `CONTROLS`), gain (difference of the
         means over seeds), spread (the larger sample standard deviation over seeds of the two; nan
-        if either has a single seed), absent (what is missing to judge the gain) and helped: nothing
-        is, and the gain exceeds the spread.
+        if either has a single seed), absent (what is missing to judge the gain), helped (nothing
+        is, and the gain exceeds the spread) and counts (text, the number of scored runs of each).
     """
     runs = group.rows.fillna({"parameters": 0})  # of runs that failed early
     columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "helped"]
+    columns += ["counts"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
     same += ["control_inputs_text", "rate_text", "protocol_text"]  # conditions but for the weights
     rows = []
@@ -165,19 +166,21 @@ def helped_tasks(
     return found
 
 
-def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float, str, bool]:
-    """Best control, gain over it, spread, what is absent, and whether the gain is enough."""
-    by_row = controls.groupby(["kind", "configuration"])["score"].agg(["mean", "std"])
+def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float, str, bool, str]:
+    """The columns of `control_gains` from control on."""
+    by_row = controls.groupby(["kind", "configuration"])["score"].agg(["mean", "std", "count"])
     absent = [f"no {CONTROLS[x]}" for x in ("random", "features") if x not in by_row.index]
     if by_row.empty or scores.isna().all():
-        return "", float("nan"), float("nan"), ", ".join([*absent, "no scores"]), False
+        return "", float("nan"), float("nan"), ", ".join([*absent, "no scores"]), False, ""
     best = by_row["mean"].idxmax()
-    gain = float(scores.mean() - by_row.loc[best, "mean"])
-    # of one seed it is nan; features and majority class have no seeds
-    deviations = scores.std(), by_row.loc[best, "std"] if best[0] == "random" else 0.0
-    spread = float(np.max(deviations))
+    sides = [scores.agg(["mean", "std", "count"]), by_row.loc[best]]
+    gain = float(sides[0]["mean"] - sides[1]["mean"])
+    if best[0] != "random":  # features and majority class have no seeds
+        del sides[1]
+    spread = float(np.max([side["std"] for side in sides]))  # of one seed it is nan
+    counts = " and ".join(f"{side['count']:.0f}" for side in sides)
     absent += ["no second seed"] if pd.isna(spread) else []
-    return best[0], gain, spread, ", ".join(absent), not absent and gain > spread
+    return best[0], gain, spread, ", ".join(absent), not absent and gain > spread, counts
 
 
 def _shared_seeds(both: Sequence[pd.DataFrame], counts: Sequence[int]) -> list[int]:

@@ -84,11 +84,12 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
             f"{n}: {', '.join(found)}" for n, found in zip(differences[0].names, models)
         )
         sentences.append(f"{who}.")
-    unjudged = gains[gains["absent"] != ""].groupby("absent", sort=False)["dataset"].unique()
-    for absent, datasets in unjudged.items():
-        titles = "; ".join(group.titles[dataset] for dataset in datasets)
+    by_model = gains[gains["absent"] != ""].groupby(["absent", "configuration"], sort=False)
+    unjudged = by_model["dataset"].agg(lambda tasks: "; ".join(group.titles[x] for x in tasks))
+    for (absent, titles), rows in unjudged.reset_index().groupby(["absent", "dataset"], sort=False):
+        helps = f"Not judged whether pretraining helps {'; '.join(rows['configuration'])}"
         remedy = "finetune.grid has --controls and --seeds"
-        sentences.append(f"Not judged whether pretraining helps ({absent}; {remedy}): {titles}.")
+        sentences.append(f"{helps} ({absent}; {remedy}): {titles}.")
     return [*sentences, *_protocol(group)]
 
 
@@ -115,19 +116,19 @@ def difference_table(
     group: TaskGroup, differences: Sequence[Difference], gains: pd.DataFrame
 ) -> Table:
     """Differences between two models under the same conditions, a row for each task."""
-    cells = {
-        pair.seeds_text or "difference": {k: comparison_text(c) for k, c in pair.tasks.items()}
-        for pair in differences
-    }
+    cells = {}
+    for pair in differences:
+        average_name = group.average_name(pair.tasks.keys() - {AVERAGE})
+        texts = {name or average_name: comparison_text(c) for name, c in pair.tasks.items()}
+        cells[pair.seeds_text or "difference"] = texts
     words = {True: "yes", False: "not shown", None: "not judged"}
     cells["pretraining helps both"] = {
         dataset: words[found] for dataset, found in helped_tasks(differences, gains).items()
     }
-    tasks = [dataset for dataset in differences[0].tasks if dataset != AVERAGE]
-    names = {**group.titles, AVERAGE: group.average_name(tasks)}
     frame = pd.DataFrame(cells).fillna(DASH)
-    frame = frame.loc[[dataset for dataset in names if dataset in frame.index]]
-    return Table(differences[0].title(), frame.rename(index=names).reset_index(names="task"))
+    order = dict.fromkeys([*group.titles, *frame.index])  # the averages last
+    frame = frame.loc[[name for name in order if name in frame.index]].rename(index=group.titles)
+    return Table(differences[0].title(), frame.reset_index(names="task"))
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -203,8 +204,8 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     """What each pretrained configuration is above its best control, one column a task."""
     texts = []
     for row in gains[gains["control"] != ""].itertuples():  # others have no scores, or no control
-        spread = "" if np.isnan(row.spread) else f" ({row.spread:.1f})"
-        text = f"{row.gain:+.1f} against {CONTROLS[row.control]}{spread}"
+        spread = "" if np.isnan(row.spread) else f"{row.spread:.1f}, "
+        text = f"{row.gain:+.1f} against {CONTROLS[row.control]} ({spread}n = {row.counts})"
         texts.append((row.configuration, row.dataset, text))
     return Table("Difference from the best control without pretraining", _by_task(group, texts))
 

@@ -1,13 +1,17 @@
 """Which models are subtracted from which, over which seeds, and whether pretraining helps both."""
 
+import re
+from itertools import product
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from finetune.report.differences import AVERAGE, MINUS, control_gains
+from finetune.report.runs import GLUE_TASKS
 from finetune.report.tables import DASH, Table, group_tables, verdicts
 from finetune.results import SIMPLE_FEATURES
-from tiny_results import BERT, ROFORMER, line, report, seeds, simple_features, texts
+from tiny_results import BERT, ROFORMER, diverged, line, report, seeds, simple_features, texts
 
 
 def judge(lines) -> list[str]:
@@ -23,7 +27,7 @@ def pairs_shown(lines) -> Table:
 def gains_of(lines) -> dict[tuple[str, str], tuple]:
     """Configuration and task -> control, gain, spread, what is absent, whether it is enough."""
     rows = control_gains(report(lines).group).itertuples(index=False)
-    return {tuple(row[:2]): tuple(row[2:]) for row in rows}
+    return {tuple(row[:2]): tuple(row[2:7]) for row in rows}
 
 
 def test_differences_are_scipys_on_the_scores_of_shared_seeds():
@@ -148,6 +152,16 @@ def test_the_difference_of_averages_is_over_the_tasks_of_both():
     assert pair.tasks[AVERAGE].mean == pytest.approx(10.0)
 
 
+def test_averages_over_different_tasks_have_rows_of_their_own():
+    lines = []
+    for name, task in product(("bert", "roformer"), sorted(GLUE_TASKS)):
+        lines.append(line(f"runs/{name}-0/model", task, 0.5))
+        lines += [line(f"runs/{name}-1/model", task, 0.5)] * (task != "wnli")
+    rows = texts(pairs_shown(lines))
+    assert rows["GLUE average"]["pretraining seed 1"] == DASH
+    assert rows["mean of these 8 tasks, not the GLUE average"]["pretraining seed 0"] == DASH
+
+
 def test_a_roformer_that_stock_does_not_know_is_one_too():
     lines = [line(BERT, "rte", 0.5), line("plus", "rte", 0.6, model_type="roformer_plus")]
     assert [pair.tasks["rte"].mean for pair in report(lines).differences] == pytest.approx([10.0])
@@ -192,8 +206,12 @@ def test_the_majority_class_is_a_control_too():
 
 def test_the_larger_spread_of_the_two_must_be_exceeded():
     lines = [simple_features("cola", 0.1), *seeds(ROFORMER, "cola", (0.60, 0.62))]
+    lines.append(diverged(ROFORMER, "cola", seed=2))
     lines += seeds(ROFORMER, "cola", (0.3, 0.6), random_weights=True)  # scatters more than it gains
     control, gain, spread, absent, helped = gains_of(lines)["small-roformer", "cola"]
+    (gains,) = (x for x in group_tables(report(lines).group, []) if "best control" in x.title)
+    (text,) = gains.frame["CoLA, Matthews"]
+    assert text == "+16.0 against random weights (21.2, n = 2 and 2)"
     assert (control, absent, helped) == ("random", "", False)
     assert (gain, spread) == pytest.approx((16.0, np.std((30, 60), ddof=1)))
 
@@ -209,7 +227,8 @@ def test_without_a_control_or_a_second_seed_no_task_counts_and_the_report_says_w
         title = f"RoFormer {MINUS} BERT: whether pretraining helps both models is not judged"
         assert judge(left)[0] == f"{title} on any task."
         found = judge(left)[-2]
-        assert found.startswith(f"Not judged whether pretraining helps ({absent}; finetune.grid ")
+        assert found.startswith("Not judged whether pretraining helps small-")
+        assert f" ({absent}; finetune.grid " in found
         assert found.endswith(": CoLA, Matthews.")
         assert pairs_shown(left).frame["pretraining helps both"].tolist() == ["not judged"]
 
@@ -220,6 +239,8 @@ def test_a_task_that_is_not_judged_does_not_count_among_the_tasks():
     wnli = [*seeds(ROFORMER, "wnli", (0.7, 0.72)), line(BERT, "wnli", 0.7)]
     lines = [*learned(), *one_seed, *wnli]
     assert judge(lines)[0].endswith("help both models on 1 of 1 tasks: CoLA, Matthews.")
+    of_bert = r"Not judged .* small-bert \(.*, no second seed;.*: RTE, accuracy; WNLI, accuracy\."
+    assert any(re.fullmatch(of_bert, sentence) for sentence in judge(lines))
     column = pairs_shown(lines).frame["pretraining helps both"]
     assert column.tolist() == ["yes", "not judged", "not judged", DASH]  # - of the mean of tasks
 
