@@ -1,7 +1,9 @@
 """Results files and predictions: what a fine-tuning run leaves.
 
     results.jsonl                               one line a run
-    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row, label (none: -1 or nan), logits
+    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row (from 0 in the split; of a share that is
+                                                held out, among its rows, not those of the file),
+                                                label (none: -1 or nan), logits
     predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions,
                                                 except those of simple features
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
@@ -119,7 +121,7 @@ def prediction_file(results: str, result: Result, split: str) -> Path:
 
 
 def write_predictions(file: Path, labels: NDArray, logits: NDArray[np.float32]) -> None:
-    """Write labels [N] and logits [N, num_labels] in the row order of the split's file."""
+    """Write labels [N] and logits [N, num_labels] in the row order of the split."""
     columns = {"row": np.arange(len(labels)), "label": labels, "logits": list(logits)}
     with report_full_disk(file.parent, "output"), write_file_atomically(file) as unfinished:
         parquet.write_table(pyarrow.table(columns), unfinished, compression="zstd")
