@@ -1,7 +1,7 @@
 """What is subtracted: RoFormer - BERT seed by seed, and each model - its best control.
 
 A difference says something about pretraining only on tasks where each of the two models exceeds its
-best control without pretraining by more than the spread over seeds; `helped_tasks` finds them.
+best control without pretraining by more than the spread over seeds; `above_controls` finds them.
 """
 
 from collections.abc import Sequence
@@ -123,11 +123,11 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     Returns:
         Columns configuration, dataset, control (a kind of `CONTROLS`), gain (difference of the
         means over seeds), spread (the larger sample standard deviation over seeds of the two; nan
-        if either has a single seed), absent (what is missing to judge the gain), helped (nothing
-        is, and the gain exceeds the spread) and counts (text, the number of scored runs of each).
+        if either has a single seed), absent (what is missing to judge the gain), is_above
+        (nothing is, and the gain exceeds the spread) and counts (text, the scored runs of each).
     """
     runs = group.rows.fillna({"parameters": 0})  # of runs that failed early
-    columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "helped"]
+    columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "is_above"]
     columns += ["counts"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
     same += ["control_inputs_text", "rate_text", "protocol_text"]  # conditions but for the weights
@@ -147,10 +147,10 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def helped_tasks(
+def above_controls(
     differences: Sequence[Difference], gains: pd.DataFrame, sides: Sequence[int] = (0, 1)
 ) -> dict[str, bool | None]:
-    """Dataset -> whether pretraining helps all models compared under the same conditions.
+    """Dataset -> whether all models compared under the same conditions are above all controls.
 
     None where something is absent to judge one of them. With `sides` (0,) only the first models
     are asked, with (1,) the second.
@@ -162,7 +162,7 @@ def helped_tasks(
     for dataset in {x: None for pair in differences for x in pair.tasks if x != AVERAGE}:
         of_task = rows[rows["dataset"] == dataset]
         is_judged = (of_task["absent"] == "").all()
-        found[dataset] = bool(of_task["helped"].all()) if is_judged else None
+        found[dataset] = bool(of_task["is_above"].all()) if is_judged else None
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from finetune.report.differences import AVERAGE, Difference, control_gains, helped_tasks
+from finetune.report.differences import AVERAGE, Difference, above_controls, control_gains
 from finetune.report.runs import (
     CONTROLS,
     GROUPS,
@@ -60,22 +60,22 @@ def by_conditions(differences: Sequence[Difference]) -> list[list[Difference]]:
 
 
 def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
-    """Say on which tasks pretraining helps, which models are compared, and the common protocol."""
+    """Say where models are above all controls, which are compared, and the common protocol."""
     gains, sentences = control_gains(group), list[str]()
     if not differences:
         judged = gains[gains["absent"] == ""]
         for configuration, rows in judged.groupby("configuration", sort=False):
-            helped = dict(zip(rows["dataset"], rows["helped"]))
-            sentences.append(f"{configuration}: {_verdict(group, helped, 'it')}")
+            above = dict(zip(rows["dataset"], rows["is_above"]))
+            sentences.append(f"{configuration}: {_verdict(group, above)}")
     rest = " Where this is not shown, a model may be no better than a control."
     for same in by_conditions(differences):
-        both_helped = helped_tasks(same, gains)
-        verdict = _verdict(group, both_helped, "both models")
+        both = above_controls(same, gains)
+        verdict = f"both models {_verdict(group, both)}"
         for side, name in enumerate(same[0].names):
-            helped = helped_tasks(same, gains, sides=(side,))
-            alone = [group.titles[x] for x in helped if helped[x] and both_helped[x] is False]
-            verdict += f" It is shown to help {name} alone on: {'; '.join(alone)}." if alone else ""
-        verdict += rest if False in both_helped.values() else ""
+            above = above_controls(same, gains, sides=(side,))
+            alone = [group.titles[x] for x in above if above[x] and both[x] is False]
+            verdict += f" {name} alone on: {'; '.join(alone)}." if alone else ""
+        verdict += rest if False in both.values() else ""
         sentences.append(f"{same[0].title()}: {verdict}")
     if differences:
         first, second = [pair.first for pair in differences], [pair.second for pair in differences]
@@ -87,9 +87,8 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
     by_model = gains[gains["absent"] != ""].groupby(["absent", "configuration"], sort=False)
     unjudged = by_model["dataset"].agg(lambda tasks: "; ".join(group.titles[x] for x in tasks))
     for (absent, titles), rows in unjudged.reset_index().groupby(["absent", "dataset"], sort=False):
-        helps = f"Not judged whether pretraining helps {'; '.join(rows['configuration'])}"
-        remedy = "finetune.grid has --controls and --seeds"
-        sentences.append(f"{helps} ({absent}; {remedy}): {titles}.")
+        names, remedy = "; ".join(rows["configuration"]), "finetune.grid has --controls and --seeds"
+        sentences.append(f"Not judged: {names} ({absent}; {remedy}) on {titles}.")
     return [*sentences, *_protocol(group)]
 
 
@@ -102,14 +101,15 @@ def _protocol(group: TaskGroup) -> list[str]:
     return [f"All runs: {', '.join(texts)}."] if texts else []
 
 
-def _verdict(group: TaskGroup, helped: Mapping[str, bool | None], models: str) -> str:
-    """Say on which of the tasks that are judged pretraining helps the models."""
-    judged = [found for found in helped.values() if found is not None]
+def _verdict(group: TaskGroup, above: Mapping[str, bool | None]) -> str:
+    """Say on which of the tasks that are judged models are above all controls."""
+    judged = [found for found in above.values() if found is not None]
     if not judged:
-        return f"whether pretraining helps {models} is not judged on any task."
-    titles = [group.titles[dataset] for dataset, found in helped.items() if found]
+        return "not judged on any task."
+    titles = [group.titles[dataset] for dataset, found in above.items() if found]
     names = f": {'; '.join(titles)}" if titles else ""
-    return f"pretraining is shown to help {models} on {len(titles)} of {len(judged)} tasks{names}."
+    count = f"{len(titles)} of {len(judged)} tasks"
+    return f"above all controls by more than the spread on {count}{names}."
 
 
 def difference_table(
@@ -122,9 +122,8 @@ def difference_table(
         texts = {name or average_name: comparison_text(c) for name, c in pair.tasks.items()}
         cells[pair.seeds_text or "difference"] = texts
     words = {True: "yes", False: "not shown", None: "not judged"}
-    cells["pretraining helps both"] = {
-        dataset: words[found] for dataset, found in helped_tasks(differences, gains).items()
-    }
+    above = above_controls(differences, gains)
+    cells["both above all controls"] = {dataset: words[found] for dataset, found in above.items()}
     frame = pd.DataFrame(cells).fillna(DASH)
     order = dict.fromkeys([*group.titles, *frame.index])  # the averages last
     frame = frame.loc[[name for name in order if name in frame.index]].rename(index=group.titles)
