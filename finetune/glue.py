@@ -144,7 +144,7 @@ def fine_tune(
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            # batches that the loss scaler skips count as 0
+            # fp16: a loss that is not finite counts as 0, a finite one of a skipped step as it is
             epoch_loss += loss if scaler is None else loss.nan_to_num(0, 0, 0)
             step += 1
             bar.update()
@@ -198,7 +198,7 @@ def check_memory(
     longest = np.argsort(train.lengths, kind="stable")[::-1][:batch_size]
     rows = train.micro_batches(longest, max_tokens, accelerator.num_processes)[0]
     gradients = partial(compute_gradients, model, train, rows, max_tokens, accelerator)
-    if not fits_into_memory(model, False, gradients):
+    if not fits_into_memory(model, has_moments=False, compute_gradients=gradients):
         raise InputError(
             f"micro_batch_tokens must fit into memory, got {max_tokens}; lower it or length"
         )

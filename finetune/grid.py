@@ -5,10 +5,13 @@
         --learning_rates '[2e-4]' --glue_dir glue
 
 A run is one fine-tuning, given by its `GlueSettings`. This process validates everything first and
-then hands out the runs to worker processes. A run that has a result is skipped, so the same command
-continues after any interruption, and several grids may share a results file. The launcher decides
-the precision; launch one process and set `--workers`, as a run is too small to gain from several
-processes.
+then hands out the runs to worker processes. A worker takes the lock that is named by the run's key,
+without waiting, reads the results again, and makes the run if it has none. A run that another grid
+has begun comes last, and then a worker waits until it has been made or left. A worker that dies
+breaks its pool, of one process: its run is recorded as failed, and a new pool takes its place. The
+kernel frees the locks of the dead and torn lines are cut off, so the same command continues after
+any interruption, and several grids may share a results file. The launcher decides the precision;
+launch one process and set `--workers`, as a run is too small to gain from several processes.
 """
 
 import multiprocessing
@@ -82,8 +85,7 @@ def main(settings: GridSettings) -> None:
     print(f"runs: {len(pending)} to make, {len(runs) - len(pending)} done already", flush=True)
     failures, started = 0, time.perf_counter()
     for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):
-        left = len(pending) - done
-        ended = done + min(settings.workers - 1, left) / 2  # the other workers' runs are half done
+        ended = done + min(settings.workers - 1, len(pending) - done) / 2  # the others: half done
         seconds = (time.perf_counter() - started) / ended * (len(pending) - ended)
         print_outcome(run, result, f"{done}/{len(pending)}", seconds)
         failures += result is not None and result["status"] == "failed"
@@ -169,11 +171,7 @@ def check_runs(runs: list[GlueSettings]) -> None:
 def make_runs(
     runs: list[GlueSettings], workers: int
 ) -> Iterator[tuple[GlueSettings, Result | None]]:
-    """Make runs in parallel.
-
-    Each worker is a pool of one process: when a process dies, its run fails and its pool is
-    replaced, and the other workers go on. A run that another grid has begun comes last: a worker
-    then waits until that grid has made it or left it.
+    """Make runs in parallel, each worker in a pool of its own.
 
     Yields:
         A run that has ended, and its result as from `make_run`.
@@ -202,7 +200,7 @@ def make_runs(
                 else:
                     yield run, result
         for pool in pools.values():
-            pool.shutdown()  # Python warns of the semaphores that a killed worker leaves
+            pool.shutdown()  # a worker ends by itself; one killed leaves semaphores behind
     except KeyboardInterrupt:
         raise InputError("grid must run to its end, got an interrupt; start it again") from None
     finally:
@@ -238,10 +236,7 @@ def end_with_parent(parent: int | None) -> None:
 
 
 def make_run(run: GlueSettings, worker: int, waits: bool = False) -> Result | None:
-    """Make one run in a worker process; None if another grid has made it.
-
-    If another grid is making it, wait for its end with `waits`, otherwise None as well.
-    """
+    """Make one run in a worker; None if another grid has made it or, without `waits`, makes it."""
     try:
         lock = run_lock(run.output, asdict(run)).acquire(blocking=waits)
     except Timeout:
@@ -257,10 +252,7 @@ def make_run(run: GlueSettings, worker: int, waits: bool = False) -> Result | No
 
 
 def collect_result(future: Future, run: GlueSettings, threads: int) -> Result | None:
-    """Get the result of a finished future; that of a failed run is appended to the file here.
-
-    `threads` are those of the worker.
-    """
+    """Get the result of a finished future; that of a failed run is appended to the file here."""
     error = future.exception()
     if error is None:
         return future.result()

@@ -1,8 +1,7 @@
 """The metrics of tasks: functions of scikit-learn and scipy behind the interface of `evaluate`.
 
-A correlation with a constant is undefined and is 0.0
-here, like scikit-learn's Matthews correlation: a model that predicts one class scores 0, without a
-warning.
+A correlation with a constant is undefined. Here it is 0.0 without a warning, like scikit-learn's
+Matthews correlation: a model that predicts one class scores 0.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,8 @@
 """Results files and predictions: what a fine-tuning run leaves.
 
     results.jsonl                               one line a run
-    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row (from 0 in the split; of a share that is
-                                                held out, among its rows, not those of the file),
-                                                label (none: -1 or nan), logits
+    predictions/TASK-MODEL-HASH/SPLIT.parquet   columns row (from 0 within the split, also one that
+                                                was held out), label (none: -1 or nan), logits
     predictions/TASK-MODEL-HASH/test.csv        test rows of your own task with their predictions,
                                                 except those of simple features
     NAME.jsonl, NAME-predictions/...            the same for a results file of another name
@@ -176,11 +175,10 @@ def write_result(
     """Write the predictions of a run, then append its result.
 
     `labels` [N] and `logits` [N, num_labels] are those of each predicted split; predictions of
-    other splits are those of an earlier run with the same key, and are deleted. Temporary files are
-    not: another process may be writing them.
+    other splits are those of an earlier run with the same key, and are deleted.
     """
     for file in prediction_file(results, result, "any").parent.glob("*.*"):
-        if file.stem not in logits and file.suffix != ".tmp":
+        if file.stem not in logits and file.suffix != ".tmp":  # which others may be writing
             file.unlink()
     for split, values in logits.items():
         write_predictions(prediction_file(results, result, split), labels[split], values)
@@ -222,8 +220,7 @@ def read_results(path: str) -> list[Result]:
         raise InputError(
             f"results must be a file written by finetune/glue.py, got {path}; check the path"
         )
-    results: dict[tuple, Result] = {}
-    torn: list[str] = []
+    results, torn = dict[tuple, Result](), list[str]()
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():

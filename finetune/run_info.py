@@ -35,7 +35,7 @@ def run_fields(
     """Make the fields of a result that are known before training."""
     task, values = load_task(settings.task), dataclasses.asdict(settings)
     precision, device = accelerator.mixed_precision, accelerator.device.type
-    threads = torch.get_num_threads()
+    cpu_threads = torch.get_num_threads() if device == "cpu" else None
     return {
         **{name: values[name] for name in RUN_KEY},
         **hash_inputs(settings),
@@ -44,16 +44,14 @@ def run_fields(
         "precision": precision,
         "device": device,
         "processes": accelerator.num_processes,
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "commit": git_commit(),
         },
         "settings": values,
-        "command": rerun_command(
-            settings, precision, threads if device == "cpu" else None, accelerator.num_processes
-        ),
+        "command": rerun_command(settings, precision, cpu_threads, accelerator.num_processes),
     }
 
 
@@ -135,20 +133,20 @@ def _hash_contents(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def rerun_command(
-    settings: GlueSettings, precision: str, threads: int | None, processes: int = 1
+    settings: GlueSettings, precision: str, cpu_threads: int | None, processes: int = 1
 ) -> str:
     """Compose the shell command that repeats a run, without the paths it writes to.
 
     On a CPU it sets the number of threads, on which the rounding of sums depends; None is a GPU.
     """
-    cpu = threads is not None
-    environment = [f"OMP_NUM_THREADS={threads}"] * cpu
+    cpu = cpu_threads is not None
+    threads = [f"OMP_NUM_THREADS={cpu_threads}"] * cpu
     # without --num_processes accelerate uses every GPU
-    launch = [*environment, "accelerate", "launch", "--num_processes", "1"]
+    launch = [*threads, "accelerate", "launch", "--num_processes", "1"]
     launch += ["--mixed_precision", precision, *["--cpu"] * cpu]
     if processes > 1:
         launch = [f"ACCELERATE_MIXED_PRECISION={precision}", f"ACCELERATE_USE_CPU={cpu}"]
-        launch += [*environment, "torchrun", "--nproc_per_node", str(processes)]
+        launch += [*threads, "torchrun", "--nproc_per_node", str(processes)]
     flags: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -39,7 +39,7 @@ class CommonSettings:
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (.jsonl, .tsv, .csv); null reads `nyu-mll/glue` of the hub."""
     output: str = "runs/results.jsonl"
-    """Results file, to which each run appends a record; predictions go to a folder beside it."""
+    """Results file, to which each run appends a result; predictions go to a folder beside it."""
     cache: str = "runs/tokens"
     """Folder of cached tokens, shared by all runs."""
     test: bool = False
@@ -97,7 +97,7 @@ class CommonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(CommonSettings):
-    """Fine-tune one model on one task with one seed and append a record to the results."""
+    """Fine-tune one model on one task with one seed and append a result to the file."""
 
     model: str
     """Folder or hub id of a model that has a sequence-classification class."""

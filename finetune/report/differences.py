@@ -124,11 +124,10 @@ def control_gains(group: TaskGroup) -> pd.DataFrame:
         Columns configuration, dataset, control (a kind of `CONTROLS`), gain (difference of the
         means over seeds), spread (the larger sample standard deviation over seeds of the two; nan
         if either has a single seed), absent (what is missing to judge the gain), is_above
-        (nothing is, and the gain exceeds the spread) and counts (text, the scored runs of each).
+        (nothing is, and the gain exceeds the spread) and n (text, the scored runs of each).
     """
     runs = group.rows.fillna({"parameters": 0})  # of runs that failed early
-    columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "is_above"]
-    columns += ["counts"]
+    columns = ["configuration", "dataset", "control", "gain", "spread", "absent", "is_above", "n"]
     same = ["base_name", "model_type", "tokenizer", "parameters"]
     same += ["control_inputs_text", "rate_text", "protocol_text"]  # conditions but for the weights
     rows = []

@@ -66,8 +66,6 @@ def main(settings: ErrorAnalysisSettings) -> str:
     if result["collapsed"]:
         parts.append("**The run collapsed: it gives one answer for all rows.**")
     glue_dir = settings.glue_dir or result["glue_dir"]
-    is_held_out = task.is_own and task.validation is None
-    counted = "the share held out, not in its file" if is_held_out else "the split"
     for split in task.validation_splits:
         labels, logits = read_predictions(prediction_file(settings.results, result, split))
         columns = read_split_columns(task, split, glue_dir)
@@ -78,8 +76,9 @@ def main(settings: ErrorAnalysisSettings) -> str:
             )
         title, *tables = analyse_split(task, labels, logits, columns)
         metrics = [f"{name} {100 * x:.1f}" for name, x in result["metrics"][split].items()]
-        scores = f"{', '.join(metrics)} (x 100, validation split). Rows count from 0 in {counted}."
+        scores = f"{', '.join(metrics)} (x 100, validation split)."
         parts += [f"## {split}: {title}", scores, *tables]
+    parts.append("Rows are numbered from 0 within the split, also one held out of another file.")
     text = "\n\n".join(parts) + "\n"
     print(text)
     return text

@@ -80,10 +80,8 @@ def verdicts(group: TaskGroup, differences: Sequence[Difference]) -> list[str]:
     if differences:
         first, second = [pair.first for pair in differences], [pair.second for pair in differences]
         models = [dict.fromkeys(x["short_name"].iloc[0] for x in runs) for runs in (first, second)]
-        who = "; ".join(
-            f"{n}: {', '.join(found)}" for n, found in zip(differences[0].names, models)
-        )
-        sentences.append(f"{who}.")
+        who = [f"{n}: {', '.join(found)}" for n, found in zip(differences[0].names, models)]
+        sentences.append(f"{'; '.join(who)}.")
     by_model = gains[gains["absent"] != ""].groupby(["absent", "configuration"], sort=False)
     unjudged = by_model["dataset"].agg(lambda tasks: "; ".join(group.titles[x] for x in tasks))
     for (absent, titles), rows in unjudged.reset_index().groupby(["absent", "dataset"], sort=False):
@@ -118,8 +116,8 @@ def difference_table(
     """Differences between two models under the same conditions, a row for each task."""
     cells = {}
     for pair in differences:
-        average_name = group.average_name(pair.tasks.keys() - {AVERAGE})
-        texts = {name or average_name: comparison_text(c) for name, c in pair.tasks.items()}
+        mean = group.average_name(pair.tasks.keys() - {AVERAGE})
+        texts = {name or mean: comparison_text(found) for name, found in pair.tasks.items()}
         cells[pair.seeds_text or "difference"] = texts
     words = {True: "yes", False: "not shown", None: "not judged"}
     above = above_controls(differences, gains)
@@ -204,7 +202,7 @@ def gain_table(group: TaskGroup, gains: pd.DataFrame) -> Table:
     texts = []
     for row in gains[gains["control"] != ""].itertuples():  # others have no scores, or no control
         spread = "" if np.isnan(row.spread) else f"{row.spread:.1f}, "
-        text = f"{row.gain:+.1f} against {CONTROLS[row.control]} ({spread}n = {row.counts})"
+        text = f"{row.gain:+.1f} against {CONTROLS[row.control]} ({spread}n = {row.n})"
         texts.append((row.configuration, row.dataset, text))
     return Table("Difference from the best control without pretraining", _by_task(group, texts))
 

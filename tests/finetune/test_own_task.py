@@ -97,7 +97,7 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
     found = yaml.safe_load(capsys.readouterr().out.strip().splitlines()[-1])
     assert [x["label"] for x in found] == ["positive", "negative"]
     assert re.search(r"## validation: 0 of \d\d rows wrong", printed)
-    assert "Rows count from 0 in the share held out, not in its file." in printed
+    assert "within the split, also one held out of another file." in printed
     rows = pd.read_csv(re.search("test rows with predictions: (.*)", printed)[1], dtype=str)
     assert (rows["id"].tolist(), rows["review"].tolist()) == (ids, texts[:9])
     assert rows["prediction"].tolist() == names[:9]
