@@ -30,7 +30,7 @@ PATIENCE = 120.0
 """Seconds until a test gives up waiting; generous, for busy machines."""
 Process = subprocess.Popen[bytes]
 Start = Callable[..., Process]
-TWO_RANKS = [
+SEVERAL_RANKS = [
     "--optim.steps=60", "--optim.batch_size=128", "--optim.micro_batch=8",
     "--run.save_every=1000", "--run.validate_every=1000",
 ]  # fmt: skip
@@ -134,15 +134,17 @@ class Launches:
         """Start the script, without a launcher or with LAUNCH or TORCHRUN."""
         return self.start(*launcher, SCRIPT, *self.flags, *flags, **(CPU | options))
 
-    def torchrun(self, *flags: str) -> Process:
-        return self(*flags, launcher=TORCHRUN)
+    def torchrun(self, *flags: str, processes: int = 2) -> Process:
+        return self(*flags, launcher=(*TORCHRUN[:-1], str(processes)))
 
-    def ranks(self, *flags: str) -> list[Process]:
-        """Start two ranks in one process group, as `srun` does; each has its own exit code."""
+    def ranks(self, *flags: str, processes: int = 2) -> list[Process]:
+        """Start ranks in one process group, as `srun` does; each has its own exit code."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
         started: list[Process] = []
-        for rank in ("0", "1"):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        for rank in map(str, range(processes)):
+            names = {"RANK": rank, "LOCAL_RANK": rank} | dict.fromkeys(
+                ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)
+            )
             group = started[0].pid if started else 0
             started.append(self(*flags, group=group, **names, **address))
         return started

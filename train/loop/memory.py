@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from train.data import vocabulary
 from train.data.batching import StepDataset, label_capacity, packed_layout
@@ -67,12 +68,20 @@ def largest_batch(
 def fit_micro_batches(
     datasets: list[StepDataset], model: nn.Module, has_moments: bool, accelerator: Accelerator
 ) -> None:
-    """Reduce, in place, the micro-batch of every stage to one that fits, on all processes."""
+    """Reduce, in place, the micro-batch of every stage to one that fits, on all processes.
+
+    Under DDP gradients are then reduced once, because DDP changes the order in which it adds them
+    up after the first time: a resumed run would have the first order for one step more.
+    """
     for dataset in datasets:
         length, rate = dataset.sequences.length, dataset.batch_format.mask_rate
         dataset.micro_batch = fit_micro_batch(
             model, has_moments, length, dataset.micro_batch, rate, accelerator
         )
+    if isinstance(model, DistributedDataParallel):
+        batch = largest_batch(model.module, dataset.micro_batch, length, rate)
+        _compute_gradients(model, batch, accelerator, synchronize=True)
+        model.zero_grad(set_to_none=True)
 
 
 def fit_micro_batch(
@@ -143,9 +152,12 @@ def fits_into_memory(
     return True
 
 
-def _compute_gradients(model: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> None:
+def _compute_gradients(
+    model: nn.Module, batch: dict[str, Any], accelerator: Accelerator, synchronize: bool = False
+) -> None:
     # after no_sync, FSDP2 would keep gradients that zero_grad does not free
-    with nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model):
+    synchronize |= accelerator.is_fsdp2
+    with nullcontext() if synchronize else accelerator.no_sync(model):
         loss, _ = model(**send_to_device(batch, accelerator.device))
         accelerator.backward(loss / len(batch["labels"]))
         loss.item()  # waits for a GPU

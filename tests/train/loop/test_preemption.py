@@ -47,40 +47,41 @@ def assert_saved_at_once(launch: runs.Launches, last: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_told_to_end_in_any_way_save_the_same_step_and_the_run_is_the_same(launch):
+    """Four: sums of three or more numbers depend on the order in which DDP adds them up."""
     to_group = [(signal.SIGTERM, "group"), (signal.SIGUSR1, "group")]
     to_rank_0 = [(signal.SIGUSR1, "rank 0"), (signal.SIGINT, "rank 0")]
     to_rank_1 = [(signal.SIGTERM, "rank 1"), (signal.SIGHUP, "rank 1")]
     for number, to in (*to_group, *to_rank_0, *to_rank_1):
-        both = launch.ranks(*runs.TWO_RANKS)
-        last = launch.train_until(both[0], 2)
+        ranks = launch.ranks(*runs.SEVERAL_RANKS, processes=4)
+        last = launch.train_until(ranks[0], 2)
         if to == "group":
-            os.killpg(both[0].pid, number)
+            os.killpg(ranks[0].pid, number)
         else:
-            both[int(to[-1])].send_signal(number)
-        assert [rank.wait(30) for rank in both] == [128 + number] * 2, to
+            ranks[int(to[-1])].send_signal(number)
+        assert [rank.wait(30) for rank in ranks] == [128 + number] * 4, to
         runs.wait_for(lambda: not runs.child_processes(launch.folder))
         assert_saved_at_once(launch, last)
         name, step = signal.Signals(number).name, launch.saved_step()
         assert f"{name}: saved after step {step};" in launch.output()
 
-    torchrun = launch.torchrun(*runs.TWO_RANKS)
+    torchrun = launch.torchrun(*runs.SEVERAL_RANKS, processes=4)
     last = launch.train_until(torchrun, 2)
     torchrun.terminate()
     assert torchrun.wait(30) != 0
     assert_saved_at_once(launch, last)
 
-    torchrun = launch.torchrun(*runs.TWO_RANKS)
+    torchrun = launch.torchrun(*runs.SEVERAL_RANKS, processes=4)
     launch.train_until(torchrun, 2)
     orphans = launch.rank_processes()
-    assert sorted(orphans) == [0, 1]
+    assert sorted(orphans) == [0, 1, 2, 3]
     last = launch.logged_step()  # looking for the ranks took a step or two
     torchrun.kill()
     torchrun.wait()
-    assert [process.wait(30) for process in orphans.values()] == [128 + signal.SIGHUP] * 2
+    assert [process.wait(30) for process in orphans.values()] == [128 + signal.SIGHUP] * 4
     assert_saved_at_once(launch, last)
 
     for more in ([], ["--run.name=whole"]):
-        assert launch.torchrun(*runs.TWO_RANKS, *more).wait(runs.PATIENCE) == 0
+        assert launch.torchrun(*runs.SEVERAL_RANKS, *more, processes=4).wait(runs.PATIENCE) == 0
     assert launch.output().count("going on after step") == 8
     runs.assert_same_run(launch.run.with_name("whole"), launch.run)
 
@@ -107,7 +108,7 @@ def test_the_slurm_script_queues_again_only_what_a_signal_ended(tmp_path, launch
     }  # fmt: skip
 
     def job(*more: str) -> subprocess.Popen[bytes]:
-        flags = [*launch.flags, *runs.TWO_RANKS, *more]
+        flags = [*launch.flags, *runs.SEVERAL_RANKS, *more]
         return launch.start(folder / "slurm.sh", *flags, program="bash", **(runs.CPU | slurm))
 
     first = job()
@@ -263,7 +264,7 @@ def test_time_is_kept_for_a_save_and_an_evaluation_which_are_no_intervals(clock)
 
 
 def test_a_rank_that_dies_stops_the_launch(launch):
-    torchrun = launch.torchrun(*runs.TWO_RANKS, "--run.save_every=1")
+    torchrun = launch.torchrun(*runs.SEVERAL_RANKS, "--run.save_every=1")
     launch.train_until(torchrun, 2)
     launch.rank_processes()[1].kill()
     assert torchrun.wait(60) != 0
@@ -274,13 +275,13 @@ def test_a_rank_that_dies_stops_the_launch(launch):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_stops_the_launch_and_the_other_says_where(pretrain, launch):
-    pretrain(*runs.TWO_RANKS, "--run.max_hours=1e-9")  # a checkpoint after the first step
-    torchrun = launch.torchrun(*runs.TWO_RANKS)
+    pretrain(*runs.SEVERAL_RANKS, "--run.max_hours=1e-9")  # a checkpoint after the first step
+    torchrun = launch.torchrun(*runs.SEVERAL_RANKS)
     launch.train_until(torchrun, 2)
     launch.rank_processes()[1].suspend()
     assert torchrun.wait(170) != 0
     assert "Timeout (0:02:00)!" in launch.output()
     assert "most recent call first" in launch.output()
     assert not runs.child_processes(launch.folder)
-    assert launch.torchrun(*runs.TWO_RANKS).wait(runs.PATIENCE) == 0
+    assert launch.torchrun(*runs.SEVERAL_RANKS).wait(runs.PATIENCE) == 0
     assert "going on after step" in launch.output()
