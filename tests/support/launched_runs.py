@@ -140,11 +140,9 @@ class Launches:
     def ranks(self, *flags: str, processes: int = 2) -> list[Process]:
         """Start ranks in one process group, as `srun` does; each has its own exit code."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-        started: list[Process] = []
+        size, started = str(processes), list[Process]()
         for rank in map(str, range(processes)):
-            names = {"RANK": rank, "LOCAL_RANK": rank} | dict.fromkeys(
-                ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)
-            )
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             group = started[0].pid if started else 0
             started.append(self(*flags, group=group, **names, **address))
         return started
