@@ -85,7 +85,8 @@ def main(settings: GridSettings) -> None:
     print(f"runs: {len(pending)} to make, {len(runs) - len(pending)} done already", flush=True)
     failures, started = 0, time.perf_counter()
     for done, (run, result) in enumerate(make_runs(pending, settings.workers), start=1):
-        ended = done + min(settings.workers - 1, len(pending) - done) / 2  # the others: half done
+        left = len(pending) - done
+        ended = done + min(settings.workers - 1, left) / 2  # the other workers' runs are half done
         seconds = (time.perf_counter() - started) / ended * (len(pending) - ended)
         print_outcome(run, result, f"{done}/{len(pending)}", seconds)
         failures += result is not None and result["status"] == "failed"

@@ -220,7 +220,8 @@ def read_results(path: str) -> list[Result]:
         raise InputError(
             f"results must be a file written by finetune/glue.py, got {path}; check the path"
         )
-    results, torn = dict[tuple, Result](), list[str]()
+    results: dict[tuple, Result] = {}
+    torn: list[str] = []
     content = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():

@@ -220,27 +220,39 @@ OFFICIAL_ROWS: dict[str, dict[str, int | None]] = {
 """GLUE's tasks: split -> number of rows."""
 
 
+def _row(
+    name: str,
+    title: str,
+    columns: tuple[str, ...],
+    labels: tuple[str, ...] | None,
+    *metrics: str,
+    **options: Any,
+) -> Task:
+    return Task(name=name, title=title, columns=columns, labels=labels, metrics=metrics, **options)
+
+
 _SENTENCES = ("sentence1", "sentence2")
 _NLI = ("premise", "hypothesis")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
-_FIELDS = ("name", "title", "columns", "labels", "metrics", "headline", "value_range")
-_ROWS: tuple[tuple[Any, ...], ...] = (
-    ("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), ("matthews",)),
-    ("sst2", "SST-2", ("sentence",), ("negative", "positive"), ("accuracy",)),
-    ("mrpc", "MRPC", _SENTENCES, ("not_equivalent", "equivalent"), ("f1", "accuracy")),
-    ("stsb", "STS-B", _SENTENCES, None, ("pearson", "spearman"), "spearman", (0, 5)),
-    ("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"), ("f1", "accuracy")),
-    ("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, ("accuracy",)),
-    ("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), ("accuracy",)),
-    ("rte", "RTE", _SENTENCES, ("entailment", "not_entailment"), ("accuracy",)),
-    ("wnli", "WNLI", _SENTENCES, ("not_entailment", "entailment"), ("accuracy",)),
+_ROWS = (
+    _row("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), "matthews"),
+    _row("sst2", "SST-2", ("sentence",), ("negative", "positive"), "accuracy"),
+    _row("mrpc", "MRPC", _SENTENCES, ("not_equivalent", "equivalent"), "f1", "accuracy"),
+    _row("stsb", "STS-B", _SENTENCES, None, "pearson", "spearman", headline="spearman",
+         value_range=(0, 5)),
+    _row("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"),
+         "f1", "accuracy"),
+    _row("mnli", "MNLI m/mm", _NLI, _NLI_LABELS, "accuracy"),
+    _row("qnli", "QNLI", ("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    _row("rte", "RTE", _SENTENCES, ("entailment", "not_entailment"), "accuracy"),
+    _row("wnli", "WNLI", _SENTENCES, ("not_entailment", "entailment"), "accuracy"),
     # the diagnostic set, predicted by models fine-tuned on mnli
-    ("ax", "AX", _NLI, _NLI_LABELS, ("matthews",)),
-    ("demo-order", "", ("sentence",), ("natural", "reversed"), ("accuracy",)),
-)
+    _row("ax", "AX", _NLI, _NLI_LABELS, "matthews"),
+    _row("demo-order", "", ("sentence",), ("natural", "reversed"), "accuracy"),
+)  # fmt: skip
 
-TASKS: dict[str, Task] = {row[0]: Task(**dict(zip(_FIELDS, row))) for row in _ROWS}
+TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
 
 
 def load_task(name: str) -> Task:

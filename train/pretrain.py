@@ -7,6 +7,7 @@ Without arguments it trains the demo's RoFormer on the documentation installed o
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
@@ -174,19 +175,13 @@ def train(
         else run.peak_tflops * 1e12
     )
     fit_micro_batches(datasets, model, bool(optimizer.state), accelerator)  # changes them
-    # an evaluation has no more tokens than the smallest micro-batch, which fits into memory
-    tokens = min(dataset.micro_batch * dataset.sequences.length for dataset in datasets)
-    eval_rows = max(1, tokens // held_out.length)
-    eval_ids = np.arange(len(held_out))[: run.validation_sequences]
-    vocab = datasets[0].batch_format.vocab
-    validate = partial(
-        evaluate, model, held_out, vocab, accelerator, batch_size=eval_rows, sequence_ids=eval_ids
-    )
+    validate = prepare_validation(model, held_out, datasets, run.validation_sequences, accelerator)
     with (
         preemption,
         RunLog(accelerator, folder, state, total, language_model.model.config, peak) as log,
     ):
-        guard, save_is_due = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints"), False
+        guard = NonFiniteGuard(optimizer, log.warn, folder / "checkpoints")
+        save_is_due = False
         is_cuda = accelerator.device.type == "cuda"  # pinned memory: for non-blocking copies
         steps = range(state["step"], total)
         # without workers: a process makes batches faster than a GPU needs them
@@ -207,8 +202,10 @@ def train(
                 log.add(loss, correct, batch)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
-            done, counts = step + 1, stop_counts.wait()
-            finished, is_last = done == total, done == total or any(counts)  # of the run, launch
+            done = step + 1
+            counts = stop_counts.wait()
+            finished = done == total
+            is_last = finished or any(counts)  # the last step of this launch
             if done % run.log_every == 0 or finished:
                 log.report_training(done, learning_rate(step), norm)
             if done % run.validate_every == 0 or finished:
@@ -225,6 +222,27 @@ def train(
             if is_last and not finished:
                 return announce_stop(counts, done, accelerator)
     return None
+
+
+def prepare_validation(
+    model: nn.Module,
+    held_out: SequenceIndex,
+    datasets: list[StepDataset],
+    limit: int,
+    accelerator: Accelerator,
+) -> Callable[..., dict[str, float]]:
+    """Return `evaluate` for the first `limit` held-out sequences; it takes `heartbeat` alone."""
+    # no more tokens than the smallest micro-batch, which fits into memory
+    tokens = min(dataset.micro_batch * dataset.sequences.length for dataset in datasets)
+    return partial(
+        evaluate,
+        model,
+        held_out,
+        datasets[0].batch_format.vocab,
+        accelerator,
+        batch_size=max(1, tokens // held_out.length),
+        sequence_ids=np.arange(len(held_out))[:limit],
+    )
 
 
 def all_reduce_step_info(

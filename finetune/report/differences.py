@@ -172,12 +172,12 @@ def _gain(scores: pd.Series, controls: pd.DataFrame) -> tuple[str, float, float,
     if by_row.empty or scores.isna().all():
         return "", float("nan"), float("nan"), ", ".join([*absent, "no scores"]), False, ""
     best = by_row["mean"].idxmax()
-    sides = [scores.agg(["mean", "std", "count"]), by_row.loc[best]]
-    gain = float(sides[0]["mean"] - sides[1]["mean"])
-    if best[0] != "random":  # features and majority class have no seeds
-        del sides[1]
-    spread = float(np.max([side["std"] for side in sides]))  # of one seed it is nan
-    counts = " and ".join(f"{side['count']:.0f}" for side in sides)
+    model, control = scores.agg(["mean", "std", "count"]), by_row.loc[best]
+    gain = float(model["mean"] - control["mean"])
+    spread, counts = float(model["std"]), f"{model['count']:.0f}"  # the spread of one seed is nan
+    if best[0] == "random":  # features and majority class have no seeds
+        spread = float(np.max([spread, control["std"]]))
+        counts += f" and {control['count']:.0f}"
     absent += ["no second seed"] if pd.isna(spread) else []
     return best[0], gain, spread, ", ".join(absent), not absent and gain > spread, counts
 

@@ -230,12 +230,12 @@ class Checkpoints:
                 prune(self.folder, self.settings.run.keep)
             except OSError as failure:
                 run_log.warn(f"older checkpoints could not be deleted: {failure}")
-        _check_written(error, "a checkpoint", self.accelerator, is_last)
+        _check_written(error, "a checkpoint", self.accelerator, is_needed=is_last)
 
 
-def _check_written(error: str, what: str, accelerator: Accelerator, is_last: bool = True) -> None:
+def _check_written(error: str, what: str, accelerator: Accelerator, is_needed: bool = True) -> None:
     """Refuse, on all processes, an error of one; a collective call, which waits for the disk."""
-    if any_process(bool(error), accelerator) and is_last:
+    if any_process(bool(error), accelerator) and is_needed:
         raise InputError(
             f"run.folder must have room for {what}, got {error or 'an error of another process'}; "
             "make some, the same command goes on"

@@ -79,6 +79,7 @@ def fit_micro_batches(
             model, has_moments, length, dataset.micro_batch, rate, accelerator
         )
     if isinstance(model, DistributedDataParallel):
+        # of the last stage: any batch would do
         batch = largest_batch(model.module, dataset.micro_batch, length, rate)
         _compute_gradients(model, batch, accelerator, synchronize=True)
         model.zero_grad(set_to_none=True)
