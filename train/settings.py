@@ -239,7 +239,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class StageSettings:
-    """A stage of a run with its own sequence length, batch size or text; null keeps the run's."""
+    """A stage of a run with its own length, text, masks or batch size; null keeps the run's."""
 
     steps: int
     """Optimizer steps of the stage."""
@@ -247,6 +247,8 @@ class StageSettings:
     """Replaces corpus.length."""
     train: str | list[str] | None = None
     """Replaces corpus.train."""
+    mask_rate: float | None = None
+    """Replaces corpus.mask_rate."""
     batch_size: int | None = None
     """Replaces optim.batch_size."""
     micro_batch: int | None = None
@@ -325,7 +327,7 @@ def split_stages(settings: PretrainSettings) -> list[PretrainSettings]:
     run_optim = dataclasses.replace(settings.optim, warmup_steps=0)
     for index, stage in enumerate(settings.stages):
         with name_stage(index):
-            corpus = replace(settings.corpus, stage, "length", "train")
+            corpus = replace(settings.corpus, stage, "length", "train", "mask_rate")
             optim = replace(run_optim, stage, "batch_size", "micro_batch", "steps")
         stages.append(dataclasses.replace(settings, stages=[], corpus=corpus, optim=optim))
     return stages or [settings]

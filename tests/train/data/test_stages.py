@@ -16,7 +16,7 @@ from train.settings import PretrainSettings, split_stages
 STAGES = [
     {"steps": 2},
     {"steps": 4, "length": 48, "batch_size": 8, "micro_batch": 8},
-    {"steps": 2, "length": 16},
+    {"steps": 2, "length": 16, "mask_rate": 0.3},
 ]
 
 
@@ -42,9 +42,9 @@ def test_stages_on_one_text_differ_in_order_and_masks(run, monkeypatch):
     formats = Mock(wraps=BatchFormat)
     monkeypatch.setattr("train.pretrain.BatchFormat", formats)
     run("--run.seed=7", "--run.max_hours=1e-9")
-    seeds = [call.kwargs["seed"] for call in formats.call_args_list]
-    assert seeds[0] == 7  # as that of a run without stages
-    assert len({*seeds}) == 3
+    seeds, rates = zip(*((c.kwargs["seed"], c.kwargs["mask_rate"]) for c in formats.call_args_list))
+    assert (seeds[0], len({*seeds})) == (7, 3)  # the first as that of a run without stages
+    assert rates == (0.15, 0.15, 0.3)
 
 
 def test_a_run_goes_through_its_stages_and_over_their_borders_after_a_break(run):
