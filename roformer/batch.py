@@ -177,6 +177,7 @@ class Layout:
 
 
 def _rearrange(x: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
+    source, target = source.to(x.device), target.to(x.device)  # layers may be on several devices
     rows = x.new_zeros(prod(shape), *x.shape[2:])
     return rows.index_copy(0, target, x.flatten(0, 1)[source]).unflatten(0, shape)
 

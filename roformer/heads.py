@@ -28,7 +28,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_roformer import RoFormerConfig
-from .input_checks import check_shape, one_document_per_row
+from .input_checks import check_generation, check_shape, one_document_per_row
 from .losses import IGNORE_INDEX, compute_loss, is_sparse_loss_faster, may_unpad_for_loss
 from .modeling_roformer import RoFormerModel, RoFormerOnlyMLMHead, RoFormerPreTrainedModel
 
@@ -151,14 +151,14 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
-        # then `generate` refuses an assistant model, which needs a cache
-        self._is_stateful = not self.config.has_cache
+        self._is_stateful = not self.config.has_cache  # `generate` then refuses an assistant model
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Let `generate` compute the whole text for each token where there is no cache."""
-        if not self.config.has_cache:
+        if not self.config.has_cache or self.roformer.recomputes_layers:
+            check_generation(model_kwargs)
             generation_config.use_cache = model_kwargs["use_cache"] = False
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
@@ -203,8 +203,8 @@ class RoFormerForCausalLM(RoFormerLanguageModel, GenerationMixin):
         indices: Any = logits_to_keep
         if isinstance(logits_to_keep, int):
             indices = slice(-logits_to_keep, None)
-        elif labels is not None:  # the loss would pair each token with the next one that is kept
-            raise ValueError("logits_to_keep must be a number with labels, got indices")
+        elif labels is not None or logits_to_keep.ndim != 1:  # labels are those of the next token
+            raise ValueError("logits_to_keep must be a number, or without labels indices [n]")
         logits = self.cls(outputs.last_hidden_state[:, indices])
         return CausalLMOutputWithCrossAttentions(
             loss=compute_loss(self, logits, labels, vocab_size=self.config.vocab_size, **kwargs),

@@ -137,6 +137,18 @@ def check_cache(cache: Cache, config: RoFormerConfig) -> None:
         )
 
 
+def check_generation(model_kwargs: dict[str, Any]) -> None:
+    """Check the arguments of `generate` where the whole text is computed for each token.
+
+    Raises:
+        ValueError: There are vectors, which `generate` passes on with the first token only.
+    """
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "inputs_embeds must be None in generate without a cache, got vectors; use input_ids"
+        )
+
+
 def one_document_per_row(
     cu_seq_lens_q: Any, position_ids: Tensor | None, rows: Tensor | None
 ) -> dict[str, Any]:

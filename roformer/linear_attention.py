@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization
 
 from .configuration_roformer import RoFormerConfig
 from .kernels import Linear
@@ -84,7 +85,8 @@ class RandomFeatureMap(FeatureMap):
     def reset_parameters(self) -> None:
         """Draw the vectors, with a seed from torch's default generator."""
         number, dim = self.vectors.shape
-        self.vectors.copy_(orthogonal_vectors(number, dim, int(torch.randint(2**31, ()))))
+        vectors = orthogonal_vectors(number, dim, int(torch.randint(2**31, ())))
+        initialization.copy_(self.vectors, vectors)  # not if they were loaded
 
     def query_features(self, query: Tensor) -> Tensor:
         """Compute phi(q), divided by the largest feature of each query."""

@@ -482,10 +482,14 @@ def _convert_config(config: PreTrainedConfig) -> RoFormerConfig:
 
 
 def _without_empty_cross_attentions(forward: Any) -> Any:
-    """Leave out the empty tuple that `capture_outputs` adds where no layer has cross-attention."""
+    """Leave out what `capture_outputs` adds where no layer has cross-attention: an empty tuple.
+
+    Options given as None are left out, too: those of the configuration count.
+    """
 
     @wraps(forward)
     def wrapper(self: "RoFormerModel", *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         outputs = forward(self, *args, **kwargs)
         if isinstance(outputs, tuple):
             return outputs[:-1] if outputs[-1] == () else outputs
@@ -669,6 +673,12 @@ class RoFormerModel(RoFormerPreTrainedModel):
         cos, sin = rotary_embeddings(position_ids, inv_freq, attention_scaling, dtype)
         return attention_inputs.to_layout(cos), attention_inputs.to_layout(sin)
 
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether gradient checkpointing is at work, under which layers see no cache."""
+        layers = self.encoder.layer
+        return self.training and any(getattr(x, "gradient_checkpointing", False) for x in layers)
+
     def _prepare_cache(
         self,
         past_key_values: Cache | None,
@@ -683,6 +693,11 @@ class RoFormerModel(RoFormerPreTrainedModel):
         """
         config, is_packed = self.roformer_config, batch.packed_document_ids is not None
         if past_key_values is not None:
+            if self.recomputes_layers:
+                raise ValueError(
+                    "past_key_values must be None under gradient checkpointing in training mode, "
+                    "got a cache; call eval()"
+                )
             if is_packed:
                 name = "position_ids" if batch.cu_seqlens is None else "cu_seq_lens_q"
                 raise ValueError(
@@ -692,7 +707,8 @@ class RoFormerModel(RoFormerPreTrainedModel):
             return past_key_values
         if batch.cu_seqlens is None and torch.compiler.is_compiling():
             is_packed = False  # not known
-        if is_packed or not (use_cache and config.is_decoder and config.has_cache):
+        has_cache = config.is_decoder and config.has_cache and not self.recomputes_layers
+        if is_packed or not (use_cache and has_cache):
             return None
         cache = DynamicCache(config=config)
         if encoder_hidden_states is None:

@@ -134,7 +134,8 @@ def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(config):
 
 @pytest.mark.parametrize("fields", [{"rope_parameters": ROPES["dynamic"]}, VARIANTS["elu"]])
 def test_the_whole_text_is_computed_for_each_token_where_there_is_no_cache(fields, tmp_path):
-    RoFormerForMaskedLM(tiny_config(**fields)).save_pretrained(tmp_path)  # no generation_config
+    # saved without a generation_config
+    build(RoFormerForMaskedLM, tiny_config(**fields)).save_pretrained(tmp_path)
     model = RoFormerForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(1, 60, (1, 60))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -142,9 +143,8 @@ def test_the_whole_text_is_computed_for_each_token_where_there_is_no_cache(field
         tokens = model.generate(ids, **options, **more)
         for end in range(60, 68):
             assert tokens[0, end] == model(tokens[:, :end]).logits[0, -1].argmax()
-    if transformers.__version__ != "5.17.0":  # which reads vectors with a cache only
-        embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
-        assert torch.equal(embedded, tokens[:, 60:])
+    with pytest.raises(ValueError, match="inputs_embeds must be None"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
     assert model(ids, use_cache=True).past_key_values is None
     with pytest.raises(ValueError, match="stateful"):  # an assistant needs a cache
         model.generate(ids, prompt_lookup_num_tokens=2, **options)
@@ -170,13 +170,27 @@ def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
     assert_near(torch.stack(losses), losses[0].expand(3), 1e-5)
     with pytest.raises(ValueError, match="to match target batch_size"):  # torch's
         causal(ids, labels=ids, logits_to_keep=3)
-    with pytest.raises(ValueError, match="logits_to_keep must be a number with labels"):
-        causal(ids, labels=ids[:, :3], logits_to_keep=torch.tensor([0, 3, 6]))
+    for labels, kept in ((ids[:, :3], torch.tensor([0, 3, 6])), (None, ids)):
+        with pytest.raises(ValueError, match="logits_to_keep must be a number"):
+            causal(ids, labels=labels, logits_to_keep=kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable", "ignore:Caching is")
+def test_under_gradient_checkpointing_the_whole_text_is_computed_for_each_token():
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    causal = build(RoFormerForCausalLM, tiny_config(**no_dropout)).eval()
+    ids, options = torch.randint(1, 60, (2, 7)), {"do_sample": False, "max_new_tokens": 6}
+    expected, cache = causal.generate(ids, **options), causal(ids, use_cache=True).past_key_values
+    causal.train().gradient_checkpointing_enable()
+    assert torch.equal(causal.generate(ids, **options), expected)
+    assert causal(ids, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match="past_key_values must be None under gradient"):
+        causal(ids, past_key_values=cache)
 
 
 def encoder_decoder(package, **fields: object) -> EncoderDecoderModel:
     values = tiny_config(**fields).to_dict()
-    made = {"is_decoder": True, "add_cross_attention": True}
+    made = {"is_decoder": True, "add_cross_attention": True, "linear_attention": None}
     encoder = package.RoFormerModel(package.RoFormerConfig(**values))
     decoder = package.RoFormerForCausalLM(package.RoFormerConfig(**values | made))
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder)
@@ -201,7 +215,7 @@ def test_encoder_decoder_models_are_stocks_and_generate():
     assert torch.equal(*(ours.generate(source, use_cache=x, **options) for x in (True, False)))
 
 
-@pytest.mark.parametrize("fields", [{}, {"norm_type": "rms_norm"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"norm_type": "rms_norm"}, VARIANTS["favor"]], ids=str)
 def test_encoder_decoder_models_with_a_resized_vocabulary_survive_saving(fields, tmp_path):
     model = encoder_decoder(roformer, **fields)
     for part in (model.encoder, model.decoder):

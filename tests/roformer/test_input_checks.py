@@ -75,5 +75,7 @@ def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(head,
     rows["position_ids"] = torch.tensor([[0, 1, 2, 0, 1]] * 2)
     if head is not POOLED[0]:  # a single choice
         rows = {name: x[:, None] for name, x in rows.items()}
-    both, alone = model(**rows).logits, model(**{k: x[:1] for k, x in rows.items()}).logits
-    torch.testing.assert_close(alone, both[:1])
+    alone = model(**{k: x[:1] for k, x in rows.items()})
+    both = model(**rows, output_hidden_states=None)  # as configured
+    torch.testing.assert_close(alone.logits, both.logits[:1])
+    assert len(both.hidden_states) == len(alone.hidden_states)
