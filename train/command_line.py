@@ -90,6 +90,10 @@ def parse_settings(
     """
     types = dict(_field_types(settings))
     files, others = _split_flags(flags)
+    for flag in others:  # jsonargparse would change the last item of a list alone
+        section = re.match(r"--(\w+)\.(?!help$)", flag)
+        if section and get_origin(types.get(section[1])) is list:
+            raise InputError(f"{section[1]} must be given whole, got {flag}; write it as '[A, B]'")
     merged = [f"--config={json.dumps(_read_configs(files))}"] if files else []
     parser = jsonargparse.ArgumentParser(
         default_config_files=[default_config] if default_config and not files else [],
@@ -139,7 +143,7 @@ def _describe_type(kind: Any) -> str:
 
 def _wrong_type(key: str, kind: Any, found: str) -> str:
     found = found.strip("'\"").replace("None", "null")
-    is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"\d+(\.\d+)?e\d+", found)
+    is_count = int in (kind, *get_args(kind)) and re.fullmatch(r"\d+(\.\d+)?e\d+|\d+\.0", found)
     remedy = f"write {float(found):.0f}" if is_count else "see --help"  # 1e9 is a float
     if get_origin(kind) in (list, tuple) and not is_dataclass(get_args(kind)[0]):
         remedy = "write it as '[A, B]'"

@@ -283,5 +283,5 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_learns_the_same(launch):
     resource.prlimit(limited.pid, resource.RLIMIT_AS, room)  # while Python starts
     assert limited.wait(runs.PATIENCE) == 0, launch.output()
     # 32, or less where a busy machine hid the peak of the first run
-    assert re.search(r"out of memory; optim.micro_batch is (32|16) in", launch.output())
+    assert re.search(r"out of memory; optim.micro_batch is (32|16) for", launch.output())
     runs.assert_close_runs(launch.run.with_name("whole"), launch.run, "loss")

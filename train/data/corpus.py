@@ -151,7 +151,7 @@ def _make_shards(
     batch = next(batches, None)
     while batch is not None:
         folder = Path(f"{prefix}-{len(shards):05d}")
-        if not _is_intact(folder):  # the writer below keeps what is there
+        if folder.exists() and not _is_intact(folder):  # the writer below keeps what is there
             with suppress(FileNotFoundError):  # or another process removed it first
                 shutil.rmtree(folder)
         with write_dir_atomically(folder) as unfinished:

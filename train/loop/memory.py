@@ -115,7 +115,7 @@ def fit_micro_batch(
             # the other processes may wait for a part of this one's weights, so it has to end
             raise InputError(
                 f"optim.micro_batch must fit into memory with FSDP, got {size} sequences of "
-                f"{length} tokens, which do not; lower it"
+                f"{length} tokens, which do not; lower it, or the stage's own"
             )
         model.zero_grad(set_to_none=True)
         gc.collect()
@@ -130,7 +130,8 @@ def fit_micro_batch(
                 "model.gradient_checkpointing true, or shorten it under another run.name"
             )
         size = next(part for part in range(size // 2, 0, -1) if micro_batch % part == 0)
-        accelerator.print(f"warning: out of memory; optim.micro_batch is {size} in this launch")
+        here = f"{size} for length {length} in this launch"
+        accelerator.print(f"warning: out of memory; optim.micro_batch is {here}")
 
 
 def fits_into_memory(

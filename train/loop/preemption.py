@@ -152,7 +152,7 @@ class PreemptionHandler:
     @contextmanager
     def extend_timeout(self) -> Iterator[None]:
         """Raise the heartbeat timeout to `MAX_SAVE_SECONDS` while a checkpoint is written."""
-        self._start_watchdog(MAX_SAVE_SECONDS)
+        self._start_watchdog(max(MAX_SAVE_SECONDS, 10 * self.longest_interval))
         yield
         self.last_heartbeat = time.monotonic()  # a save is no interval between heartbeats
 
