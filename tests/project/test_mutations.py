@@ -9,18 +9,15 @@ from tiny import ROOT, command
 
 MUTATIONS = {
     "query turned backwards": (
-        "modeling_roformer.py",
-        "query = self._rotate(query, position_embeddings)",
+        "modeling_roformer.py", "query = self._rotate(query, position_embeddings)",
         "query = self._rotate(query, (position_embeddings[0], -position_embeddings[1]))",
     ),
     "no causal mask": (
-        "attention_inputs.py",
-        "    if config.is_decoder:\n        mask = create_causal_mask",
+        "attention_inputs.py", "    if config.is_decoder:\n        mask = create_causal_mask",
         "    if False:\n        mask = create_causal_mask",
     ),
     "half-split pairs": (
-        "rotary.py",
-        "    rotary_dim = 2 * cos.shape[-1]",
+        "rotary.py", "    rotary_dim = 2 * cos.shape[-1]",
         "    interleave = False\n    rotary_dim = 2 * cos.shape[-1]",
     ),
     "angles in bfloat16": (
@@ -28,29 +25,19 @@ MUTATIONS = {
         "angles = position_ids[..., None].to(_angle_dtype(position_ids.device)) * inv_freq",
         "angles = (position_ids[..., None] * inv_freq).to(torch.bfloat16)",
     ),
-    "position_ids ignored": (
-        "batch.py",
-        "    if position_ids is not None:\n",
-        "    if False:\n",
-    ),
+    "position_ids ignored": ("batch.py", "if position_ids is not None:\n", "if False:\n"),
     "factor on sine and cosine ignored": (
-        "rotary.py",
-        "angles.sin().to(dtype) * attention_scaling",
-        "angles.sin().to(dtype)",
+        "rotary.py", "angles.sin().to(dtype) * attention_scaling", "angles.sin().to(dtype)"
     ),
     "no dropout in attention": (
-        "modeling_roformer.py",
-        "dropout=self.dropout.p if self.dropout.training else 0.0",
-        "dropout=0.0",
+        "modeling_roformer.py", "self.dropout.p if self.dropout.training else 0.0", "0.0"
     ),
     "documents see each other": (
-        "attention_inputs.py",
-        "packed_sequence_mask_function(document_ids)",
+        "attention_inputs.py", "packed_sequence_mask_function(document_ids)",
         "packed_sequence_mask_function(torch.zeros_like(document_ids))",
     ),
     "rotation depends on the longest row": (
-        "batch.py",
-        "(last - first + 1).gather(1, ids)",
+        "batch.py", "(last - first + 1).gather(1, ids)",
         "(last.amax() - first.amin() + 1).expand(ids.shape)",
     ),
 }  # fmt: skip

@@ -134,7 +134,6 @@ def test_packed_rows_are_refused_behind_a_cache_that_was_emptied(config):
 
 @pytest.mark.parametrize("fields", [{"rope_parameters": ROPES["dynamic"]}, VARIANTS["elu"]])
 def test_the_whole_text_is_computed_for_each_token_where_there_is_no_cache(fields, tmp_path):
-    # saved without a generation_config
     build(RoFormerForMaskedLM, tiny_config(**fields)).save_pretrained(tmp_path)
     model = RoFormerForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(1, 60, (1, 60))
@@ -235,8 +234,7 @@ def test_cross_attention_reads_no_padding_and_is_reported(kernel, config):
     config.is_decoder = config.add_cross_attention = True
     model = build(RoFormerForCausalLM, config, kernel)
     ids, source = torch.randint(0, 60, (2, 5)), torch.randn(2, 9, 32)
-    mask = torch.ones(2, 9)
-    mask[:, 6:] = 0
+    mask = (torch.arange(9) < 6).float().expand(2, 9)
     options = {"encoder_hidden_states": source, "encoder_attention_mask": mask}
     changed = source.clone()
     changed[:, 6:] += 1

@@ -71,8 +71,7 @@ def test_a_head_on_one_token_of_a_row_refuses_packed_documents(head, config):
 @pytest.mark.parametrize("head", POOLED)
 def test_a_sequence_is_one_document_to_its_head_whatever_its_positions_are(head, linear):
     model = head(tiny_config(linear_attention=linear, output_hidden_states=True)).eval()
-    rows = {"input_ids": IDS}
-    rows["position_ids"] = torch.tensor([[0, 1, 2, 0, 1]] * 2)
+    rows = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1]] * 2)}
     if head is not POOLED[0]:  # a single choice
         rows = {name: x[:, None] for name, x in rows.items()}
     alone = model(**{k: x[:1] for k, x in rows.items()})
