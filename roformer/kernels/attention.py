@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .conditions import bfloat16_is_emulated, kernels_enabled, may_use_kernel
-from .dropout import dropout as fast_dropout
+from .dropout import dropout_unscaled
 
 AUTO = "auto"
 """Default of `attn_implementation`: the fastest exact one for each call; on a CPU padding is left
@@ -208,7 +208,8 @@ def softmax_attention(
         if scores.dtype == torch.float16:  # softmax of a row that is all -inf is NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
-    weights = fast_dropout(probabilities, dropout, training=True)
+    weights, factor = dropout_unscaled(probabilities, dropout)
+    value = value if factor == 1 else value * factor  # fewer numbers than the weights
     return torch.matmul(weights, value), probabilities
 
 

@@ -21,13 +21,21 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     On a CPU p is rounded to 1/65,536, and the mask kept for the backward pass takes one byte per
     element. On other devices, and under compilers and torch.func, this is torch's dropout.
     """
+    kept, factor = dropout_unscaled(x, p if training else 0.0)
+    return kept if factor == 1 else kept.mul_(factor)
+
+
+def dropout_unscaled(x: Tensor, p: float) -> tuple[Tensor, float]:
+    """Zero elements with probability p; returns also the factor that all are to be scaled by.
+
+    What x is multiplied with may be smaller, and is then scaled in less time.
+    """
     dropped = round(p * LEVELS)
-    if not training or not p:
-        return x
+    if not p:
+        return x, 1.0
     if dropped in (0, LEVELS) or not may_use_kernel(x):
-        return F.dropout(x, p)
-    # autograd keeps the mask only: the scaled copy needs no gradient of its factor
-    return (x * (LEVELS / (LEVELS - dropped))).mul_(_keep_mask(x.shape, dropped))
+        return F.dropout(x, p), 1.0
+    return x * _keep_mask(x.shape, dropped), LEVELS / (LEVELS - dropped)
 
 
 def _keep_mask(shape: torch.Size, dropped: int) -> Tensor:
