@@ -209,8 +209,10 @@ def softmax_attention(
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probabilities = F.softmax(scores, dim=-1)
     weights, factor = dropout_unscaled(probabilities, dropout)
-    value = value if factor == 1 else value * factor  # fewer numbers than the weights
-    return torch.matmul(weights, value), probabilities
+    output = torch.matmul(weights, value)
+    if factor != 1:  # scaled here, where numbers are fewer than weights
+        output = output.mul_(factor)
+    return output, probabilities
 
 
 def _chunked_attention(

@@ -28,7 +28,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 def dropout_unscaled(x: Tensor, p: float) -> tuple[Tensor, float]:
     """Zero elements with probability p; returns also the factor that all are to be scaled by.
 
-    What x is multiplied with may be smaller, and is then scaled in less time.
+    A product of x with another tensor may be smaller than x, and is then scaled in less time.
     """
     dropped = round(p * LEVELS)
     if not p:
