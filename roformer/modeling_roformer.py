@@ -481,10 +481,11 @@ def _convert_config(config: PreTrainedConfig) -> RoFormerConfig:
     return own
 
 
-def _without_empty_cross_attentions(forward: Any) -> Any:
-    """Leave out what `capture_outputs` adds where no layer has cross-attention: an empty tuple.
+def _mend_capture_outputs(forward: Any) -> Any:
+    """Mend two habits of `capture_outputs`.
 
-    Options given as None are left out, too: those of the configuration count.
+    It returns an empty tuple where no layer has cross-attention, and takes an option given as None
+    for False instead of the configuration's.
     """
 
     @wraps(forward)
@@ -521,7 +522,7 @@ class RoFormerModel(RoFormerPreTrainedModel):
         self.post_init()
 
     @merge_with_config_defaults
-    @_without_empty_cross_attentions
+    @_mend_capture_outputs
     @capture_outputs
     def forward(
         self,

@@ -174,7 +174,7 @@ def test_only_the_logits_asked_for_are_computed_and_labels_are_theirs(config):
             causal(ids, labels=labels, logits_to_keep=kept)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable", "ignore:Caching is")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_under_gradient_checkpointing_the_whole_text_is_computed_for_each_token():
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     causal = build(RoFormerForCausalLM, tiny_config(**no_dropout)).eval()

@@ -130,8 +130,8 @@ def fit_micro_batch(
                 "model.gradient_checkpointing true, or shorten it under another run.name"
             )
         size = next(part for part in range(size // 2, 0, -1) if micro_batch % part == 0)
-        here = f"{size} for length {length} in this launch"
-        accelerator.print(f"warning: out of memory; optim.micro_batch is {here}")
+        reduced = f"optim.micro_batch is {size} for length {length} in this launch"
+        accelerator.print(f"warning: out of memory; {reduced}")
 
 
 def fits_into_memory(
