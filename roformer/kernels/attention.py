@@ -37,9 +37,11 @@ _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None
 CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""
 
-CHUNK_SIZE = 2**20
-"""Maximum number of scores of a chunk of queries in `_chunked_attention`, and of a batch of several
-documents: few enough to stay in the cache."""
+CHUNK_BYTES = 2**23
+"""Maximum size of the scores of a chunk of queries in `_chunked_attention`."""
+
+BATCH_SIZE = 2**20
+"""Maximum number of scores of a batch of several documents: few enough to stay in the cache."""
 
 
 def roformer_attention_forward(
@@ -140,7 +142,7 @@ def batch_documents(lengths: Sequence[int], num_heads: int) -> list[list[int]]:
         if (
             batches
             and wasted_scores <= CALL_COST
-            and num_heads * longest**2 * (len(batches[-1]) + 1) <= CHUNK_SIZE
+            and num_heads * longest**2 * (len(batches[-1]) + 1) <= BATCH_SIZE
         ):
             batches[-1].append(document)
         else:
@@ -228,7 +230,7 @@ def _chunked_attention(
     Scores, and the random numbers of dropout, are computed again in the backward pass.
     """
     (B, H, L, _), S = query.shape, key.shape[2]  # noqa: N806
-    length = max(1, CHUNK_SIZE // (B * S))
+    length = max(1, CHUNK_BYTES // (B * S * query.element_size()))
     masks = [None] * H if mask is None else mask.expand(B, H, L, S).unbind(1)
     heads = []
     for q, k, v, head_mask in zip(*(x.unbind(1) for x in (query, key, value)), masks, strict=True):

@@ -41,8 +41,8 @@ def definition(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_outputs_and_gradients_are_those_of_float64(kernel, dtype, mask, monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK_SIZE", 2 * 20 * 6)  # six queries at a time, then two
     tensors, mask_tensor = inputs(dtype, mask)
+    monkeypatch.setattr(attention, "CHUNK_BYTES", 6 * 40 * dtype.itemsize)  # 6 queries, then 2
     weights = torch.randn(2, 20, 3, 8, generator=torch.Generator().manual_seed(1))
     expected = definition(tensors, mask_tensor)
     wanted = [expected, *torch.autograd.grad((expected * weights).sum(), tensors)]
@@ -116,14 +116,14 @@ def test_padding_of_a_batch_of_documents_costs_less_than_a_call():
     for batch in batches:
         squares = [lengths[document] ** 2 for document in batch]
         assert squares == sorted(squares, reverse=True)
-        assert len(batch) == 1 or 4 * squares[0] * len(batch) <= attention.CHUNK_SIZE
+        assert len(batch) == 1 or 4 * squares[0] * len(batch) <= attention.BATCH_SIZE
         costs.append(4 * sum(squares[0] - square for square in squares))
     assert 0 < max(costs) <= attention.CALL_COST
 
 
 def test_the_backward_pass_of_chunks_draws_the_dropout_of_the_forward_pass(monkeypatch):
     """The loss is linear in the values: its gradient times the values is the loss itself."""
-    monkeypatch.setattr(attention, "CHUNK_SIZE", 2 * 20 * 6)
+    monkeypatch.setattr(attention, "CHUNK_BYTES", 6 * 40 * 8)
     tensors, _ = inputs(torch.float64, "none")
     loss = attention._chunked_attention(*tensors, None, 0.3, 0.5).square().sum()
     (gradient,) = torch.autograd.grad(loss, tensors[2])
