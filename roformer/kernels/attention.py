@@ -38,7 +38,8 @@ CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""
 
 CHUNK_BYTES = 2**23
-"""Maximum size of the scores of a chunk of queries in `_chunked_attention`."""
+"""Maximum size of the scores of a chunk of queries in `_chunked_attention`: smaller chunks were
+slower, and larger ones no faster."""
 
 BATCH_SIZE = 2**20
 """Maximum number of scores of a batch of several documents: few enough to stay in the cache."""
