@@ -196,10 +196,10 @@ def train(
                 # gradients are reduced over processes with the last micro-batch
                 with nullcontext() if i == len(micro_batches) else accelerator.no_sync(model):
                     inputs = send_to_device(batch, accelerator.device, non_blocking=True)
-                    loss, correct = model(**inputs)  # LanguageModel.forward: this process's sum
+                    loss, _ = model(**inputs)  # LanguageModel.forward: this process's sum
                     # DDP averages this: the mean over the labelled tokens of all processes
                     accelerator.backward(loss * accelerator.num_processes / labelled)
-                log.add(loss, correct, batch)
+                log.add(loss, batch)
             norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), optim.clip_norm))
             guard.optimizer_step(step, norm)  # skipped unless finite; and zero_grad()
             done = step + 1

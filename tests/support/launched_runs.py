@@ -104,7 +104,7 @@ def list_checkpoints(run: Path) -> list[str]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Check that two runs logged the same values and ended with the same weights, to the bit."""
-    for key in ("loss", "accuracy", "gradient_norm", "tokens", "validation_loss"):
+    for key in ("loss", "gradient_norm", "tokens", "validation_accuracy", "validation_loss"):
         assert log_rows(one, key) == log_rows(other, key)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (one, other)]
     assert weights[0] == weights[1]

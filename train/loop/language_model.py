@@ -112,8 +112,8 @@ class LanguageModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor, label_indices: Tensor, labels: Tensor, **model_inputs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the summed cross-entropy and the number of correct predictions.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the summed cross-entropy and, in evaluation, the number of correct predictions.
 
         The same as `RoFormerForMaskedLM` with `sparse_prediction`, for BERT and decoders too, but
         with indices in place of a mask, which needs no synchronisation of a GPU, and as a sum: the
@@ -127,7 +127,7 @@ class LanguageModel(nn.Module):
                 `cu_seq_lens_q` [B + 1] and `max_length_q`; as from `batching.make_batch`.
 
         Returns:
-            Loss in nats, float32 scalar, and a count, scalar.
+            Loss in nats, float32 scalar, and a count, scalar, or None in training.
         """
         if self.causal:
             model_inputs["use_cache"] = False
@@ -141,11 +141,12 @@ class LanguageModel(nn.Module):
 class CrossEntropy(nn.Module):
     """Summed cross-entropy in float32; a module, because modules are what Accelerate compiles."""
 
-    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the loss and the number of correct predictions of logits [n, V], labels [n]."""
-        # on a CPU twice as fast as argmax
-        predicted = logits.detach().max(dim=-1).indices
-        correct = (predicted == labels).sum()
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute the loss and, in evaluation, the count, of logits [n, V] and labels [n]."""
+        correct = None
+        if not self.training:
+            # on a CPU twice as fast as argmax
+            correct = (logits.max(dim=-1).indices == labels).sum()
         return cross_entropy(logits, labels, IGNORE_INDEX), correct
 
 

@@ -28,7 +28,6 @@ class Sums(NamedTuple):
     """Sums over the micro-batches since the last report; `squares` are of lengths."""
 
     loss: float = 0.0
-    correct: float = 0.0
     labelled: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
@@ -88,7 +87,7 @@ class RunLog:
 
     Between two reports nothing synchronises with the device: device values are summed on the
     device, host values on the host. Micro-batches whose loss is not finite are left out of the
-    mean loss and accuracy. The initial `state` is `step`, with `RunLog.state` at that step or
+    mean loss. The initial `state` is `step`, with `RunLog.state` at that step or
     `INITIAL_STATE`. `steps` is the number of steps of the run; `peak_flops` is of one device.
     """
 
@@ -121,9 +120,9 @@ class RunLog:
             self.stream = (folder / "log.jsonl").open("a")
 
     def _reset_sums(self, values: Sums) -> None:
-        """Set the sums: the first three are added on the device, the others on the host."""
+        """Set the sums: the first two are added on the device, the others on the host."""
         sums = torch.tensor(values, dtype=torch.float64)
-        self.device_sums, self.host_sums = sums[:3].to(self.accelerator.device), sums[3:]
+        self.device_sums, self.host_sums = sums[:2].to(self.accelerator.device), sums[2:]
 
     def _reduce_sums(self) -> Sums:
         """Return the sums over all processes; a collective call."""
@@ -141,23 +140,20 @@ class RunLog:
             "unreported": [self.clock.interval_seconds, self.clock.waited],
         }
 
-    def add(self, loss: Tensor, correct: Tensor, batch: dict[str, Any]) -> None:
-        """Add a micro-batch of this process, on the host, with its results on the device.
-
-        The sum of the cross-entropies and the number of correct predictions are scalars.
-        """
+    def add(self, loss: Tensor, batch: dict[str, Any]) -> None:
+        """Add a micro-batch of this process, on the host, with its summed loss, on the device."""
         if "attention_mask" in batch:
             lengths = batch["attention_mask"].sum(dim=-1).double()
         else:  # a packed row
             lengths = batch["cu_seq_lens_q"].diff().double()
         self.host_sums += torch.stack((lengths.sum(), lengths.square().sum()))
         loss, labelled = loss.detach().double(), int((batch["labels"] >= 0).sum())
-        values = torch.stack((loss, correct.double(), torch.full_like(loss, labelled)))
+        values = torch.stack((loss, torch.full_like(loss, labelled)))
         self.device_sums += torch.where(loss.isfinite(), values, 0.0)
 
     def report_training(self, step: int, learning_rate: float, gradient_norm: Tensor) -> None:
         """Write the metrics of all steps since the last report."""
-        loss, correct, labelled, tokens, squares = self._reduce_sums()
+        loss, labelled, tokens, squares = self._reduce_sums()
         self.reported_tokens += int(tokens)
         elapsed = self.clock.interval_seconds
         flops = step_flops(self.config, tokens, squares, labelled)
@@ -167,7 +163,6 @@ class RunLog:
             "tokens": self.reported_tokens,
             "seconds": round(self.clock.seconds, 2),
             "loss": loss / labelled if labelled else math.nan,
-            "accuracy": correct / labelled if labelled else math.nan,
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
             "tokens_per_second": round(tokens / elapsed),

@@ -55,9 +55,10 @@ def test_losses_are_added_up_and_correct_predictions_counted():
     logits, labels = torch.randn(32, 97), torch.randint(0, 97, (32,))
     labels[::2] = logits[::2].argmax(dim=-1)
     labels[::5] = IGNORE_INDEX
-    loss, correct = CrossEntropy()(logits, labels)
+    loss, correct = CrossEntropy().eval()(logits, labels)
     torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum"))
     assert correct == (logits.argmax(dim=-1) == labels).sum()
+    assert CrossEntropy()(logits, labels)[1] is None  # in training
 
 
 def test_held_out_text_is_predicted_at_15_percent_of_its_tokens(tmp_path):

@@ -27,7 +27,7 @@ BATCHES = ((10.0, 2, 7), (30.0, 8, 9))
 
 def add(log, loss, predicted, length):
     batch = {"labels": torch.zeros(predicted), "attention_mask": torch.ones(1, length)}
-    log.add(torch.tensor(loss), torch.tensor(1), batch)
+    log.add(torch.tensor(loss), batch)
 
 
 def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_report_is_the_mean_over_predicted_tokens_also_across_a_restart(tmp_pa
         log.report_validation(2, {"validation_loss": 1.0})
     assert log.bar.postfix == "held-out loss 1.000"  # the last that a run shows
     row, validation = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert (row["loss"], row["accuracy"], row["tokens"]) == (4.0, 0.2, 116)
+    assert (row["loss"], row["tokens"]) == (4.0, 116)
     assert validation.pop("seconds") >= row["seconds"] >= 50
     assert validation == {"step": 2, "tokens": 116, "validation_loss": 1.0}
 
@@ -88,7 +88,6 @@ def test_a_loss_that_is_not_finite_is_left_out_and_the_next_spike_is_seen(lost, 
     assert not re.search("NaN|Infinity", text)  # which are no JSON
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row.get("loss") for row in rows] == [3.0, None, 5.0]
-    assert [row.get("accuracy") for row in rows] == [0.1, None, 0.1]  # one of ten is right
     assert [row.get("gradient_norm") for row in rows] == [3.0, None, 3.0]
     assert [row["tokens"] for row in rows] == [114, 121, 128]  # they were read all the same
     assert "warning: the loss rose from 3.00 to 5.00 at 3" in capsys.readouterr().err
@@ -99,7 +98,7 @@ def test_the_mfu_is_of_all_processes_and_of_pairs_in_a_sequence(processes, tmp_p
     monkeypatch.setattr(Accelerator, "num_processes", processes)
     batch = {"labels": torch.zeros(30), "attention_mask": torch.ones(2, 50)}
     with RunLog(Accelerator(cpu=True), tmp_path, START, 1, CONFIG, 1e6) as log:
-        log.add(torch.tensor(9.0), torch.tensor(1), batch)
+        log.add(torch.tensor(9.0), batch)
         log.report_training(1, 0.5, torch.tensor(3.0))
     row = json.loads((tmp_path / "log.jsonl").read_text())
     operations = row["mfu"] * 1e6 * processes / row["tokens_per_second"]
