@@ -17,7 +17,7 @@ setup: .venv/installed ## make .venv with everything that the other targets use
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 demo: setup ## pretrain a small RoFormer and a BERT of equal size, fine-tune both, compare them
-	@echo '5 minutes on 2 CPU cores, up to 12 without bfloat16 instructions: pretrains a RoFormer and a BERT on documentation of installed packages (1 to 4 minutes each),' \
+	@echo '5 minutes on 2 CPU cores after set-up, up to 12 without bfloat16 instructions: pretrains a RoFormer and a BERT on documentation of installed packages (1 to 4 minutes each),' \
 	  'then fine-tunes them, with and without pretraining, to tell a sentence from its words backwards (8 runs of 5 to 13 seconds)'
 	$(CPU) train/pretrain.py
 	$(CPU) train/pretrain.py --model.type bert --run.name demo-bert
