@@ -219,7 +219,7 @@ def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDA
     if task.labels is None:
         lowest, highest = task.value_range or (-math.inf, math.inf)
         rule = "must be numbers" + (f" from {lowest} to {highest}" if task.value_range else "")
-        valid = np.isfinite(numbers)
+        valid = np.abs(numbers) <= np.finfo(np.float32).max  # no nan either
     else:
         lowest, highest = 0, task.num_labels - 1
         rule = f"must be {shorten_list(task.labels)}"

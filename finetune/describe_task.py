@@ -100,8 +100,11 @@ def find_classes(task: Task) -> tuple[str, ...]:
             f"{task.label_column} of {source} must be classes, got "
             f"{shorten_list(fractions, 3)}; give --regression true for numbers"
         )
-    are_numbers = all(map(math.isfinite, found.values()))
-    return tuple(sorted(found, key=found.__getitem__ if are_numbers else str))
+    if not all(map(math.isfinite, found.values())):
+        return tuple(sorted(found))
+    shortest_last = sorted(found, key=len, reverse=True)  # of 1, 1.0 and 01, which are equal
+    by_number = {found[name]: name for name in shortest_last}
+    return tuple(name for _, name in sorted(by_number.items()))
 
 
 def describe_rows(task: Task, columns: Columns) -> str:

@@ -251,7 +251,12 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     # of the run's own task, except that the test split of AX is predicted after MNLI
     splits = {split: (task, split) for split in ("train", *task.validation_splits)}
     if settings.test:
-        splits |= find_test_splits(task, settings.glue_dir)
+        tests = find_test_splits(task, settings.glue_dir)
+        if not tests:
+            raise InputError(
+                f"test must be false, got true and {task.name} has no test rows; add them"
+            )
+        splits |= tests
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}
     for name, (owner, split) in splits.items():

@@ -52,6 +52,8 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:
         # transformers' RoFormerTokenizer (Chinese) omits them, though its models have segments
         tokenizer.model_input_names = [*inputs, "token_type_ids"]
+    if getattr(config, "type_vocab_size", None) == 0:
+        tokenizer.model_input_names = [name for name in inputs if name != "token_type_ids"]
     return config, tokenizer
 
 

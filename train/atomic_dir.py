@@ -88,6 +88,9 @@ def write_text_atomically(file: Path, text: str) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Check that a folder can be created and written, by making a folder there for a moment."""
+    if str(folder).startswith("~"):
+        rule = "must be a folder without ~, which only a shell replaces"
+        raise InputError(f"{key} {rule}, got {folder}; write the path out")
     existing = folder
     try:  # permissions alone do not tell: root may do all, but nobody may write into /proc
         while not (existing.exists() or existing.is_symlink()):  # a link may be broken

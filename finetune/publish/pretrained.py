@@ -68,7 +68,7 @@ def main(settings: PublishSettings) -> Path:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         saved = json.loads((unfinished / "config.json").read_text())
-        card = pretrained_card(settings, saved, model.num_parameters(), tokenizer.mask_token)
+        card = pretrained_card(settings, saved, model.num_parameters(), tokenizer)
         card.save(unfinished / "README.md")
     size = sum(file.stat().st_size for file in output.iterdir())
     print(f"{output}: {model.num_parameters():,} parameters, {size / 1e6:.1f} MB")
@@ -76,7 +76,7 @@ def main(settings: PublishSettings) -> Path:
 
 
 def pretrained_card(
-    settings: PublishSettings, config: dict[str, Any], parameters: int, mask_token: str | None
+    settings: PublishSettings, config: dict[str, Any], parameters: int, tokenizer: Any
 ) -> ModelCard:
     """The card of a pretrained model.
 
@@ -105,7 +105,8 @@ def pretrained_card(
         settings=trained,
         parameters=parameters,
         causal=causal,
-        mask_token=mask_token,
+        mask_token=tokenizer.mask_token,
+        cls_token=tokenizer.cls_token,
         language=settings.language,
         dropout=dict.fromkeys(f"{rate:g}" for rate in rates),  # once if they are equal
         text=settings.text,

@@ -319,6 +319,11 @@ def test_other_encoders_need_no_branch(folder, kind):
     refused(lambda: glue_run(run_settings(folder, "stsb", attention="unpadded")), "attention must")
 
 
+def test_a_model_without_segments_reads_pairs(folder):
+    tiny_model(folder / "model", "roformer", type_vocab_size=0)
+    assert glue_run(run_settings(folder, "stsb"))["status"] == "done"
+
+
 def test_a_model_that_cannot_take_its_tokenizers_words_is_refused(folder):
     """A RoBERTa of 32 rows has positions for 30 tokens: its configuration does not say so."""
     tiny_model(folder / "model", "roberta", max_position_embeddings=32)

@@ -145,13 +145,15 @@ def test_ids_are_read_where_the_rows_have_no_names(capsys):
     task = describe(train, labels=("blue", "green", "red", "pink"), validation=train)
     assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 2] * 4
     assert "warning: class pink has no row in train" in capsys.readouterr().err
+    refused(lambda: own_run(test=True), "test must be false")
 
 
 def test_classes_that_are_numbers_are_no_ids_and_may_have_another_form():
-    train = write("own.csv", {"text": TEXTS, "color": [2, 1, 3] * 4})
+    train = write("own.csv", {"text": TEXTS, "color": ["2", "1.0", "3", "2.0", "1", "3.0"] * 2})
     floats = write("floats.csv", {"text": TEXTS[:3], "color": ["1.0", "2.0", "1"]})
     hidden = write("hidden.csv", {"text": TEXTS[:2], "color": [-1, -1]})
     task = describe(train, validation=floats, test=hidden, output="folder/own.yaml")
+    assert task.labels == ("1", "2", "3")
     assert read_split_columns(task, "validation", None)["label"].tolist() == [0, 1, 0]
     assert read_split_columns(task, "test", None)["label"].tolist() == [-1, -1]  # none
 
@@ -193,6 +195,7 @@ def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):
         ({**GOOD, "color": ["red"] * 12}, {}, ["labels", "two different classes", "got red"]),
         ({**GOOD, "color": [0.5] * 12}, {}, ["color", "got 0.5", "--regression true"]),
         (GOOD, {"regression": True}, ["color of own.csv", "numbers", "'red' in row 0"]),
+        ({**GOOD, "color": [1e39] * 12}, {"regression": True}, ["color of own.csv", "numbers"]),
         (GOOD, {"labels": ("red", "green")}, ["color of own.csv", "red, green", "'blue' in"]),
         (GOOD, {"labels": ("red", "red")}, ["labels", "different"]),
         (GOOD, {"metrics": ("f1",)}, ["metrics", "macro_f1", "3 classes"]),

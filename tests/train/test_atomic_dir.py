@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tiny import refused
+from train import atomic_dir
 from train.atomic_dir import report_full_disk, write_dir_atomically, write_file_atomically
 from train.settings import InputError
 
@@ -22,6 +24,10 @@ def test_what_is_there_stays_or_is_replaced(replace, kept, tmp_path):
         fill(tmp_path / "made", text, replace)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made" / "file").read_text() == kept
+
+
+def test_a_tilde_that_no_shell_replaced_is_refused():
+    refused(lambda: atomic_dir.check_writable(Path("~/made"), "output"), "output must", "~/made")
 
 
 def test_other_users_have_the_access_that_the_umask_gives(tmp_path):

@@ -119,9 +119,10 @@ def rescalings(config: PreTrainedConfig, scale: float) -> dict[str, dict[str, An
     if has_plain_rope(config) and scale > 1:
         rope, d = config.rope_parameters, config.rotary_dim
         linear = rope | {"rope_type": "linear", "factor": scale}
-        theta = rope | {"rope_theta": rope["rope_theta"] * scale ** (d / (d - 2))}
         found["positions / s"] = {"rope_parameters": linear}
-        found["theta rescaled"] = {"rope_parameters": theta}
+        if d > 2:  # one frequency does not depend on theta
+            theta = rope["rope_theta"] * scale ** (d / (d - 2))
+            found["theta rescaled"] = {"rope_parameters": rope | {"rope_theta": theta}}
     return found
 
 

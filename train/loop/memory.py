@@ -176,9 +176,10 @@ def dry_run(
     language_model = _untrained_model(settings).to(accelerator.device)
     language_model.choose_attention(accelerator)
     steps = [count_steps(stage.optim, stage.corpus.length) for stage in stages]
-    micro_batches, tokens, hours = [], 0, 0.0
+    micro_batches, tokens, hours, peak = [], 0, 0.0, 0
     for stage, stage_steps in zip(stages, steps):
         rows, seconds = _measure_micro_batch(language_model, stage, accelerator)
+        peak = max(peak, peak_memory(accelerator.device))  # each stage begins to count anew
         micro_batches.append(rows)
         tokens += stage.optim.batch_size * stage.corpus.length * stage_steps
         per_process = stage.optim.batch_size / rows / accelerator.num_processes
@@ -190,7 +191,7 @@ def dry_run(
         )
     parameters = sum(p.numel() for p in language_model.parameters())
     # the measured peak holds weights and gradients, but no moments
-    memory_bytes = peak_memory(accelerator.device) + (ADAM_BYTES - 8) * parameters
+    memory_bytes = peak + (ADAM_BYTES - 8) * parameters
     report = {
         "parameters": parameters,
         "micro_batch": micro_batches,

@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -10,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from finetune.publish.pretrained import PublishSettings, main
 from roformer import RoFormerForMaskedLM
-from tiny import refused
+from tiny import TINY_MODEL, refused
 
 RATE = "--optim.learning_rate=5e-3"
 
@@ -45,6 +46,15 @@ def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(pretrain, 
         f"{changed['hidden_dropout_prob']:g} and 0.25;",
     ):  # fmt: skip
         assert fact in card.text
+
+
+def test_the_card_of_a_decoder_generates_text(pretrain, tmp_path, monkeypatch, capsys):
+    run = pretrain("--model.config=" + json.dumps(TINY_MODEL | {"is_decoder": True}))
+    monkeypatch.chdir(main(PublishSettings(str(run), str(tmp_path / "new"), "x")))
+    text = Path("README.md").read_text()
+    exec(re.search("```python\n(.*?)```", text, re.DOTALL)[1], {})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("[CLS]")
+    assert "roformer.RoFormerForCausalLM.from_pretrained" in text
 
 
 def test_what_is_not_finished_or_goes_on_or_is_already_there_is_refused(pretrain, tmp_path):

@@ -54,6 +54,8 @@ def test_only_a_rotation_has_ways_and_only_beyond_training():
     assert list(rescalings(RoFormerConfig(position_encoding="alibi"), 4)) == ["as it is"]
     assert list(rescalings(RoFormerConfig(), 1)) == ["as it is"]
     assert list(rescalings(RoFormerConfig(linear_attention="favor"), 4)) == ["as it is"]
+    one_frequency = RoFormerConfig(hidden_size=2, num_attention_heads=1)
+    assert list(rescalings(one_frequency, 4)) == ["as it is", "positions / s"]
 
 
 def test_roformer_goes_on_where_bert_is_refused(long_text, tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_a_dry_run_counts_the_parameters_of_the_run(dry_run, pretrain):
     assert dry_run(*init)[1]["parameters"] == about["parameters"]
 
 
-def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_path):
+def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_path, monkeypatch):
     learn = ["--corpus.tokenizer=/nowhere", "--corpus.vocabulary_size=3000"]
     _, report = dry_run(*learn)
     model = RoFormerForMaskedLM(tiny_config(vocab_size=3000))
@@ -88,6 +88,9 @@ def test_a_dry_run_says_what_a_run_would_take_and_writes_nothing(dry_run, tmp_pa
     assert report["tokens_per_step"] == [16 * 32]
     assert report["hours"] >= 0
     assert {"memory_gb", "checkpoints_gb", "processes"} <= report.keys()
+    monkeypatch.setattr(memory, "peak_memory", Mock(side_effect=(1e9, 5e9, 1e9)))
+    stages = "--stages=[{steps: 3}, {steps: 3}, {steps: 6}]"
+    assert dry_run(*learn, "--optim.steps=null", stages)[1]["memory_gb"] >= 5
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "tokens").exists()
 
