@@ -90,11 +90,15 @@ def parse_settings(
     """
     types = dict(_field_types(settings))
     files, others = _split_flags(flags)
-    for flag in others:  # jsonargparse would change the last item of a list alone
-        section = re.match(r"--(\w+)\.(?!help$)", flag)
-        if section and get_origin(types.get(section[1])) is list:
-            raise InputError(f"{section[1]} must be given whole, got {flag}; write it as '[A, B]'")
     merged = [f"--config={json.dumps(_read_configs(files))}"] if files else []
+    for flag in others:
+        section = re.match(r"--(\w+)(\.(?!help$)|=|$)", flag)
+        if section and get_origin(types.get(section[1])) is list:
+            if section[2] == ".":  # jsonargparse would change the last item alone
+                rule = "must be given whole"
+                raise InputError(f"{section[1]} {rule}, got {flag}; write it as '[A, B]'")
+            # else its items would keep what those of a file have and they do not
+            merged.append(f"--{section[1]}=[]")
     parser = jsonargparse.ArgumentParser(
         default_config_files=[default_config] if default_config and not files else [],
         usage="%(prog)s [--config FILE ...] [--KEY VALUE ...]",

@@ -34,7 +34,6 @@ from tiny_glue import glue_run, predictions_of, run_settings, tiny_model, write_
 
 
 def test_micro_batches_of_few_tokens_give_the_outcome_of_whole_batches(folder):
-    """Gradients are accumulated, and evaluation is split, without changing more than rounding."""
     tiny_model(folder / "model", "roformer", **NO_DROPOUT)
     logits = []
     for tokens in (16384, 40, 1):

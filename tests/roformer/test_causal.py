@@ -5,12 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.publish.pretrained import PublishSettings
-from finetune.publish.pretrained import main as publish
 from launched_runs import model_flag
 from tiny import VARIANTS, log_rows
 from train.command_line import parse_settings
@@ -78,13 +75,3 @@ def test_a_decoder_trains_resumes_validates_and_generates(kernel, fields, pretra
     generated = decoder.generate(**prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 1 + 8 + 10)
     assert tokenizer.decode(generated[0], skip_special_tokens=True).startswith("the cat ")
-
-
-def test_the_card_of_a_decoder_says_so(pretrain, tmp_path):
-    run = pretrain(*BYTES, model_flag(is_decoder=True, position_encoding="learned"))
-    wanted = PublishSettings(str(run), str(tmp_path / "out"), "a tiny language")
-    card = ModelCard.load(publish(wanted) / "README.md")
-    assert card.data.pipeline_tag == "text-generation"
-    for fact in ("to predict the next token", "held-out loss, next token", "import roformer"):
-        assert fact in card.text
-    assert "without a limit" not in card.text

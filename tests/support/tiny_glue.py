@@ -36,7 +36,6 @@ SCORERS = {
     "pearson": lambda *values: stats.pearsonr(*values).statistic,
     "spearman": lambda *values: stats.spearmanr(*values).statistic,
 }
-"""The functions of scikit-learn and scipy for labels and predictions."""
 RECIPE = {"length": 32, "batch_size": 16, "epochs": 1}
 RATE = 5e-3
 

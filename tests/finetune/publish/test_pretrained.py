@@ -5,13 +5,15 @@ import re
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
 
 from finetune.publish.pretrained import PublishSettings, main
+from launched_runs import model_flag
 from roformer import RoFormerForMaskedLM
-from tiny import TINY_MODEL, refused
+from tiny import refused
 
 RATE = "--optim.learning_rate=5e-3"
 
@@ -48,13 +50,22 @@ def test_the_folder_is_half_as_large_predicts_the_same_and_has_a_card(pretrain, 
         assert fact in card.text
 
 
-def test_the_card_of_a_decoder_generates_text(pretrain, tmp_path, monkeypatch, capsys):
-    run = pretrain("--model.config=" + json.dumps(TINY_MODEL | {"is_decoder": True}))
+@pytest.mark.parametrize(
+    ("encoding", "loader"),
+    [("rope", "roformer.RoFormerForCausalLM.from_pretrained"), ("alibi", "import roformer")],
+)
+def test_the_card_of_a_decoder_says_so_and_generates_text(
+    encoding, loader, pretrain, tmp_path, monkeypatch, capsys
+):
+    run = pretrain(model_flag(is_decoder=True, position_encoding=encoding))
     monkeypatch.chdir(main(PublishSettings(str(run), str(tmp_path / "new"), "x")))
     text = Path("README.md").read_text()
     exec(re.search("```python\n(.*?)```", text, re.DOTALL)[1], {})
     assert capsys.readouterr().out.splitlines()[-1].startswith("[CLS]")
-    assert "roformer.RoFormerForCausalLM.from_pretrained" in text
+    for fact in ("pipeline_tag: text-generation", "to predict the next token", loader):
+        assert fact in text
+    assert "held-out loss, next token" in text
+    assert ("without a limit" in text) == (encoding == "rope")
 
 
 def test_what_is_not_finished_or_goes_on_or_is_already_there_is_refused(pretrain, tmp_path):

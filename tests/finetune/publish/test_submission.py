@@ -93,7 +93,6 @@ def small(monkeypatch) -> None:
 
 
 def test_the_files_are_those_of_the_server():
-    """Rows and classes of all eleven, QQP's 390,965 rows among them."""
     found = [(x.name, (x.task, x.split, x.rows, x.labels and list(x.labels))) for x in SERVER_FILES]
     assert found == list(FILES.items())
 
@@ -136,7 +135,6 @@ def test_the_best_predicted_run_on_validation_is_used_and_printed(tmp_path, caps
     [
         {"random_weights": True},
         {"status": "diverged", "headline": None},
-        {"status": "failed"},
         {"weights": "old"},  # the folder's model was replaced, and its runs made again but for this
         {"official": False},
         {"settings": {"test": False}},  # the predictions there are an earlier run's

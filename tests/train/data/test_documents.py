@@ -61,7 +61,6 @@ def test_a_txt_without_blank_lines_is_cut_not_held_in_memory(tmp_path):
 BAD_FILES = {
     "t.csv": (b"text\nx\n", "corpus.train must be", "t.csv"),
     "latin.txt": (b"caf\xe9 au lait", "corpus.train must be", "latin.txt", "to UTF-8"),
-    "latin.jsonl": (b'{"text": "caf\xe9"}', "corpus.train must be", "latin.jsonl", "to UTF-8"),
     "blank.txt": (b"\n\n", "corpus.train must hold text, got", "blank.txt"),
     "b.jsonl": (b'{"text": ""}\n{"b": ""}', "corpus.text_column", "line 2 of", "'text'; it has b"),
     "broken.parquet": (b"PAR1 nothing", "corpus.train", "broken.parquet"),
