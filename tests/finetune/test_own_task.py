@@ -222,7 +222,6 @@ def test_a_task_that_cannot_be_is_refused_in_one_line(columns, changes, words):
     [
         ("columns: [text]\nlabels: [a, b]\n", ["train of own.yaml", "null"]),
         ("colums: [text]\n", ["colums", "columns"]),
-        ("columns: [text]\ntrain: a.csv\nlabels: [a]\n", ["labels", "got a"]),
     ],
 )
 def test_a_wrong_description_is_refused_in_one_line(text, words):

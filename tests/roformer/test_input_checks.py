@@ -28,8 +28,6 @@ IDS = torch.arange(5, 15).view(2, 5)
         ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor, got a list"),
         ({"attention_mask": torch.ones(2, 4)},
          r"attention_mask must have the shape \[2, 5\], got \[2, 4\]"),
-        ({"attention_mask": torch.ones(2, 5, 5)}, r"attention_mask must .*\[2, 5, 5\]"),
-        ({"attention_mask": torch.full((2, 5), -1e9)}, "mask must be 0 and 1, got -1e.09"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
         ({"encoder_hidden_states": torch.zeros(2, 9, 32)},
          "encoder_hidden_states must be None .* add_cross_attention"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from roformer.configuration_roformer import FEATURE_MAPS
@@ -149,7 +148,6 @@ def test_twice_the_text_is_twice_the_arithmetic(kind, causal):
         # documents are in rows of their own inside the model
         ("output_hidden_states", {"position_ids": PACKED, "output_hidden_states": True}),
         ("attention_mask", {"attention_mask": torch.ones(1, 1, 5, 5)}),
-        ("past_key_values", {"past_key_values": transformers.DynamicCache()}),  # even if empty
     ],
 )
 def test_calls_that_need_scores_or_keys_are_refused(key, inputs):
