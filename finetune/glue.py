@@ -253,9 +253,8 @@ def load_data(settings: GlueSettings, task: Task, tokenizer: Any) -> Data:
     if settings.test:
         tests = find_test_splits(task, settings.glue_dir)
         if not tests:
-            raise InputError(
-                f"test must be false, got true and {task.name} has no test rows; add them"
-            )
+            rule = "test must be false for a task without test rows"
+            raise InputError(f"{rule}, got true for {task.name}; add rows, or leave it out")
         splits |= tests
     options = tokenizer, settings.length, settings.cache, settings.pair_encoding
     data = {}

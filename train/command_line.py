@@ -97,7 +97,7 @@ def parse_settings(
             if section[2] == ".":  # jsonargparse would change the last item alone
                 rule = "must be given whole"
                 raise InputError(f"{section[1]} {rule}, got {flag}; write it as '[A, B]'")
-            # else its items would keep what those of a file have and they do not
+            # jsonargparse would complete each item by the file's item of the same index
             merged.append(f"--{section[1]}=[]")
     parser = jsonargparse.ArgumentParser(
         default_config_files=[default_config] if default_config and not files else [],

@@ -142,7 +142,7 @@ class CrossEntropy(nn.Module):
     """Summed cross-entropy in float32; a module, because modules are what Accelerate compiles."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the loss and, in evaluation, the count, of logits [n, V] and labels [n]."""
+        """Compute the loss of logits [n, V] and labels [n], and in evaluation the count."""
         correct = None
         if not self.training:
             # on a CPU twice as fast as argmax
