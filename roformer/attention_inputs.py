@@ -76,7 +76,7 @@ def prepare_attention(
     take a row of documents and their lengths, and so does flash attention. All others, and calls
     that need a mask for another reason, take a mask, which is None without padding and packed
     documents. Which kernel a CPU uses under `auto` and `unpadded` is chosen in each layer, by
-    `kernels.select_cpu_attention`.
+    `kernels.attention.select_cpu_attention`.
 
     Args:
         config: Configuration that the layers were built from.

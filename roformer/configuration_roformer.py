@@ -202,11 +202,6 @@ class RoFormerConfig(PreTrainedConfig):
         """
         return self.linear_attention is None and not self.has_dynamic_rope
 
-    @property
-    def is_transformers_compatible(self) -> bool:
-        """Whether transformers' own RoFormer computes the same from this configuration."""
-        return not self._unsupported_fields()
-
     def _unsupported_fields(self) -> set[str]:
         """Names of the fields with a value that transformers' RoFormer does not support."""
         rope = DEFAULT_ROPE | self._rope

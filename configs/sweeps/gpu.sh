@@ -3,8 +3,8 @@
 #      parts in their order: machine tests step attention resume peers pair glue; TEXT has train*.parquet and validation*.parquet,
 #      SIZE=tiny tries the script with small models, PYTHON is the interpreter
 # Cost: estimated minutes on one GPU: 0.5, 2, 3, 1, 2, 5, 10, 5
-# Expect: rows of short tables as they are measured, also in runs/gpu. On an H200 (results/bench-gpu.md) machine, most of tests, the first three
-#         runs of step, attention and the shortest rows of peers were run, the rest not. Targets: 45 % MFU in `step`, 5 x in `peers`
+# Expect: rows of short tables as they are measured, also in runs/gpu. On an H200 (results/bench-gpu.md) machine, tests, five of the runs of step,
+#         attention and the shortest rows of peers were run, the rest not. Targets: 45 % MFU in `step`, 5 x in `peers`
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} size=${SIZE:-base} folder=runs/gpu

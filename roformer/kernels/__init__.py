@@ -10,7 +10,7 @@ kernels on or off.
 `ROFORMER_KERNELS=0` in the environment, or `set_kernels_enabled(False)`, turns all kernels off.
 """
 
-from .attention import AUTO, UNPADDED, roformer_attention_forward, select_cpu_attention
+from .attention import AUTO, UNPADDED
 from .conditions import kernels_enabled, set_kernels_enabled
 from .dropout import Dropout
 from .linear import Linear, replace_by_torch_modules
@@ -22,7 +22,5 @@ __all__ = [
     "Linear",
     "kernels_enabled",
     "replace_by_torch_modules",
-    "roformer_attention_forward",
-    "select_cpu_attention",
     "set_kernels_enabled",
 ]

@@ -81,8 +81,7 @@ def roformer_attention_forward(
         return _attention(query, key, value, attention_mask, scaling, dropout, is_causal), None
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))  # [T, H, D]
     if max_length_q is not None and has_varlen_kernel(query.device, query.dtype, query.shape[-1]):
-        cu_seqlens = cu_seq_lens_q.to(torch.int32)
-        lengths = (cu_seqlens, cu_seqlens, max_length_q, max_length_q)
+        lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         output, *_ = _flash_attention(
             q, k, v, *lengths, dropout, is_causal, return_debug_mask=False, scale=scaling
         )

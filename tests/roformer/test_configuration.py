@@ -90,7 +90,7 @@ def test_settings_of_the_rotation_may_be_set_by_their_own_names(name, value, con
     of_a_model = RoFormerForMaskedLM(config).config
     for changed in (config, RoFormerConfig(**SIZES, **{name: value}), of_a_model):
         assert changed.rope_parameters[name] == value
-        assert not changed.is_transformers_compatible
+        assert changed.to_dict()["model_type"] == "roformer_plus"
         assert name not in changed.to_dict()
     setattr(config, name, -1.0)
     with pytest.raises(ValueError, match=f"rope_parameters.{name} must"):

@@ -52,7 +52,7 @@ def saved(folder: Path, model: Module, tokenizer: PreTrainedTokenizerBase) -> No
     """A folder as a user has it; for the first type with the call that makes it ours."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if model.config.is_transformers_compatible:
+    if model.config.to_dict()["model_type"] == "roformer":
         roformer.use_for_auto_classes()
 
 
