@@ -174,11 +174,12 @@ def _read_csv(stream: TextIO, file: Path) -> dict[str, list]:
         raise ValueError(f"{error} in line {reader.line_num}") from error
     filled = [number for number, row in enumerate(rows) if row]
     header, *rest = rows[filled[0] : filled[-1] + 1] if filled else [[]]
+    header = [name or f"Unnamed: {index}" for index, name in enumerate(header)]  # as in pandas
     if file.suffix == ".csv" and len(header) == 1 and ";" in header[0]:
         raise ValueError("columns separated by semicolons instead of commas")
     # in one column a blank line is an empty text
     rest = [row or [""] for row in rest if row or len(header) == 1]
-    if twice := {name for name in header if name and header.count(name) > 1}:
+    if twice := {name for name in header if header.count(name) > 1}:
         raise ValueError(f"two columns {min(twice)}")
     for number, row in enumerate(rest):
         if len(row) != len(header):
@@ -380,7 +381,7 @@ def tokenize(
     state = " ".join((*options, vocabulary.tokenizer_state(tokenizer)))
     key = hashlib.sha256(repr((state, length, shape)).encode())
     for column in texts:
-        key.update("\0".join([*column, ""]).encode())
+        key.update(repr(column).encode())
     file = Path(cache) / f"task-{key.hexdigest()[:20]}.safetensors"
     if not file.exists():
         parts: dict[str, list[NDArray[np.int32]]] = defaultdict(list)

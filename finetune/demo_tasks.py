@@ -19,6 +19,7 @@ import numpy as np
 from train.atomic_dir import check_writable, write_text_atomically
 from train.command_line import run_command
 from train.data import demo_corpus
+from train.settings import check_fields
 
 TASK = "demo-order"
 WORDS = range(6, 41)
@@ -40,6 +41,9 @@ class DemoTasksSettings:
     """Maximum number of training rows."""
     validation_rows: int = 600
     """Maximum number of validation rows."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, lambda x: x >= 1, "must be at least 1", "train_rows", "validation_rows")
 
 
 def read_sentences(part: str, cache: str) -> Iterator[str]:

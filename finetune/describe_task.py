@@ -9,6 +9,7 @@ checked as fine-tuning reads them.
 
 import dataclasses
 import math
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def main(settings: DescribeSettings) -> None:
         labels = find_classes(task_from_fields(values | stand_in, settings.output))
     task = task_from_fields(values | {"labels": labels}, settings.output)
     splits = {split: read_split_columns(task, split, None) for split in task.splits}
-    text = yaml.safe_dump(dataclasses.asdict(task), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(dataclasses.asdict(task), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     file = Path(settings.output)
     if file.exists() and (file.is_dir() or file.read_bytes() != text.encode()):
         raise InputError(
@@ -85,6 +86,14 @@ def main(settings: DescribeSettings) -> None:
     print(f"task written to {settings.output}; fine-tune with --task {settings.output}")
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a class named 1e3, which is a float to the loader of settings, and not to PyYAML."""
+
+
+_FLOAT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
 def find_classes(task: Task) -> tuple[str, ...]:
     """Find the class names of the training rows: numbers in their order, else the alphabet's.
 
@@ -100,7 +109,7 @@ def find_classes(task: Task) -> tuple[str, ...]:
             f"{task.label_column} of {source} must be classes, got "
             f"{shorten_list(fractions, 3)}; give --regression true for numbers"
         )
-    if not all(map(math.isfinite, found.values())):
+    if not all(abs(x) < 2**53 for x in found.values()):  # floats hold integers up to there
         return tuple(sorted(found))
     shortest_last = sorted(found, key=len, reverse=True)  # of 1, 1.0 and 01, which are equal
     by_number = {found[name]: name for name in shortest_last}

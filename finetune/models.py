@@ -23,6 +23,7 @@ from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHead, SharedHeadClassifier
 from finetune.tasks import Task, load_task
 from roformer.kernels.attention import OWN_IMPLEMENTATIONS
+from train.data.vocabulary import check_pieces
 from train.loop.language_model import input_errors
 from train.settings import InputError
 
@@ -47,6 +48,7 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
     path = settings.tokenizer or settings.model
     with input_errors(f"tokenizer {path}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
+        check_pieces(tokenizer)
     check_tokenizer(config, tokenizer, settings.length)
     inputs = tokenizer.model_input_names
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:
@@ -77,6 +79,11 @@ def load_model(settings: GlueSettings, config: Any) -> nn.Module:
     torch.manual_seed(settings.seed)
     if settings.pooling == "own":
         return load_weights(AutoModelForSequenceClassification, settings, config)
+    if settings.pooling == "first" and getattr(config, "is_decoder", False):
+        raise InputError(
+            "pooling must not be first for a decoder, whose first token sees itself alone, got "
+            "first; set pooling to mean"
+        )
     encoder = load_weights(AutoModel, settings, config)
     torch.manual_seed(settings.seed)  # the same head whatever the encoder has drawn
     task = load_task(settings.task)

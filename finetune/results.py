@@ -48,6 +48,7 @@ The last two lines are there only if the run is done. Simple features lack confi
 settings, parameters, truncation, the losses and, but for versions, how they were computed.
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -140,7 +141,9 @@ def write_answers(
         columns["prediction"] = [names[index] for index in logits.argmax(axis=1)]
         columns["probability"] = softmax(logits.astype(np.float64), axis=1).max(axis=1).round(4)
     with report_full_disk(file.parent, "output"), write_file_atomically(file) as unfinished:
-        pd.DataFrame(columns).to_csv(unfinished, index=False)
+        # ids beside a missing one would become floats; a text with \r would end its row
+        frame = pd.DataFrame(columns, dtype=object)
+        frame.to_csv(unfinished, index=False, quoting=csv.QUOTE_NONNUMERIC)
 
 
 def read_predictions(file: Path) -> tuple[NDArray, NDArray[np.float32]]:

@@ -29,6 +29,8 @@ def check_output(output: str) -> None:
     """Check the path of a results file."""
     if Path(output).is_dir():
         raise InputError(f"output must name a file, got the folder {output}; add /results.jsonl")
+    if Path(output).suffix != ".jsonl":  # rows would be appended to a file of another kind
+        raise InputError(f"output must be a .jsonl file, got {output}; add .jsonl")
     check_writable(Path(output).parent, "output")
 
 

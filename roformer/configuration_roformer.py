@@ -310,6 +310,10 @@ def _field_rules(config: RoFormerConfig) -> Iterator[_Rule]:
         yield getattr(config, name) in choices, name, rule
     rule = "be an activation of transformers.activations"
     yield config.hidden_act in ACT2CLS, "hidden_act", rule
+    is_valid = _is_number(config.layer_norm_eps) and config.layer_norm_eps > 0
+    yield is_valid, "layer_norm_eps", "be a number > 0"
+    for name in ("is_decoder", "add_cross_attention", "rotary_value", "use_bias"):
+        yield isinstance(getattr(config, name), bool), name, "be True or False"
 
 
 def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
@@ -366,6 +370,12 @@ def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     yield is_valid, "rope_parameters.rope_theta", "be a number > 1"
     is_valid = rope.get("factor") is None or (_is_number(rope["factor"]) and rope["factor"] >= 1)
     yield is_valid, "rope_parameters.factor", "be a number >= 1"
+    for name in sorted(rope.keys() - {"rope_type", "truncate"}):
+        is_valid = rope[name] is None or _is_number(rope[name])
+        yield is_valid, f"rope_parameters.{name}", "be a number"
+    original = rope.get("original_max_position_embeddings")
+    is_valid = original is None or original > 0
+    yield is_valid, "rope_parameters.original_max_position_embeddings", "be a number > 0"
     share = rope.get("partial_rotary_factor", 1.0)
     minimum = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
     is_valid = _is_number(share) and 0 < share <= 1

@@ -90,7 +90,9 @@ def parse_settings(
     """
     types = dict(_field_types(settings))
     files, others = _split_flags(flags)
-    merged = [f"--config={json.dumps(_read_configs(files))}"] if files else []
+    # YAML does not read the surrogates that JSON writes for characters such as emoji
+    content = json.dumps(_read_configs(files), ensure_ascii=False)
+    merged = [f"--config={content}"] if files else []
     for flag in others:
         section = re.match(r"--(\w+)(\.(?!help$)|=|$)", flag)
         if section and get_origin(types.get(section[1])) is list:

@@ -53,6 +53,7 @@ from train.loop.run_log import RunLog, measure_peak_flops
 from train.loop.run_metadata import check_changed_settings, flat_settings
 from train.settings import (
     CorpusSettings,
+    InputError,
     PretrainSettings,
     check_warmup,
     name_stage,
@@ -127,6 +128,10 @@ def check_run(
     check_writable(Path(corpus.cache), "corpus.cache")
     # and again under the lock, in `Checkpoints.resume`: until then another launch may begin the run
     check_changed_settings(folder, settings, accelerator.mixed_precision)
+    if settings.model.attention == "flex_attention" and accelerator.device.type == "cpu":
+        raise InputError(
+            "model.attention must have a backward pass on a CPU, got flex_attention; take sdpa"
+        )
     # held-out text is read at corpus.length, whatever the stages have
     check_model(settings.model, corpus.length)
     if settings.model.init is None and "hidden_size" not in settings.model.config:

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import roformer
 from finetune.publish.model_card import render_card
-from train.atomic_dir import write_dir_atomically
+from train.atomic_dir import check_writable, write_dir_atomically
 from train.command_line import run_command
-from train.loop.language_model import auto_model_class
+from train.data.vocabulary import load_tokenizer
+from train.loop.language_model import auto_model_class, input_errors
+from train.loop.run_log import read_log
+from train.loop.run_metadata import read_metadata
 from train.settings import InputError
 
 
@@ -43,6 +45,7 @@ class PublishSettings:
     def __post_init__(self) -> None:
         if Path(self.output).exists():
             raise InputError(f"output must be new, got {self.output}; delete it or choose another")
+        check_writable(Path(self.output).parent, "output")
 
 
 def main(settings: PublishSettings) -> Path:
@@ -60,11 +63,12 @@ def main(settings: PublishSettings) -> Path:
         raise InputError(
             f"run must be the folder of a finished run, got {run} without {missing}; let it end"
         )
-    config = AutoConfig.from_pretrained(run / "model")
-    model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    with input_errors(f"run {run}"):
+        config = AutoConfig.from_pretrained(run / "model")
+        model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
+    tokenizer = load_tokenizer(str(run / "model"), "run")
     output = Path(settings.output)
-    with write_dir_atomically(output) as unfinished:
+    with input_errors(f"run {run}"), write_dir_atomically(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         saved = json.loads((unfinished / "config.json").read_text())
@@ -84,10 +88,7 @@ def pretrained_card(
     settings do not contain.
     """
     folder = Path(settings.run)
-    settings_text = (folder / "settings.yaml").read_text()
-    trained = yaml.safe_load(settings_text)
-    lines = (folder / "log.jsonl").read_text().splitlines()
-    log = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be torn
+    log = read_log(folder / "log.jsonl")
     causal = bool(config.get("is_decoder"))
     data = ModelCardData(
         language=settings.language,
@@ -102,7 +103,7 @@ def pretrained_card(
         data,
         title=Path(settings.output).name,
         config=config,
-        settings=trained,
+        settings=read_metadata(folder / "settings.yaml"),
         parameters=parameters,
         causal=causal,
         mask_token=tokenizer.mask_token,
@@ -110,10 +111,11 @@ def pretrained_card(
         language=settings.language,
         dropout=dict.fromkeys(f"{rate:g}" for rate in rates),  # once if they are equal
         text=settings.text,
-        machine=json.loads((folder / "environment.json").read_text()),
+        machine=read_metadata(folder / "environment.json"),
         end=[row for row in log if "validation_loss" in row][-1],
         training_loss=[row["loss"] for row in log if "loss" in row][-1],
-        yaml_settings=settings_text.strip(),  # with comments on what changed during the run
+        # with comments on what changed during the run
+        yaml_settings=(folder / "settings.yaml").read_text().strip(),
     )
 
 

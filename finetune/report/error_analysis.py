@@ -127,7 +127,8 @@ def analyse_split(
         shown = frame.map("{:.2f}".format).assign(error=frame["error"].map("{:+.2f}".format))
         parts, kind = [f"{len(labels):,} rows"], "largest errors"
     else:
-        names, answers, ids = np.array(task.labels), logits.argmax(axis=1), labels.astype(np.int64)
+        names = np.array([escape_cell(name) for name in task.labels or ()])
+        answers, ids = logits.argmax(axis=1), labels.astype(np.int64)
         probability = pd.Series(softmax(logits.astype(np.float64), axis=1).max(axis=1))
         order = probability[answers != ids]
         shown = pd.DataFrame({"label": names[ids], "prediction": names[answers]})

@@ -197,17 +197,22 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         (None, {"task": "rte"}, "glue_dir must"),
         (None, {"save": "model"}, "save must be new"),
         (None, {"save": "file/x"}, "save must be a folder"),
-        (None, {"output": "file/x"}, "output must"),
+        (None, {"output": "file/x.jsonl"}, "output must be a folder"),
+        (None, {"output": "rows.csv"}, "output must be a .jsonl file"),
+        ("decoder", {"pooling": "first"}, "pooling must not be first for a decoder"),
     ],
 )
 def test_impossible_runs_are_one_line_and_leave_nothing(folder, damaged, given, rule, monkeypatch):
-    (folder / "empty").mkdir()
-    (folder / "file").touch()
+    monkeypatch.chdir(folder)
+    Path("empty").mkdir()
+    Path("file").touch()
     tiny_model(folder / "bert", "bert")
     shutil.copy(folder / "model" / "config.json", folder / "bert")  # says RoFormer
-    if damaged:
+    if damaged == "decoder":
+        config = roformer.RoFormerConfig.from_pretrained("model", is_decoder=True)
+        config.save_pretrained("model")
+    elif damaged:
         (folder / "model" / damaged).write_text("{}")
-    monkeypatch.chdir(folder)
     refused(lambda: glue_run(run_settings(folder, **given)), rule)
     assert not (folder / "results.jsonl").exists()
 

@@ -129,6 +129,12 @@ def test_texts_may_have_lines(suffix):
     assert task.labels == ("no", "yes")  # which YAML reads as truth values without quotes
 
 
+def test_names_of_classes_come_back_from_the_file():
+    names = ["1e3", "2.5E+5", "😀", str(2**60), str(2**60 + 1), "0x1e", "a"] * 2
+    train = write("own.csv", {"text": [*TEXTS, "x", "y"], "color": names, "": names})
+    assert describe(train, validation=train).labels == tuple(sorted(set(names)))
+
+
 @pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [0.5, 1.5], [True, False]])
 def test_unused_columns_of_jsonl_may_hold_anything(labels):
     rows = [{"text": x, "color": y, "meta": z} for x, y, z in zip("ab", labels, (1, {"x": "y"}))]
@@ -136,8 +142,12 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     task = Task(name="own", columns=("text",), label_column="color", train="own.jsonl")
     columns = {"text": ["a", "b"], "color": labels, "meta": [1, {"x": "y"}]}
     assert read_rows(task, "train", None) == ("own.jsonl", columns)
+    columns |= {"text": ["a\rb", "c"], "id": [2**60 + 1, None]}
     write_answers(Path("answers.csv"), columns, None, np.zeros((2, 1)))
-    assert pd.read_csv("answers.csv")["meta"].tolist() == ["1", "{'x': 'y'}"]
+    answers = pd.read_csv("answers.csv", dtype=str, keep_default_na=False)
+    assert answers["meta"].tolist() == ["1", "{'x': 'y'}"]
+    assert answers["id"].tolist() == [str(2**60 + 1), ""]
+    assert len(answers) == 2
 
 
 def test_ids_are_read_where_the_rows_have_no_names(capsys):

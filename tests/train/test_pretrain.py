@@ -303,6 +303,7 @@ MISFITS = {
     '--model.config={"hidden_act":"gelo"}': ("model.config must be usable", "hidden_act", "gelo"),
     '--model.config={"num_hidden_layers":1.5}': ("model.config must be usable", "integer"),
     "--model.attention=foo": ("model must be usable by transformers", "foo"),
+    "--model.attention=flex_attention": ("model.attention must have a backward pass on a CPU",),
     "--model.type=bert --model.attention=unpadded": ("model.attention must be", "for 'bert'"),
     "--model.type=roberta": ("must keep its language-model head under `cls`", "'roberta'"),
     "--model.type=gpt2 --model.config={}": ("model must be usable by transformers",),

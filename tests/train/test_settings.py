@@ -143,11 +143,12 @@ def test_a_mistake_is_one_line_that_names_the_key(flags):
 def test_later_files_override_earlier_ones_key_by_key(tmp_path):
     """Also within `model.config`, where the library's sizes would be trained otherwise."""
     file = tmp_path / "mine.yaml"
-    file.write_text("model: {config: {hidden_size: 96, layer_norm_eps: 1e-9}}")
+    file.write_text("{model: {config: {hidden_size: 96, layer_norm_eps: 1e-9}}, run: {name: 😀}}")
     tiny = ROOT / "configs/model/roformer-tiny.yaml"
     sizes = yaml.safe_load(tiny.read_text())["model"]["config"]
     config = parse_settings(PretrainSettings, [*BASE, f"--config={tiny}", f"--config={file}"])
     assert config.model.config == sizes | {"hidden_size": 96, "layer_norm_eps": 1e-9}
+    assert config.run.name == "😀"
 
 
 @pytest.mark.parametrize(

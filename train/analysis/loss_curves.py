@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from train.command_line import run_command
 from train.data.vocabulary import BYTES
 from train.intervals import t_interval
+from train.loop.run_log import read_log
+from train.loop.run_metadata import read_metadata
 from train.plotting import COLORS, check_figure_path, make_axes, save_figure
 from train.run_names import find_folders, model_and_seed
 from train.settings import InputError
@@ -118,17 +119,16 @@ def read_run(folder: str) -> Run:
     if not all((run / name).is_file() for name in names):
         rule = f"must hold {', '.join(names)}"
         raise InputError(f"runs {rule}, got {folder}; name folders under run.folder")
-    lines = (run / "log.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    rows = read_log(run / "log.jsonl")
     training = pd.DataFrame([row for row in rows if "loss" in row])
     held_out = pd.DataFrame([row for row in rows if "validation_loss" in row])
     if training.empty or held_out.empty:
         raise InputError(
             f"runs must have logged and evaluated, got {folder}; wait, or run it longer"
         )
-    parameters = json.loads((run / "environment.json").read_text()).get("parameters")
-    settings = yaml.safe_load((run / "settings.yaml").read_text())
-    bytewise = settings["corpus"]["tokenizer"] == BYTES
+    parameters = read_metadata(run / "environment.json").get("parameters")
+    settings = read_metadata(run / "settings.yaml")
+    bytewise = settings.get("corpus", {}).get("tokenizer") == BYTES
     return Run(run.name, training, held_out, parameters, bytewise)
 
 

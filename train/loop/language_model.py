@@ -133,6 +133,7 @@ class LanguageModel(nn.Module):
             model_inputs["use_cache"] = False
         if isinstance(self.model, RoFormerPreTrainedModel):
             model_inputs["unpad"] = True  # padding has no labels
+        model_inputs["return_dict"] = True
         hidden = self.model.base_model(input_ids=input_ids, **model_inputs).last_hidden_state
         logits = self.model.cls(hidden.flatten(0, 1).index_select(0, label_indices))  # [n, V]
         return self.cross_entropy(logits, labels)
@@ -249,7 +250,7 @@ def input_errors(key: str) -> Iterator[None]:
     except Exception as error:  # transformers raises many types
         line = " ".join(str(error).split())[:300] or type(error).__name__
         remedy = "change it"
-        if "Repo id must be" in line:
+        if "Repo id must" in line:
             line, remedy = "no such folder, and no id of the hub", "check the path"
         elif "`model_type`" in line:
             line, remedy = "no config.json of a model", "the model of a run is in its folder model"

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -210,16 +210,18 @@ class RunLog:
             self.stream.close()
 
 
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """Read the rows of log.jsonl; none of a missing file."""
+    rows = []
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        with suppress(ValueError):  # torn by a kill or a power cut
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
+
+
 def truncate_log(log: Path, step: int) -> None:
     """Remove the rows after a step, which a killed run logged after its last checkpoint."""
-    kept = []
-    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn by a kill or a power cut
-            continue
-        if row["step"] <= step:
-            kept.append(f"{line}\n")
+    kept = [f"{json.dumps(row)}\n" for row in read_log(log) if row["step"] <= step]
     write_text_atomically(log, "".join(kept))
 
 

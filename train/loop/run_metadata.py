@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from train.atomic_dir import write_text_atomically
 from train.loop.launch import collect_environment
-from train.settings import CHANGEABLE, InputError, PretrainSettings
+from train.settings import CHANGEABLE, InputError, PretrainSettings, first_line
 
 
 def settings_dict(settings: Any) -> dict[str, Any]:
@@ -37,12 +37,26 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value if is_scalar else json.dumps(value)
 
 
+def read_metadata(file: Path) -> dict[str, Any]:
+    """Read settings.yaml, environment.json or another mapping of a run folder."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML, too
+        if not isinstance(content, dict):
+            raise ValueError(f"{content!r:.40}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rule = "must hold what the run wrote"
+        raise InputError(
+            f"{file} {rule}, got {first_line(error)}; restore it, or begin another run"
+        ) from error
+    return content
+
+
 def _changed_settings(
     folder: Path, settings: PretrainSettings, precision: str
 ) -> dict[str, tuple[Any, Any]]:
     if not (folder / "settings.yaml").exists():
         return {}
-    before = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
+    before = read_metadata(folder / "settings.yaml")
     changed: dict[str, tuple[Any, Any]] = {}
     now = settings_dict(settings)
     stages = [_decisive(stage) for stage in now.pop("stages")]
@@ -59,8 +73,7 @@ def _changed_settings(
     if stages_before != stages:
         changed["stages"] = stages_before, stages
     if (folder / "environment.json").exists():
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        begun_precision = environment.get("precision", precision)
+        begun_precision = read_metadata(folder / "environment.json").get("precision", precision)
         if begun_precision != precision:
             changed["mixed_precision"] = begun_precision, precision
     return changed
@@ -100,7 +113,7 @@ def check_changed_settings(
 def changed_versions(folder: Path, accelerator: Accelerator) -> dict[str, tuple[Any, Any]]:
     """Return the versions, and the commit, that differ from environment.json: before and now."""
     now, file = collect_environment(accelerator), folder / "environment.json"
-    before = now | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    before = now | (read_metadata(file) if file.exists() else {})
     names = ("python", "torch", "transformers", "accelerate", "commit")
     return {name: (before[name], now[name]) for name in names if before[name] != now[name]}
 

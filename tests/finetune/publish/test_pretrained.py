@@ -77,6 +77,9 @@ def test_what_is_not_finished_or_goes_on_or_is_already_there_is_refused(pretrain
     refused(lambda: main(settings), "run must")  # its log is newer than the weights that were here
     pretrain(*more)
     assert "| steps | 24 |" in (main(settings) / "README.md").read_text()
+    (finished / "settings.yaml").write_text("")
+    torn = PublishSettings(str(finished), str(tmp_path / "torn"), "x")
+    refused(lambda: main(torn), "settings.yaml must hold what the run wrote")
     (finished / "model" / "tokenizer_config.json").unlink()
     for run in (finished, tmp_path):
         settings = PublishSettings(str(run), str(tmp_path / "other"), "x")

@@ -14,7 +14,7 @@ from train.loop.run_log import INITIAL_STATE, RunLog, Sums, step_flops, truncate
 
 def test_rows_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     log = tmp_path / "log.jsonl"
-    rows = ['{"step": 1}', "\0" * 9, '{"step": 4}', '{"step": 4, "validation_loss": 1}']
+    rows = ['{"step": 1}', "\0" * 9, "3", '{"step": 4}', '{"step": 4, "validation_loss": 1}']
     log.write_text("\n".join([*rows, '{"step": 5}', '{"st']))  # zeros: what a power cut leaves
     truncate_log(log, 4)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 4]

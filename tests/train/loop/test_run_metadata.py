@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from tiny import refused
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import OptimSettings, PretrainSettings, RunSettings, StageSettings
+from train.settings import OptimSettings, PretrainSettings, RunSettings
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
@@ -106,18 +106,6 @@ def test_a_setting_added_after_a_run_began_had_its_default_and_one_removed_is_ig
     check_changed_settings(begun, SETTINGS, "no")
     other = settings_of(clip_norm=0.5)
     assert changes(begun, other) == {"optim.clip_norm": (1.0, 0.5)}
-
-
-def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
-    def staged(**fields: int) -> PretrainSettings:
-        return PretrainSettings(stages=[StageSettings(steps=900, **fields)])
-
-    write(tmp_path, staged())
-    file = tmp_path / "settings.yaml"
-    assert file.read_text().count("  length: null\n") == 1
-    file.write_text(file.read_text().replace("  length: null\n", ""))
-    check_changed_settings(tmp_path, staged(), "no")
-    assert set(changes(tmp_path, staged(length=64))) == {"stages"}
 
 
 def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
