@@ -49,8 +49,8 @@ def markdown_page(page: Mapping[str, Any]) -> str:
     keys = ("machine", "threads", "torch", "transformers", "commit")
     lines = [
         "# Speed\n",
-        "Ratios are between models that alternate in one process, a new one for each case; other "
-        "machines, thread counts and memory allocators give others.\n",
+        "2 x is twice as fast. Ratios are between models that alternate in one process, a new one "
+        "for each case; other machines, thread counts and memory allocators give others.\n",
     ]
     for name, part in page["parts"].items():
         rows = [cells(row) for row in part["rows"]]

@@ -180,7 +180,7 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
+    return f"{names[0]} ({len(names)} cores)" if names else platform.processor()
 
 
 @functools.cache
