@@ -16,10 +16,10 @@ def test_wikipedia_to_rte_by_the_readmes_commands(real_data, tmp_path):
     (tmp_path / "text").mkdir()
     shutil.copy(real_data / "corpus" / "wikipedia" / "validation.parquet", tmp_path / "text")
     command(
-        *LAUNCH, "--quiet", "train/pretrain.py", "--config", "configs/pretrain/small.yaml",
+        *LAUNCH, "--quiet", "train/pretrain.py", "--config", "configs/pretrain/fast-small.yaml",
         "--config", "configs/model/roformer-tiny.yaml", "--corpus.train", tmp_path / "text",
         "--corpus.validation", "2%", "--run.name", "tiny", "--run.folder", tmp_path,
-        "--corpus.cache", tmp_path / "tokens", "--optim.tokens", "null", "--optim.steps", "60",
+        "--corpus.cache", tmp_path / "tokens", "--stages", "[]", "--optim.steps", "60",
         "--optim.warmup_steps", "10", "--run.log_every", "20",
     )  # fmt: skip
     losses = log_rows(tmp_path / "tiny")
