@@ -345,8 +345,9 @@ def test_dropout_of_a_step_follows_from_seed_step_and_rank(folder, monkeypatch):
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_torch(seed))
     for rank in (0, 1):
         monkeypatch.setattr(Accelerator, "process_index", rank)
-        losses += [glue_run(run_settings(folder, seed=5, output=str(folder / f"{rank}")))["losses"]]
+        asked = run_settings(folder, seed=5, output=str(folder / f"{rank}.jsonl"))
+        losses.append(glue_run(asked)["losses"])
         assert seeds[-12:] == [derive(5, step, rank) for step in range(12)]
     monkeypatch.setattr(glue, "derive_seed", lambda *key: derive(*key, 1))
-    again = glue_run(run_settings(folder, seed=5, output=str(folder / "2")))["losses"]
+    again = glue_run(run_settings(folder, seed=5, output=str(folder / "2.jsonl")))["losses"]
     assert again != losses[1]
