@@ -45,8 +45,8 @@ class CommonSettings:
     cache: str = "runs/tokens"
     """Folder of cached tokens, shared by all runs."""
     test: bool = False
-    """Also predict the test splits that exist: for a submission, with AX after MNLI, or the test
-    rows of your own task."""
+    """Also predict the test split, which must exist: for a submission, with AX after MNLI, or the
+    test rows of your own task."""
     length: int = 128
     """Longest input in tokens, special tokens included; of a pair the longer text is truncated."""
     batch_size: int = 32

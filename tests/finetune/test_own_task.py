@@ -147,7 +147,6 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     answers = pd.read_csv("answers.csv", dtype=str, keep_default_na=False)
     assert answers["meta"].tolist() == ["1", "{'x': 'y'}"]
     assert answers["id"].tolist() == [str(2**60 + 1), ""]
-    assert len(answers) == 2
 
 
 def test_ids_are_read_where_the_rows_have_no_names(capsys):

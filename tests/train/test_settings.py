@@ -147,8 +147,8 @@ def test_later_files_override_earlier_ones_key_by_key(tmp_path):
     tiny = ROOT / "configs/model/roformer-tiny.yaml"
     sizes = yaml.safe_load(tiny.read_text())["model"]["config"]
     config = parse_settings(PretrainSettings, [*BASE, f"--config={tiny}", f"--config={file}"])
-    assert config.model.config == sizes | {"hidden_size": 96, "layer_norm_eps": 1e-9}
-    assert config.run.name == "😀"
+    sizes |= {"hidden_size": 96, "layer_norm_eps": 1e-9}
+    assert (config.model.config, config.run.name) == (sizes, "😀")
 
 
 @pytest.mark.parametrize(

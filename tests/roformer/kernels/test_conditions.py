@@ -20,12 +20,9 @@ PACKED = torch.cat((torch.arange(5), torch.arange(7)))[None]
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
-    """Kernel and number of queries of each attention, on a CPU with bfloat16 instructions.
-
-    Documents of different lengths are computed in calls of their own.
-    """
+    """Kernel and number of queries of each attention, on a CPU with bfloat16 instructions."""
     monkeypatch.setattr(attention, "bfloat16_is_emulated", lambda: False)
-    monkeypatch.setattr(attention, "CALL_COST", 0)
+    monkeypatch.setattr(attention, "CALL_COST", 0)  # so that each length is a call of its own
     found: list[tuple[str, int]] = []
 
     def spy(holder: Any, name: str) -> None:

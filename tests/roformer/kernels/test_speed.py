@@ -37,12 +37,8 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def batch(monkeypatch):
-    """Padded rows, their packed row, and every seventh token predicted.
-
-    Documents of different lengths are computed in calls of their own, so that operations do not
-    depend on what a call costs.
-    """
-    monkeypatch.setattr(attention, "CALL_COST", 0)
+    """Padded rows, their packed row, and every seventh token predicted."""
+    monkeypatch.setattr(attention, "CALL_COST", 0)  # so that each length is a call of its own
     ids = torch.randint(5, 500, (4, 64))
     mask = torch.arange(64) < torch.from_numpy(LENGTHS)[:, None]
     row = ids[mask]
