@@ -142,8 +142,8 @@ def test_unused_columns_of_jsonl_may_hold_anything(labels):
     task = Task(name="own", columns=("text",), label_column="color", train="own.jsonl")
     columns = {"text": ["a", "b"], "color": labels, "meta": [1, {"x": "y"}]}
     assert read_rows(task, "train", None) == ("own.jsonl", columns)
-    columns |= {"text": ["a\rb", "c"], "id": [2**60 + 1, None]}
-    write_answers(Path("answers.csv"), columns, None, np.zeros((2, 1)))
+    rows = columns | {"text": ["a\rb", "c"], "id": [2**60 + 1, None]}
+    write_answers(Path("answers.csv"), rows, None, np.zeros((2, 1)))
     answers = pd.read_csv("answers.csv", dtype=str, keep_default_na=False)
     assert answers["meta"].tolist() == ["1", "{'x': 'y'}"]
     assert answers["id"].tolist() == [str(2**60 + 1), ""]
