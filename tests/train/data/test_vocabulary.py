@@ -59,11 +59,10 @@ def test_ids_may_have_gaps():
 
 def test_a_missing_damaged_or_slow_tokenizer_is_refused_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     damaged = partial(vocabulary.load_tokenizer, str(tmp_path))
     refused(damaged, "corpus.tokenizer must be a folder", "(Expecting property name")
     (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     refused(damaged, "corpus.tokenizer must be a folder", "special tokens alone")
     (tmp_path / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\na\n")
     refused(partial(vocabulary.load_tokenizer, str(tmp_path / "vocab.txt")), "UNK")
