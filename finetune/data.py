@@ -149,7 +149,7 @@ def _read_file(file: Path) -> dict[str, list]:
         # Windows programs begin a file with a byte order mark
         with file.open(encoding="utf-8-sig", newline="") as stream:
             return _read_jsonl(stream) if file.suffix == ".jsonl" else _read_csv(stream, file)
-    except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
         rule, found = f"must be readable as {file.suffix}", first_line(error)
         raise InputError(f"{file} {rule}, got {found}; correct the file") from error
 

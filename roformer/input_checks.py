@@ -191,10 +191,12 @@ def check_ids(name: str, ids: Tensor, size: int) -> None:
     """Check ids against the number of rows of their table.
 
     Raises:
-        ValueError: An id has no row.
+        ValueError: An id has no row, or is no integer.
     """
     if not is_plain_on(ids, "cpu") or not ids.numel():
         return
+    if ids.is_floating_point():
+        raise ValueError(f"{name} must be integers, got {ids.dtype}")
     least, most = ids.aminmax()
     if least < 0 or most >= size:
         found = int(least if least < 0 else most)

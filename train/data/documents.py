@@ -233,7 +233,7 @@ def _read_jsonl(file: Path, key: str, column: str) -> Iterator[str]:
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__} instead of an object")
             str(row.get(column)).encode()  # half of an emoji, which no tokenizer reads
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{key} must hold one JSON object a line, got {place}: {error}; correct it"
             ) from error
