@@ -23,7 +23,7 @@ from finetune.settings import GlueSettings
 from finetune.shared_head import SharedHead, SharedHeadClassifier
 from finetune.tasks import Task, load_task
 from roformer.kernels.attention import OWN_IMPLEMENTATIONS
-from train.data.vocabulary import check_pieces
+from train.data.vocabulary import check_has_vocabulary
 from train.loop.language_model import input_errors
 from train.settings import InputError
 
@@ -48,7 +48,7 @@ def load_config_and_tokenizer(settings: GlueSettings, task: Task) -> tuple[Any, 
     path = settings.tokenizer or settings.model
     with input_errors(f"tokenizer {path}"):
         tokenizer = AutoTokenizer.from_pretrained(path)
-        check_pieces(tokenizer)
+        check_has_vocabulary(tokenizer)
     check_tokenizer(config, tokenizer, settings.length)
     inputs = tokenizer.model_input_names
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in inputs:

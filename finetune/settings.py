@@ -41,7 +41,8 @@ class CommonSettings:
     glue_dir: str | None = None
     """Folder of TASK/SPLIT.parquet (.jsonl, .tsv, .csv); null reads `nyu-mll/glue` of the hub."""
     output: str = "runs/results.jsonl"
-    """Results file, to which each run appends a result; predictions go to a folder beside it."""
+    """Results file, .jsonl, to which each run appends a result; predictions lie in a folder beside
+    it."""
     cache: str = "runs/tokens"
     """Folder of cached tokens, shared by all runs."""
     test: bool = False

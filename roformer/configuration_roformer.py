@@ -366,16 +366,13 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
 def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     """Rules on the values without which a rotation is undefined; transformers warns of others."""
     rope, dim = config._rope, config.feature_dim
-    is_valid = _is_number(rope["rope_theta"]) and rope["rope_theta"] > 1
-    yield is_valid, "rope_parameters.rope_theta", "be a number > 1"
-    is_valid = rope.get("factor") is None or (_is_number(rope["factor"]) and rope["factor"] >= 1)
-    yield is_valid, "rope_parameters.factor", "be a number >= 1"
+    rope = {name: value for name, value in rope.items() if value is not None}
     for name in sorted(rope.keys() - {"rope_type", "truncate"}):
-        is_valid = rope[name] is None or _is_number(rope[name])
-        yield is_valid, f"rope_parameters.{name}", "be a number"
-    original = rope.get("original_max_position_embeddings")
-    is_valid = original is None or original > 0
-    yield is_valid, "rope_parameters.original_max_position_embeddings", "be a number > 0"
+        yield _is_number(rope[name]), f"rope_parameters.{name}", "be a number"
+    yield rope["rope_theta"] > 1, "rope_parameters.rope_theta", "be > 1"
+    yield rope.get("factor", 1) >= 1, "rope_parameters.factor", "be >= 1"
+    name = "original_max_position_embeddings"
+    yield rope.get(name, 1) > 0, f"rope_parameters.{name}", "be > 0"
     share = rope.get("partial_rotary_factor", 1.0)
     minimum = 4 if rope["rope_type"] == "dynamic" else 2  # its exponent is d / (d - 2)
     is_valid = _is_number(share) and 0 < share <= 1

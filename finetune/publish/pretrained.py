@@ -59,6 +59,8 @@ def main(settings: PublishSettings) -> Path:
     run = Path(settings.run)
     needed = ("model/tokenizer_config.json", "settings.yaml", "environment.json", "log.jsonl")
     missing = [name for name in needed if not (run / name).is_file()]
+    if not any("validation_loss" in row for row in read_log(run / "log.jsonl")):
+        missing.append("an evaluation in log.jsonl")
     if missing:
         raise InputError(
             f"run must be the folder of a finished run, got {run} without {missing}; let it end"
@@ -68,7 +70,7 @@ def main(settings: PublishSettings) -> Path:
         model = auto_model_class(config).from_pretrained(run / "model", dtype=torch.bfloat16)
     tokenizer = load_tokenizer(str(run / "model"), "run")
     output = Path(settings.output)
-    with input_errors(f"run {run}"), write_dir_atomically(output) as unfinished:
+    with write_dir_atomically(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         saved = json.loads((unfinished / "config.json").read_text())

@@ -131,8 +131,14 @@ def test_texts_may_have_lines(suffix):
 
 def test_names_of_classes_come_back_from_the_file():
     names = ["1e3", "2.5E+5", "😀", str(2**60), str(2**60 + 1), "0x1e", "a"] * 2
-    train = write("own.csv", {"text": [*TEXTS, "x", "y"], "color": names, "": names})
+    train = write("own.csv", {"text": [*TEXTS, "x", "y"], "color": names})
     assert describe(train, validation=train).labels == tuple(sorted(set(names)))
+
+
+def test_columns_without_a_name_stay_apart():
+    Path("own.csv").write_text("text,color,,\na,red,5,7\n")
+    task = Task(name="own", columns=("text",), label_column="color", train="own.csv")
+    assert [*read_rows(task, "train", None)[1].values()] == [["a"], ["red"], ["5"], ["7"]]
 
 
 @pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [0.5, 1.5], [True, False]])

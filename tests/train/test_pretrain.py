@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(optimizer, pretrain, laun
 
 @pytest.mark.parametrize("kind", ["roformer", pytest.param("bert", marks=pytest.mark.slow)])
 def test_two_processes_give_the_losses_of_one(kind, pretrain, launch):
-    flags = [runs.model_flag(**runs.NO_DROPOUT), f"--model.type={kind}"]
+    flags = [runs.model_flag(**runs.NO_DROPOUT, return_dict=False), f"--model.type={kind}"]
     flags += ["--run.validation_sequences=12"]  # three batches of 4: one process has none at last
     one = pretrain(*flags, "--run.name=one")
     flags += ["--optim.micro_batch=4"]

@@ -173,7 +173,7 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
             tokenizer = BertTokenizer(vocab=name, do_lower_case=not _has_capitals(Path(name)))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        check_pieces(tokenizer)
+        check_has_vocabulary(tokenizer)
     except Exception as error:  # of many kinds, and the Rust library's is bare
         of_run = Path(name) / "model"
         remedy = f"name {of_run}" if of_run.is_dir() else "check path, files and network"
@@ -189,11 +189,14 @@ def load_tokenizer(name: str, key: str = "corpus.tokenizer") -> PreTrainedTokeni
     return tokenizer
 
 
-def check_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise an error of a tokenizer without pieces, from a folder where its file is missing."""
-    tokenizer("a \uffff")  # where no text or no unknown character can be read, the library raises
+def check_has_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for special tokens alone, as from a folder without tokenizer.json.
+
+    The library raises where it cannot encode at all, or has no [UNK] for an unknown character.
+    """
+    tokenizer("a \uffff")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"{len(tokenizer)} special tokens alone, as without tokenizer.json")
+        raise ValueError(f"{len(tokenizer)} special tokens alone")
 
 
 def _has_capitals(file: Path) -> bool:

@@ -38,9 +38,10 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """Read settings.yaml, environment.json or another mapping of a run folder."""
+    """Read settings.yaml or environment.json of a run folder."""
+    read = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML, too
+        content = read(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"{content!r:.40}")
     except (OSError, ValueError, yaml.YAMLError) as error:

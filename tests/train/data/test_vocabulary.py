@@ -69,7 +69,7 @@ def test_a_missing_damaged_or_slow_tokenizer_is_refused_with_the_reason(tmp_path
     load = partial(vocabulary.load_tokenizer, str(tmp_path / "none"))
     refused(partial(load, key="model"), "model must be a folder")
     slow = SimpleNamespace(is_fast=False)
-    monkeypatch.setattr(vocabulary, "check_pieces", lambda tokenizer: None)
+    monkeypatch.setattr(vocabulary, "check_has_vocabulary", lambda tokenizer: None)
     monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: slow)
     refused(load, "corpus.tokenizer must be a fast tokenizer")
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from tiny import refused
 from train.loop.run_metadata import check_changed_settings, write_metadata
-from train.settings import OptimSettings, PretrainSettings, RunSettings
+from train.settings import OptimSettings, PretrainSettings, RunSettings, StageSettings
 
 
 def settings_of(run: RunSettings | None = None, **optim: object) -> PretrainSettings:
@@ -106,6 +106,15 @@ def test_a_setting_added_after_a_run_began_had_its_default_and_one_removed_is_ig
     check_changed_settings(begun, SETTINGS, "no")
     other = settings_of(clip_norm=0.5)
     assert changes(begun, other) == {"optim.clip_norm": (1.0, 0.5)}
+
+
+def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
+    staged = [PretrainSettings(stages=[StageSettings(900, length=x)]) for x in (None, 64)]
+    write(tmp_path, staged[0])
+    text = (tmp_path / "settings.yaml").read_text()
+    assert text.count("  length: null\n") == 1
+    (tmp_path / "settings.yaml").write_text(text.replace("  length: null\n", ""))
+    assert [set(changes(tmp_path, settings)) for settings in staged] == [set(), {"stages"}]
 
 
 def test_another_optimizer_is_refused_even_where_settings_may_change(begun):
