@@ -53,5 +53,6 @@ def test_training_and_validation_rows_share_no_sentence(tasks):
     assert not train & validation
 
 
-def test_an_output_that_is_a_file_is_refused():
+def test_an_output_that_is_a_file_and_no_rows_are_refused():
     refused(lambda: main(DemoTasksSettings(__file__)), "output must be a folder")
+    refused(lambda: DemoTasksSettings(train_rows=0), "train_rows must")

@@ -151,6 +151,9 @@ def test_tokens_are_made_once_and_anew_for_another_tokenizer_length_text_or_row(
     for texts, lengths in (([["good"], ["bad"]], [5]), ([["good", "bad"]], [3, 3])):
         made = data.tokenize(texts, tiny_tokenizer(), 16, str(tmp_path))
         assert made["lengths"].tolist() == lengths
+    for row in (["a\0b", "c"], ["a", "b\0c"]):
+        data.tokenize([row], tiny_tokenizer(), 16, str(tmp_path))
+    assert len(list(tmp_path.glob("task-*"))) == 4
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):

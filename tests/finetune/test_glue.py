@@ -193,6 +193,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
         (None, {"model": "bert"}, "model must"),
         (None, {"model": "hub/bert"}, "no connection to the hub"),
         (None, {"tokenizer": "hub/bert"}, "no connection to the hub"),
+        (None, {"tokenizer": "empty"}, "special tokens alone"),
         (None, {"attention": "imagined"}, "imagined"),
         (None, {"task": "rte"}, "glue_dir must"),
         (None, {"save": "model"}, "save must be new"),
@@ -205,6 +206,7 @@ def test_segments_are_asked_for_where_the_model_has_them(folder):
 def test_impossible_runs_are_one_line_and_leave_nothing(folder, damaged, given, rule, monkeypatch):
     monkeypatch.chdir(folder)
     Path("empty").mkdir()
+    Path("empty/tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     Path("file").touch()
     tiny_model(folder / "bert", "bert")
     shutil.copy(folder / "model" / "config.json", folder / "bert")  # says RoFormer

@@ -130,9 +130,10 @@ def test_texts_may_have_lines(suffix):
 
 
 def test_names_of_classes_come_back_from_the_file():
-    names = ["1e3", "2.5E+5", "😀", str(2**60), str(2**60 + 1), "0x1e", "a"] * 2
-    train = write("own.csv", {"text": [*TEXTS, "x", "y"], "color": names})
-    assert describe(train, validation=train).labels == tuple(sorted(set(names)))
+    for names in (["1e3", "2.5E+5", "😀", "0x1e"], [str(2**60), str(2**60 + 1)]):
+        train = write("own.csv", {"text": TEXTS, "color": names * (12 // len(names))})
+        Path("own.yaml").unlink(missing_ok=True)
+        assert describe(train, validation=train).labels == tuple(sorted(names))
 
 
 def test_columns_without_a_name_stay_apart():

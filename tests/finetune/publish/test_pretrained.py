@@ -80,6 +80,8 @@ def test_what_is_not_finished_or_goes_on_or_is_already_there_is_refused(pretrain
     (finished / "settings.yaml").write_text("")
     torn = PublishSettings(str(finished), str(tmp_path / "torn"), "x")
     refused(lambda: main(torn), "settings.yaml must hold what the run wrote")
+    (finished / "log.jsonl").write_text("")
+    refused(lambda: main(torn), "run must", "an evaluation in log.jsonl")
     (finished / "model" / "tokenizer_config.json").unlink()
     for run in (finished, tmp_path):
         settings = PublishSettings(str(run), str(tmp_path / "other"), "x")

@@ -1,6 +1,7 @@
 """Mistakes: the numbers are scikit-learn's, the rows are the data's, misfits are refused."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,13 @@ def test_of_many_classes_only_mistakes_are_counted_the_most_frequent_first():
     table = confusion_table(ids, np.where(ids < 1, 29, np.where(np.arange(90) == 4, 5, ids)), names)
     rows = [line.split()[1::2] for line in table.splitlines()[2:]]
     assert rows == [["c0", "c29", "3"], ["c1", "c5", "1"]]
+
+
+def test_names_of_classes_do_not_break_the_tables():
+    task = replace(TASKS["cola"], labels=("a|b", "c"))
+    rows = np.array([0, 1]), np.float32([[0, 1], [0, 1]]), {"sentence": ["x", "y"]}
+    page = "\n".join(error_analysis.analyse_split(task, *rows))
+    assert [len(row) for table in tables(page) for row in table] == [4] * 3 + [5] * 2
 
 
 def tables(text: str) -> list[list[list[str]]]:
