@@ -68,7 +68,7 @@ def test_of_many_classes_only_mistakes_are_counted_the_most_frequent_first():
 
 
 def test_names_of_classes_do_not_break_the_tables():
-    task = replace(TASKS["cola"], labels=("a|b", "c"))
+    task = replace(TASKS["cola"], labels=("a | b", "c"))
     rows = np.array([0, 1]), np.float32([[0, 1], [0, 1]]), {"sentence": ["x", "y"]}
     page = "\n".join(error_analysis.analyse_split(task, *rows))
     assert [len(row) for table in tables(page) for row in table] == [4] * 3 + [5] * 2
