@@ -149,6 +149,8 @@ class OptimSettings:
     name: str = "adamw"
     """adamw, or muon: torch's Muon for the matrices between embeddings and head, AdamW for all
     other parameters."""
+    muon_scale: float = 0.8
+    """Root mean square of Muon's updates, relative to the learning rate."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
@@ -175,7 +177,7 @@ class OptimSettings:
     """Training tokens, converted to steps by the mean sequence length of the corpus."""
 
     def __post_init__(self) -> None:
-        rates = ("optim.learning_rate", "optim.epsilon", "optim.clip_norm")
+        rates = ("optim.learning_rate", "optim.muon_scale", "optim.epsilon", "optim.clip_norm")
         counts = ("optim.batch_size", "optim.micro_batch", "optim.steps", "optim.tokens")
         rule = "must be positive and finite"
         check_fields(self, lambda x: 0 < x < math.inf, rule, *rates, *counts)

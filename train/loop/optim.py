@@ -25,9 +25,6 @@ MAX_SKIPPED_STEPS_SCALED = 40
 MIN_LOSS_SCALE = 65_536 / 2**MAX_SKIPPED_STEPS_SCALED
 """The loss scale after so many skipped steps, from the initial scale of `GradScaler`."""
 
-MUON_SCALE = 0.8
-"""Root mean square of Muon's updates, relative to the learning rate."""
-
 
 def adamw(
     model: nn.Module,
@@ -59,7 +56,7 @@ def build_optimizer(language_model: LanguageModel, optim: OptimSettings) -> torc
         hidden = [layer.weight for layer in modules if isinstance(layer, nn.Linear)]
     rate, decay = optim.learning_rate, optim.weight_decay
     rest = adamw(language_model, rate, decay, optim.betas, optim.epsilon, exclude=hidden)
-    return MuonWithAdamW(hidden, rest, rate, decay) if hidden else rest
+    return MuonWithAdamW(hidden, rest, rate, decay, optim.muon_scale) if hidden else rest
 
 
 class _Bfloat16AsFloat32(TorchFunctionMode):
@@ -92,8 +89,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw: torch.optim.AdamW,
         learning_rate: float,
         weight_decay: float,
+        scale: float,
     ) -> None:
-        factor = MUON_SCALE / 0.2  # match_rms_adamw gives updates a root mean square of 0.2
+        factor = scale / 0.2  # match_rms_adamw gives updates a root mean square of 0.2
         self.adamw = adamw
         self.muon = torch.optim.Muon(
             hidden,
