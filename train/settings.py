@@ -149,8 +149,8 @@ class OptimSettings:
     name: str = "adamw"
     """adamw, or muon: torch's Muon for the matrices between embeddings and head, AdamW for all
     other parameters."""
-    muon_scale: float = 0.8
-    """Root mean square of Muon's updates, relative to the learning rate."""
+    muon_scale: float = 0.2
+    """Root mean square of Muon's updates, relative to the learning rate; AdamW's is about 0.2."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"
