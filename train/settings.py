@@ -150,7 +150,8 @@ class OptimSettings:
     """adamw, or muon: torch's Muon for the matrices between embeddings and head, AdamW for all
     other parameters."""
     muon_scale: float = 0.2
-    """Root mean square of Muon's updates, relative to the learning rate; AdamW's is about 0.2."""
+    """Root mean square of Muon's updates, relative to the learning rate; 0.2 is `match_rms_adamw`
+    of `torch.optim.Muon`."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after `warmup_steps`."""
     schedule: str = "linear"

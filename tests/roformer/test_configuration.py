@@ -47,7 +47,7 @@ def test_any_hidden_size_makes_a_configuration_and_only_a_model_refuses_it(size)
     [
         ("ntk", "rope_type", {}),
         ("default", "factor", {"factor": 2.0}),
-        ("linear", "factor", {"factor": 0}),
+        *(("linear", "factor", {"factor": x}) for x in (0, 0.5)),
         ("linear", "factor", {"factor": True}),
         ("linear", "factor", {"factor": None}),
         ("default", "rope_theta", {"rope_theta": 0}),
