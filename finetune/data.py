@@ -25,6 +25,7 @@ import datasets
 import numpy as np
 import pyarrow
 import torch
+from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 from pyarrow import parquet
 from safetensors.numpy import load_file, save
@@ -124,7 +125,7 @@ def _read_hub(task: Task, split: str) -> tuple[str, dict[str, list]]:
     source = " ".join(filter(None, (name, config, part)))
     try:
         data = datasets.load_dataset(name, config, split=part)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise InputError(
             f"hub must hold {source}, got {first_line(error)}; "
             "check the names, or without a connection name files (for GLUE --glue_dir FOLDER)"

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -73,10 +74,10 @@ def main(settings: DescribeSettings) -> None:
     if task.num_labels > rows / 2:
         found = f"{task.num_labels} classes in {rows} rows"
         print(f"warning: {found}: is {task.label_column} the label?", file=sys.stderr)
-    for index, name in enumerate(task.labels or ()):
-        if index not in splits["train"]["label"]:
-            remedy = "add rows" if task.validation else "change split_seed"
-            print(f"warning: class {name} has no row in train; {remedy}", file=sys.stderr)
+    remedy = "add rows" if task.validation else "change split_seed"
+    for split, (index, name) in product(("train", "validation"), enumerate(task.labels or ())):
+        if index not in splits[split]["label"]:
+            print(f"warning: class {name} has no row in {split}; {remedy}", file=sys.stderr)
     known = set(zip(*(splits["train"][name] for name in task.columns)))
     for split, columns in splits.items():
         print(f"{split}: {describe_rows(task, columns)}")

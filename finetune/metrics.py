@@ -104,7 +104,7 @@ def headline_score(task: Task, scores: Mapping[str, dict[str, float]]) -> float:
 
 
 def is_collapsed(task: Task, logits: NDArray, labels: NDArray) -> bool:
-    """Whether all rows get one class, or values within 0.2 % of the range of the labels."""
+    """Whether rows of several labels get one class, or values within 0.2 % of the labels' range."""
     if task.is_regression:
         return float(np.ptp(logits)) < 2e-3 * float(np.ptp(task.value_range or labels))
-    return len(np.unique(logits.argmax(axis=1))) == 1
+    return len(np.unique(labels)) > 1 and len(np.unique(logits.argmax(axis=1))) == 1

@@ -227,7 +227,7 @@ def _varlen_inputs(
     """
     layout, mask, max_seqlen = None, batch.padding_mask, batch.max_seqlen
     is_one_row = batch.document_ids is not None and len(batch.document_ids) == 1
-    # without a kernel for the device, lengths are read on the host, which no compiler follows
+    # on a CPU lengths are read on the host, which no compiler follows (nor in float32 on CUDA)
     can_read = batch.position_ids.is_cuda or not torch.compiler.is_compiling()
     takes_given = is_one_row and can_read and batch.attention_mask is None
     cu_seqlens = batch.cu_seqlens if takes_given else None

@@ -42,7 +42,7 @@ class BatchMetadata:
 
     @property
     def packed_document_ids(self) -> Tensor | None:
-        """`document_ids` for masks, caches and linear attention: None also if rows are documents.
+        """`document_ids` where a row holds several documents; None if each row is one.
 
         Not compared under a compiler, which would make the number of documents a constant.
         """

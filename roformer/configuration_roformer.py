@@ -77,8 +77,8 @@ class RoFormerConfig(PreTrainedConfig):
             dynamic, yarn or llama3), `rope_theta`, `partial_rotary_factor` (the share of
             each head that is rotated) and the keys of the type. None means the paper's: default,
             10,000, all of it. When they are replaced, by assignment or by an argument of
-            `from_pretrained`, theta and share keep their values unless given. They are
-            checked when a model is built.
+            `from_pretrained`, theta and share keep their values unless given. Keys are
+            checked when they are replaced, values when a model is built.
         rope_interleave: Pair adjacent coordinates, as the paper does; False pairs i with
             i + rotary_dim/2, as Llama does. `convert_rope_layout` converts weights.
         use_bias: Biases in linear layers and normalisations of the encoder and language-model head.
@@ -134,7 +134,7 @@ class RoFormerConfig(PreTrainedConfig):
         # a copy, because transformers adds fields to it
         self.rope_parameters = dict(self.rope_parameters or {})
         super().__post_init__(**kwargs)
-        self._rope.pop("type", None)  # older name of rope_type; transformers has copied it
+        self._rope.pop("type", None)  # of `rope_scaling`; transformers has copied it
         check_rules(self, _field_rules)
         # transformers' own code constructs configurations of sizes that fit no model, as in its
         # tests: those are refused when a model is built
@@ -143,14 +143,18 @@ class RoFormerConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = self.__dict__.get("rope_parameters") or {}
-        if "rope_type" in before:  # completed by transformers: an edit after construction
+        # an edit after construction, when transformers has completed them
+        if before.keys() >= {"rope_type", "rope_theta"}:
             if name in ("rope_theta", "partial_rotary_factor"):
                 name, value = "rope_parameters", before | {name: value}
             if name == "rope_parameters":
                 # replaced, also by an argument of `from_pretrained`: the weights were trained with
                 # the angles from before
                 kept = {x: before[x] for x in DEFAULT_ROPE if x in before and x != "rope_type"}
-                value = {"rope_type": "default"} | kept | (value or {})
+                value = {"rope_type": "default"} | kept | _rename_type(value or {})
+                super().__setattr__(name, value)
+                check_rules(self, _rope_key_rules)  # a model reads it in its next call
+                return
         super().__setattr__(name, value)
 
     @property
@@ -300,10 +304,13 @@ def check_rules(
 
 
 def _field_rules(config: RoFormerConfig) -> Iterator[_Rule]:
-    """Rules on single fields; torch checks dropouts, and transformers the ids of tokens."""
+    """Rules on single fields; torch checks dropouts."""
     for name, minimum in _INTEGERS.items():
         value = getattr(config, name)
         yield isinstance(value, int) and value >= minimum, name, f"be an integer >= {minimum}"
+    pad, size = config.pad_token_id, config.vocab_size
+    is_valid = pad is None or (isinstance(pad, int) and -size <= pad < size)  # as in nn.Embedding
+    yield is_valid, "pad_token_id", f"be None or an integer below vocab_size = {size}"
     yield config.random_features % 2 == 0, "random_features", "be even"
     for name, choices in _CHOICES.items():
         rule = f"be one of {', '.join(map(str, choices))}"
@@ -312,8 +319,9 @@ def _field_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     yield config.hidden_act in ACT2CLS, "hidden_act", rule
     is_valid = _is_number(config.layer_norm_eps) and config.layer_norm_eps > 0
     yield is_valid, "layer_norm_eps", "be a number > 0"
-    for name in ("is_decoder", "add_cross_attention", "rotary_value", "use_bias"):
-        yield isinstance(getattr(config, name), bool), name, "be True or False"
+    for name, kind in RoFormerConfig.__annotations__.items():
+        if kind is bool:
+            yield isinstance(getattr(config, name), bool), name, "be True or False"
 
 
 def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
@@ -342,8 +350,8 @@ def _architecture_rules(config: RoFormerConfig) -> Iterator[_Rule]:
             yield rope_type == "default", "rope_parameters.rope_type", f"be default {attention}"
 
 
-def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
-    """Rules on `rope_parameters`, alone and together with other fields."""
+def _rope_key_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on the keys of `rope_parameters`, whatever the other fields are."""
     rope, rope_type = config._rope, config._rope["rope_type"]
     yield rope_type in _ROPE_KEYS, "rope_parameters.rope_type", f"be one of {', '.join(_ROPE_KEYS)}"
     required, optional = _ROPE_KEYS[rope_type]  # a rule that is false has raised above
@@ -354,7 +362,13 @@ def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     for name in sorted(set(rope) - allowed):
         rule = f"be absent with rope_type {rope_type} (check the spelling)"
         yield False, f"rope_parameters.{name}", rule
+
+
+def _rope_rules(config: RoFormerConfig) -> Iterator[_Rule]:
+    """Rules on `rope_parameters`, alone and together with other fields."""
+    yield from _rope_key_rules(config)
     yield from _rope_value_rules(config)
+    rope_type = config._rope["rope_type"]
     is_default = DEFAULT_ROPE | config._rope == DEFAULT_ROPE
     rule = f"be absent with position_encoding {config.position_encoding}"
     yield config.position_encoding == "rope" or is_default, "rope_parameters", rule
@@ -379,6 +393,14 @@ def _rope_value_rules(config: RoFormerConfig) -> Iterator[_Rule]:
     is_valid = is_valid and int(dim * share) % 2 == 0 and int(dim * share) >= minimum
     rule = f"leave an even number >= {minimum} of the {dim} coordinates that can be rotated"
     yield is_valid, "rope_parameters.partial_rotary_factor", rule
+
+
+def _rename_type(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy with `rope_type` in place of its older name, `type`."""
+    rope = dict(rope_parameters)
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return rope
 
 
 def _is_number(value: object) -> bool:

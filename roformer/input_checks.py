@@ -6,6 +6,7 @@ is compiled, exported or transformed, only which arguments are given is checked.
 Legend: B batch, L tokens.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,16 +52,16 @@ def check_inputs(
     if token_type_ids is not None:
         check_shape("token_type_ids", token_type_ids, (B, L), (1, L))
         check_ids("token_type_ids", token_type_ids, max(config.type_vocab_size, 1))
+    past_length = 0 if cache is None else int(cache.get_seq_length())
     if position_ids is not None:
         check_shape("position_ids", position_ids, (L,), (1, L), (B, L))
-        if position_ids.is_floating_point():
-            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
+    _check_positions(position_ids, cu_seqlens, L + past_length, config)
+    heads = config.num_attention_heads
     if attention_mask is not None:
-        past_length = 0 if cache is None else int(cache.get_seq_length())
-        _check_mask("attention_mask", attention_mask, B, L + past_length)
+        _check_mask("attention_mask", attention_mask, (B, heads, L, L + past_length), cache)
     if encoder_hidden_states is not None and encoder_attention_mask is not None:
-        name, shape = "encoder_attention_mask", encoder_hidden_states.shape
-        _check_mask(name, encoder_attention_mask, shape[0], shape[1])
+        keys = encoder_hidden_states.shape[1]
+        _check_mask("encoder_attention_mask", encoder_attention_mask, (B, heads, L, keys))
     if cu_seqlens is not None:
         check_shape("cu_seq_lens_q", cu_seqlens, (None,))
         if is_plain_on(cu_seqlens, "cpu"):
@@ -93,6 +94,22 @@ def _check_given(
         check_cache(cache, config)
 
 
+def _check_positions(
+    position_ids: Tensor | None, cu_seqlens: Tensor | None, length: int, config: RoFormerConfig
+) -> None:
+    """Check given positions, or that default ones, which count the tokens, have enough rows."""
+    if position_ids is not None:
+        if position_ids.is_floating_point():
+            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}")
+        return
+    limit = config.max_position_embeddings
+    if config.has_position_limit and cu_seqlens is None and length > limit:
+        raise ValueError(
+            f"inputs must have at most max_position_embeddings = {limit} tokens with "
+            f"position_encoding learned, got {length}; truncate them"
+        )
+
+
 def _check_cu_seqlens(ends: list[int], tokens: int, row_length: int) -> None:
     """Check that documents fill all rows, each of which ends one."""
     is_valid = ends[:1] == [0] and ends[-1] == tokens and ends == sorted(ends)
@@ -104,18 +121,30 @@ def _check_cu_seqlens(ends: list[int], tokens: int, row_length: int) -> None:
         )
 
 
-def _check_mask(name: str, mask: Any, rows: int, keys: int) -> None:
-    """Check the padding mask; others, of four dimensions or of flex_attention, are used as is."""
-    if not isinstance(mask, BlockMask) and getattr(mask, "ndim", 2) != 4:
-        check_shape(name, mask, (rows, keys))
-        if mask.dtype == torch.bool or not is_plain_on(mask, "cpu"):
-            return
-        other = mask[(mask != 0) & (mask != 1)]
-        if len(other):
-            raise ValueError(
-                f"{name} must be 0 and 1, got {other[0].item():g}; scores to be added are floats "
-                "in four dimensions"
-            )
+def _check_mask(
+    name: str, mask: Any, scores: tuple[int, int, int, int], cache: Cache | None = None
+) -> None:
+    """Check a padding mask, or one for attention scores of the given shape.
+
+    Those of flex_attention are used as they are.
+    """
+    if isinstance(mask, BlockMask):
+        return
+    B, H, L, S = scores  # noqa: N806
+    if getattr(mask, "ndim", 2) == 4:
+        is_static = cache is not None and cache.is_compileable  # has more keys than tokens
+        keys = None if is_static else S
+        check_shape(name, mask, *itertools.product((B, 1), (H, 1), (L, 1), (keys,)))
+        return
+    check_shape(name, mask, (B, S))
+    if mask.dtype == torch.bool or not is_plain_on(mask, "cpu"):
+        return
+    other = mask[(mask != 0) & (mask != 1)]
+    if len(other):
+        raise ValueError(
+            f"{name} must be 0 and 1, got {other[0].item():g}; scores to be added are floats "
+            "in four dimensions"
+        )
 
 
 def check_cache(cache: Cache, config: RoFormerConfig) -> None:

@@ -22,10 +22,11 @@ def model_name(path: str) -> str:
 def name_and_seed(name: str) -> tuple[str, int]:
     """Split a run's name into model and seed: `bert-1` is seed 1 of `bert`, `bert` is seed 0.
 
-    A seed has one or two digits: `bert-128` is a model of that name. Where a run has a
+    A seed has one or two digits: `bert-128` is a model of that name, and so is Google's
+    `bert_uncased_L-4_H-256_A-4`, where _A- is the number of heads. Where a run has a
     settings.yaml, `model_and_seed` reads that instead.
     """
-    match = re.fullmatch(r"(.+)-(\d{1,2})", name)
+    match = re.fullmatch(r"(.+)(?<!_A)-(\d{1,2})", name)
     return (match[1], int(match[2])) if match else (name, 0)
 
 

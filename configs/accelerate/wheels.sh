@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run: configs/accelerate/wheels.sh; then on the GPU machine: pip install --no-index --no-deps .whl/*
 # Cost: seconds, 2 MB
-# Expect: in .whl/, the packages that a machine without a network, which has torch, transformers and accelerate, still lacks
+# Expect: in .whl/, the packages that our GPU machine, which has no network, lacked beside torch, transformers, accelerate, pandas, pyarrow,
+#         matplotlib, scipy, scikit-learn and tensorboard; add to the list below what yours lacks
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 rm -rf .whl

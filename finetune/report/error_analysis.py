@@ -92,8 +92,8 @@ def find_run(settings: ErrorAnalysisSettings) -> Result:
     """
     results = read_results(settings.results)
     names = shorten_names(x["model"] for x in results)
-    wanted = {"task": settings.task, "seed": settings.seed, "status": "done"}
-    found = [x for x in results if all(x[name] == value for name, value in wanted.items())]
+    of_task = [x for x in results if settings.task in (x["task"], recorded_task(x).name)]
+    found = [x for x in of_task if (x["seed"], x["status"]) == (settings.seed, "done")]
     found = [x for x in found if settings.model in (x["model"], names[x["model"]])]
     if settings.run is None:
         found = [x for x in found if not x["random_weights"]]
@@ -101,8 +101,10 @@ def find_run(settings: ErrorAnalysisSettings) -> Result:
         found = [x for x in found if run_name(x) == settings.run]
     if len(found) != 1:
         runs = ", ".join(map(run_name, found)) or "none"
-        seeds = sorted({x["seed"] for x in results if x["task"] == settings.task})
+        seeds = sorted({x["seed"] for x in of_task})
         remedy = f"it has the models {', '.join(sorted(names.values()))} and seeds {seeds}"
+        if not of_task:
+            remedy = f"it has the tasks {', '.join(sorted({x['task'] for x in results}))}"
         if found:
             remedy = "give its --run, whose end is run_id in report.csv"
         raise InputError(

@@ -32,7 +32,7 @@ FULL_SCORES_LIMIT_BYTES = 2**25
 system in every call, which clears it page by page."""
 
 _flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
-"""Called itself, because torch's `varlen_attn` above it has no dropout; None where it is gone."""
+"""torch's private operator, because its public `varlen_attn` has no dropout; None without it."""
 
 CALL_COST = 2**15
 """Scores, of all heads, that take about as long to compute as one more call of attention."""

@@ -50,17 +50,15 @@ def is_plain_on(x: Tensor, *devices: str) -> bool:
 def is_traced() -> bool:
     """Detect compilation, export and torch.func, under which only plain operations may be used.
 
-    To be asked before an operation is chosen; `can_read_values` before a value is read.
+    Choose operations by this, and ask `can_read_values` before reading a value: they differ under
+    `torch.jit.trace` and ONNX export, which run on real values.
     """
     is_exporting = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
     return torch.compiler.is_compiling() or is_exporting or _is_functorch_active()
 
 
 def can_read_values(x: Tensor) -> bool:
-    """Return whether the values of x can be read: not compiled, transformed, fake or on meta.
-
-    True under `torch.jit.trace` and ONNX export, which `is_traced` detects but run on real values.
-    """
+    """Return whether the values of x can be read: not compiled, transformed, fake or on meta."""
     is_fake = x.is_meta or hasattr(x, "fake_mode")
     return not (torch.compiler.is_compiling() or is_fake or _is_functorch_active())
 

@@ -3,10 +3,12 @@
 import itertools
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import transformers
+from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 from transformers import BertConfig
 
@@ -171,6 +173,14 @@ def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         refused(lambda: load_examples(tmp_path, "sst2"), file.name, *found)
         file.unlink()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Dataset scripts are no longer supported"), DatasetGenerationError("x")]
+)
+def test_hub_data_that_datasets_cannot_read_are_one_line(monkeypatch, error):
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
+    refused(lambda: read_split_columns(TASKS["rte"], "train", None), "hub must hold", str(error))
 
 
 def test_without_a_folder_and_offline_the_remedy_is_named(monkeypatch):

@@ -49,3 +49,9 @@ def test_the_headline_of_mnli_is_the_mean_of_both_splits():
 def test_values_that_hardly_differ_are_one_answer(width, collapsed):
     logits = np.linspace(2.5, 2.5 + width, 9)[:, None]
     assert is_collapsed(TASKS["stsb"], logits, VALUES[0]) == collapsed
+
+
+@pytest.mark.parametrize(("labels", "collapsed"), [([1, 0, 1], True), ([1, 1, 1], False)])
+def test_one_answer_to_rows_of_one_class_is_no_collapse(labels, collapsed):
+    logits = np.array([[0.0, 1.0]] * 3)
+    assert is_collapsed(TASKS["rte"], logits, np.array(labels)) == collapsed

@@ -91,6 +91,8 @@ def test_the_four_commands_of_the_guide_lead_from_a_csv_file_to_predictions(caps
         if name == "finetune/glue.py":  # the model is tiny
             flags += ["--epochs=8", "--batch_size=8", "--length=32", "--learning_rate=5e-3"]
         run_command(*COMMANDS[name], flags)
+        if name == "finetune.report.error_analysis":  # the task by its name, too
+            run_command(*COMMANDS[name], [flag.removesuffix(".yaml") for flag in flags])
     printed = capsys.readouterr().out
     code = re.fullmatch(r"python - <<'END'\n(.*)END\n", commands[3], re.DOTALL)[1]
     exec(compile(code, "guide", "exec"), {})
@@ -161,6 +163,10 @@ def test_ids_are_read_where_the_rows_have_no_names(capsys):
     task = describe(train, labels=("blue", "green", "red", "pink"), validation=train)
     assert read_split_columns(task, "train", None)["label"].tolist() == [0, 1, 2] * 4
     assert "warning: class pink has no row in train" in capsys.readouterr().err
+    write("some.csv", {"text": TEXTS[:2], "color": ["blue", "green"]})
+    write("own.csv", {"text": TEXTS, "color": COLORS})
+    describe("own.csv", validation="some.csv", output="other.yaml")
+    assert "warning: class red has no row in validation" in capsys.readouterr().err
     refused(lambda: own_run(test=True), "test must be false")
 
 

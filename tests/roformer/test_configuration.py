@@ -121,6 +121,20 @@ def test_given_rope_settings_are_not_changed_and_may_have_their_old_spelling():
     assert scaled.rope_parameters == {"rope_type": "linear", "factor": 2, "rope_theta": 500.0}
 
 
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ({"factor": 4.0}, "factor"),
+        ({"rope_thetta": 500.0}, "rope_thetta"),
+        ({"rope_type": "dynamc"}, "rope_type"),
+        ({"rope_type": "linear"}, "factor"),
+    ],
+)
+def test_a_misspelt_rope_setting_given_later_is_refused_at_once(value, key, config):
+    with pytest.raises(ValueError, match=f"rope_parameters.{key} must"):
+        config.rope_parameters = value
+
+
 def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_path):
     longer = {"rope_type": "dynamic", "factor": 2.0}
     config.rope_parameters = longer
@@ -130,6 +144,8 @@ def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_pa
     config.rope_parameters = longer
     assert config.rope_parameters == longer | angles
     RoFormerModel(config).save_pretrained(tmp_path)
+    model = RoFormerModel.from_pretrained(tmp_path, rope_parameters={"type": "linear", "factor": 3})
+    assert model.config.rope_parameters == {"rope_type": "linear", "factor": 3} | angles
     model = RoFormerModel.from_pretrained(tmp_path, rope_parameters={})
     assert model.config.rope_parameters == {"rope_type": "default"} | angles
     with pytest.raises(ValueError, match="rope_parameters.factor must .*got 0.5"):

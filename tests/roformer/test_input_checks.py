@@ -29,6 +29,8 @@ IDS = torch.arange(5, 15).view(2, 5)
         ({"attention_mask": torch.ones(2, 4)},
          r"attention_mask must have the shape \[2, 5\], got \[2, 4\]"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)}, "must be 0 and 1, got 2; scores"),
+        *(({"attention_mask": torch.ones(shape)}, "attention_mask must have the shape .* got")
+          for shape in ((3, 1, 5, 5), (2, 3, 5, 5), (2, 1, 4, 5), (1, 1, 5, 7))),
         ({"encoder_hidden_states": torch.zeros(2, 9, 32)},
          "encoder_hidden_states must be None .* add_cross_attention"),
         ({"input_ids": IDS.float()}, "input_ids must be integers, got torch.float32"),

@@ -127,8 +127,10 @@ def test_a_table_of_positions_ends_and_others_do_not():
     for encoding in POSITION_ENCODINGS:
         model = model_of(encoding)
         if encoding == "learned":
-            with pytest.raises(ValueError, match="position_ids must .* got 69"):
+            with pytest.raises(ValueError, match="inputs must have at most .* = 64 tokens .* 70"):
                 model(long)
+            with pytest.raises(ValueError, match="position_ids must .* got 69"):
+                model(long, position_ids=torch.arange(70))
             assert model.config.has_position_limit
         else:
             assert hidden(model, long).isfinite().all()

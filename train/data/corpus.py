@@ -95,10 +95,10 @@ class TokenStore:
     name: str
     tokenizer: str
 
-    def document_hashes(self) -> NDArray[np.uint64]:
-        """Read a hash of the tokens of each document, [documents]."""
-        hashes = [np.fromfile(shard / "hashes.bin", np.uint64) for shard in self.shards]
-        return np.concatenate(hashes)
+    def document_hashes(self) -> Iterator[NDArray[np.uint64]]:
+        """Read a hash of the tokens of each document, shard by shard."""
+        for shard in self.shards:
+            yield np.fromfile(shard / "hashes.bin", np.uint64)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Read `count` ids from position `start` in the tokens of all shards; one shard holds them.
@@ -287,7 +287,7 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
         yield f"{warning}: {unknown:.1%} of its tokens are unknown to corpus.tokenizer"
     pieces = tokens / max(1, tokens - counts["continuations"])
     if pieces > MAX_PIECES:
-        remedy = "it was learned from other text; learn one from this"
+        remedy = "learn one from this text, or a larger one (corpus.vocabulary_size)"
         yield f"{warning}: corpus.tokenizer cuts words into {pieces:.1f} pieces; {remedy}"
     if part == "validation" and tokens < MIN_HELD_OUT:
         remedy = f"give {MIN_HELD_OUT:,}, or a larger share (--corpus.validation 5%)"
@@ -296,8 +296,12 @@ def _describe_store(part: str, store: TokenStore) -> Iterator[str]:
 
 def _check_disjoint(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
     """Compare hashes of documents; yields a warning if a few are in both parts."""
-    hashes = held_out.document_hashes()
-    shared = np.isin(hashes, train.document_hashes())
+    hashes, number = np.unique(np.concatenate([*held_out.document_hashes()]), return_inverse=True)
+    is_shared = np.zeros(len(hashes), dtype=bool)
+    for others in train.document_hashes():  # of a large corpus, more than fits into memory
+        nearest = np.searchsorted(hashes, others).clip(max=len(hashes) - 1)
+        is_shared[nearest[hashes[nearest] == others]] = True
+    shared = is_shared[number]
     tokens = np.diff(held_out.document_ends, prepend=0)
     share = tokens[shared].sum() / tokens.sum()
     if share > 0:

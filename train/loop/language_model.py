@@ -253,7 +253,8 @@ def input_errors(key: str) -> Iterator[None]:
         if "Repo id must" in line:
             line, remedy = "no such folder, and no id of the hub", "check the path"
         elif "`model_type`" in line:
-            line, remedy = "no config.json of a model", "the model of a run is in its folder model"
+            line = "no config.json with a model_type"
+            remedy = "the model of a run is in its folder model; to an older file add the type"
         elif "couldn't connect" in line:
             line, remedy = "no connection to the hub, and no copy here", "name a local folder"
         raise InputError(f"{key} must be usable by transformers, got: {line}; {remedy}") from error

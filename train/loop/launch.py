@@ -19,6 +19,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     parse_flag_from_env,
 )
@@ -94,7 +95,13 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
     ]
     try:
-        accelerator = Accelerator(log_with=tracker, project_dir=folder, kwargs_handlers=handlers)
+        accelerator = Accelerator(
+            log_with=tracker,
+            project_dir=folder,
+            kwargs_handlers=handlers,
+            # not the number in the environment, by which Accelerate would divide the gradients
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
     except (ValueError, ImportError) as error:
         line = " ".join(str(error).split())
         raise InputError(
@@ -125,6 +132,18 @@ def _check_launch(accelerator: Accelerator) -> None:
         raise InputError(
             f"launch must shard (FSDP) as asked, got {accelerator.distributed_type.value}; "
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
+        )
+    kind = accelerator.distributed_type
+    other_kinds = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if kind in other_kinds or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise InputError(
+            f"launch must be data-parallel or FSDP 2, got {kind.value}, of version 1 unless the "
+            "configuration says fsdp_version: 2; use configs/accelerate/fsdp.yaml"
+        )
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise InputError(
+            "fsdp_activation_checkpointing must be false, got true, which renames weights; set "
+            "model.gradient_checkpointing"
         )
     if accelerator.device.type == "mps":
         raise InputError(

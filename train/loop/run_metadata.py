@@ -55,7 +55,8 @@ def read_metadata(file: Path) -> dict[str, Any]:
 def _changed_settings(
     folder: Path, settings: PretrainSettings, precision: str
 ) -> dict[str, tuple[Any, Any]]:
-    if not (folder / "settings.yaml").exists():
+    has_checkpoint = any((folder / "checkpoints").glob("*step-*[0-9]"))  # also a damaged one
+    if not has_checkpoint or not (folder / "settings.yaml").exists():
         return {}
     before = read_metadata(folder / "settings.yaml")
     changed: dict[str, tuple[Any, Any]] = {}
@@ -134,7 +135,8 @@ def write_metadata(
     """
     settings_file, environment_file = folder / "settings.yaml", folder / "environment.json"
     # without a checkpoint the run begins anew, with the settings of this launch
-    is_new, comments = not settings_file.exists() or (step == 0 and not changed), ""
+    is_new = step == 0 or not settings_file.exists()
+    comments = ""
     if changed and not is_new:
         changes = "; ".join(
             f"{key} from {begun!r} to {value!r}" for key, (begun, value) in changed.items()

@@ -182,6 +182,7 @@ def test_one_scored_run_must_be_named_and_random_weights_only_by_their_folder(tm
     runs = [add_run(tmp_path, "rte", random_data("rte"), **changes) for changes in changed]
     control = add_run(tmp_path, "rte", {}, seed=2, random_weights=True, status="failed")
     refused(lambda: analyse(tmp_path, "rte", seed=5), "seed 5, got none; it has the models small")
+    refused(lambda: analyse(tmp_path, "mrpc"), "task mrpc", "got none; it has the tasks rte")
     refused(lambda: analyse(tmp_path, "rte", seed=1), "one scored run", "got none")
     refused(lambda: analyse(tmp_path, "rte", seed=2, run=run_name(control)), "got none")
     two = [run_name(run) for run in runs[:2]]

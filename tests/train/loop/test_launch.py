@@ -2,13 +2,16 @@
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from roformer.kernels.conditions import bfloat16_is_emulated
 from train.loop import launch
 from train.loop.launch import replace_emulated_bfloat16
+from train.settings import InputError
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,29 @@ def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch, capsys, capabil
     bfloat16_is_emulated.cache_clear()
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == precision
     assert ("float32" in capsys.readouterr().out) == (precision == "no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fsdp2", "key"),
+    [
+        ("DEEPSPEED", False, "launch must be .* got DEEPSPEED"),
+        ("FSDP", False, "launch must be .* got FSDP"),
+        ("FSDP", True, "fsdp_activation_checkpointing must be false"),
+    ],
+)
+def test_a_distribution_whose_weights_would_not_be_saved_is_refused(kind, is_fsdp2, key):
+    plugin = SimpleNamespace(activation_checkpointing=True)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType(kind), is_fsdp2=is_fsdp2, num_processes=1,
+        device=torch.device("cpu"), state=SimpleNamespace(fsdp_plugin=plugin),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=key):
+        launch._check_launch(accelerator)
+
+
+def test_gradients_are_not_divided_by_a_number_in_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert launch.start_accelerator().gradient_accumulation_steps == 1
 
 
 def test_the_commit_is_dirty_by_code_and_not_by_what_runs_write(tmp_path, monkeypatch):

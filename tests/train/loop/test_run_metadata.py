@@ -40,6 +40,7 @@ def write(folder: Path, settings: PretrainSettings, step: int = 0) -> None:
 @pytest.fixture
 def begun(tmp_path):
     write(tmp_path, SETTINGS)
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
     return tmp_path
 
 
@@ -90,6 +91,10 @@ def test_before_the_first_checkpoint_the_settings_are_those_of_the_last_launch(b
     assert "log_every: 7" in (begun / "settings.yaml").read_text()
     write(begun, SETTINGS, 5)
     assert "log_every: 7" in (begun / "settings.yaml").read_text()
+    muon = settings_of(name="muon")
+    refused(partial(check_changed_settings, begun, muon, "bf16"), "optim.name must stay")
+    (begun / "checkpoints/step-00000001").rmdir()
+    assert not check_changed_settings(begun, muon, "bf16")
 
 
 def test_a_run_goes_on_under_another_name_of_its_folder_and_with_less_memory(begun):
@@ -111,6 +116,7 @@ def test_a_setting_added_after_a_run_began_had_its_default_and_one_removed_is_ig
 def test_a_field_of_stages_added_after_a_run_began_was_null(tmp_path):
     staged = [PretrainSettings(stages=[StageSettings(900, length=x)]) for x in (None, 64)]
     write(tmp_path, staged[0])
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
     text = (tmp_path / "settings.yaml").read_text()
     assert text.count("  length: null\n") == 1
     (tmp_path / "settings.yaml").write_text(text.replace("  length: null\n", ""))
