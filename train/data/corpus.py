@@ -158,7 +158,7 @@ def _make_shards(
             rest = itertools.islice(batches, BATCHES_PER_SHARD - 1)
             counts = _write_shard(itertools.chain([batch], rest), unfinished, tokenizer, bar)
             batch = next(batches, None)
-            _seal(unfinished, facts | counts | {"last": batch is None})
+            _write_manifest(unfinished, facts | counts | {"last": batch is None})
         shards.append(folder)
     return shards
 
@@ -239,7 +239,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
 
 
-def _seal(folder: Path, manifest: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a shard, with the size and hash of each of its files."""
     files = {file.name: _fingerprint(file) for file in sorted(folder.glob("*.bin"))}
     text = json.dumps(manifest | {"files": files}, indent=2)
@@ -247,7 +247,7 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a shard is there as it was sealed."""
+    """Return whether a shard is there as its manifest says."""
     try:
         files = _read_manifest(folder)["files"].items()
         return all(_fingerprint(folder / name) == found for name, found in files)

@@ -3,7 +3,7 @@
 Each stage has its own `seed`. Source: Devlin et al. 2019, "BERT", section 3.1: of the chosen tokens
 80 % become [MASK], 10 % a random token, 10 % stay. Tokens are chosen independently, as in RoBERTa
 and transformers, or by whole words, as in BERT's later checkpoints; the 80/10/10 action is drawn
-per token in both cases. docs/guides/pretrain.md says what to edit to add a scheme.
+per token in both cases. docs/design/architecture.md says what to edit to add a scheme.
 """
 
 import numpy as np

@@ -61,8 +61,8 @@ def _changed_settings(
     before = read_metadata(folder / "settings.yaml")
     changed: dict[str, tuple[Any, Any]] = {}
     now = settings_dict(settings)
-    stages = [_decisive(stage) for stage in now.pop("stages")]
-    stages_before = [_decisive(stage) for stage in before.get("stages") or []]
+    stages = [_fixed_fields(stage) for stage in now.pop("stages")]
+    stages_before = [_fixed_fields(stage) for stage in before.get("stages") or []]
     for section, values in now.items():
         # a run that began before a setting was added had its default
         defaults = settings_dict(type(getattr(settings, section))())
@@ -81,7 +81,7 @@ def _changed_settings(
     return changed
 
 
-def _decisive(stage: dict[str, Any]) -> dict[str, Any]:
+def _fixed_fields(stage: dict[str, Any]) -> dict[str, Any]:
     """Fields of a stage that must stay; null, the default, is as good as a missing field."""
     changeable = CHANGEABLE["optim"] | CHANGEABLE["corpus"]
     return {k: v for k, v in stage.items() if v is not None and k not in changeable}
