@@ -211,7 +211,7 @@ def _convert_labels(values: list, task: Task, source: str, is_test: bool) -> NDA
     named = {to_number(label): index for label, index in ids.items()}
     are_numbers = len(named) == len(ids) and all(map(math.isfinite, named))
     if ids and are_numbers:
-        named.setdefault(task.missing_label, task.missing_label)
+        named.setdefault(task.missing_label, task.missing_label)  # unless a class is named -1
         numbers = np.array([named.get(to_number(text), UNREADABLE) for text in texts])
     elif ids.keys() & set(texts):
         numbers = np.array([ids.get(text or "", UNREADABLE) for text in texts])

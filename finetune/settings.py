@@ -70,7 +70,8 @@ class CommonSettings:
     mean is the shared head (`finetune.shared_head`) on the first token or the mean of the tokens.
     """
     pair_encoding: str = "joint"
-    """joint: two texts are one input; separate: each is encoded alone, for the shared head."""
+    """joint: two texts are one input (a cross-encoder); separate: each is encoded alone (a
+    bi-encoder), for the shared head."""
     attention: str | None = None
     """Attention implementation: null is the model's own default, for a RoFormer the fastest for
     each call; or transformers' eager or sdpa, or for a RoFormer unpadded."""
