@@ -200,7 +200,7 @@ def test_held_out_rows_depend_on_the_seed_and_equal_texts_stay_together(capsys):
     held = [set(read_split_columns(task, "validation", None)["text"]) for task in tasks]
     assert held[0] == held[1] != held[2]
     assert not held[0] & set(read_split_columns(tasks[0], "train", None)["text"])
-    assert "warning" not in capsys.readouterr().err
+    assert "also in train" not in capsys.readouterr().err
 
 
 def test_texts_of_train_in_another_split_are_counted_in_a_warning(capsys):

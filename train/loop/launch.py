@@ -73,20 +73,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     """
     roformer.use_for_auto_classes()
     transformers.utils.logging.disable_progress_bar()
-    # Accelerate's launcher of a single process sets these only when several were asked for
-    address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
-    if address <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        raise InputError(
-            "launch must start the processes that were asked for, got 1 process for several; start "
-            "them with `torchrun --nproc_per_node N` and the script, on a CPU with "
-            "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
-        )
-    trackers = ["all", *map(str, get_available_trackers())]
-    if tracker not in (None, *trackers):
-        raise InputError(
-            "run.tracker must be null or an installed tracker of Accelerate, "
-            f"{', '.join(trackers)}, got {tracker}; install it, or set null"
-        )
+    _check_request(tracker)
     replace_emulated_bfloat16()
     handlers = [
         # the other processes wait while one tokenizes, for hours on a large corpus
@@ -116,6 +103,24 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
     if accelerator.is_fsdp2:
         keep_float32(accelerator.state.fsdp_plugin)
     return accelerator
+
+
+def _check_request(tracker: str | None) -> None:
+    """Check what is asked of Accelerate, which would give less, or an error of many lines."""
+    # Accelerate's launcher of a single process sets these only when several were asked for
+    address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
+    if address <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "launch must start the processes that were asked for, got 1 process for several; start "
+            "them with `torchrun --nproc_per_node N` and the script, on a CPU with "
+            "ACCELERATE_USE_CPU=1 before it; for one process unset MASTER_ADDR"
+        )
+    trackers = ["all", *map(str, get_available_trackers())]
+    if tracker not in (None, *trackers):
+        raise InputError(
+            "run.tracker must be null or an installed tracker of Accelerate, "
+            f"{', '.join(trackers)}, got {tracker}; install it, or set null"
+        )
 
 
 def _check_launch(accelerator: Accelerator) -> None:
