@@ -19,8 +19,8 @@ runs=()
 for encoding in "${encodings[@]}"; do # the first model is compared with each other one
   for seed in "${seeds[@]}"; do runs+=("$folder/$encoding-$seed"); done
 done
-accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m train.analysis.length_extrapolation \
-  --models "$(list "${runs[@]/%//model}")" --corpus.validation "${held_out:-embedded}" --lengths "[$lengths]" \
-  --trained "${lengths%%,*}" --output "$folder/lengths.png"
 python -m train.analysis.loss_curves --runs "$(list "${runs[@]}")" --output "$folder/comparison.png" \
   --title 'One model, several encodings of position'
+accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m train.analysis.length_extrapolation \
+  --models "$(list "${runs[@]/%//model}")" --corpus.validation "${held_out:-embedded}" --lengths "[$lengths]" \
+  --trained "${lengths%%,*}" --output "$folder/lengths.png" # needs a document of 510 tokens

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run: configs/sweeps/pair.sh SCALE GLUE_FOLDER [TEXT_FOLDER...]    (`make pair`; SCALE is small or tiny)
 #      environment variables: TASKS, SEEDS (of pretraining), HARDWARE (a file of configs/accelerate), WORKERS (runs at once)
-# Cost: small: see configs/pretrain/pair-small.yaml, then 180 fine-tuning runs of the six official tasks, 176 in 8 minutes on an H200
-#       (WORKERS=14), 90 to 360 seconds each on a CPU core (configs/glue/standard.yaml); tiny: 2 to 4 minutes
+# Cost: small: see configs/pretrain/pair-small.yaml, then 180 fine-tuning runs of the six official tasks; 176 of nine tasks took 8 minutes
+#       on an H200 (WORKERS=14), a run on a CPU core see configs/glue/standard.yaml; tiny: 2 to 4 minutes
 # Expect: small: results/pair, whose models and tables were made by these commands one by one; tiny: nothing is learned
 # RoFormer and BERT of one size with the same text, order, masks and seeds; GLUE of both and of their controls, which do not
 # depend on pretraining, so the models of the first seed serve. Started again, it continues.
@@ -30,7 +30,7 @@ grid=($launch -m finetune.grid --config configs/glue/standard.yaml --learning_ra
 [ "$scale" != tiny ] || grid+=(--seeds '[0, 1]' --epochs 1)
 "${grid[@]}" --models "$(list "${runs[@]/%//model}")"
 "${grid[@]}" --models "$(list "${runs[0]}/model" "${runs[1]}/model")" --controls true
-$launch -m train.analysis.length_extrapolation --models "$(list "${runs[@]/%//model}")" \
-  --corpus.validation "${held_out:-embedded}" --output "$folder/lengths.png"
 python -m train.analysis.loss_curves --runs "$(list "${runs[@]}")" --output "$folder/curves.png"
 python -m finetune.report "$folder/results.jsonl"
+$launch -m train.analysis.length_extrapolation --models "$(list "${runs[@]/%//model}")" \
+  --corpus.validation "${held_out:-embedded}" --output "$folder/lengths.png" # needs documents of 2,046 tokens
