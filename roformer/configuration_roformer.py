@@ -153,7 +153,11 @@ class RoFormerConfig(PreTrainedConfig):
                 kept = {x: before[x] for x in DEFAULT_ROPE if x in before and x != "rope_type"}
                 value = {"rope_type": "default"} | kept | _rename_type(value or {})
                 super().__setattr__(name, value)
-                check_rules(self, _rope_key_rules)  # a model reads it in its next call
+                try:  # now, because a model reads it in its next call
+                    check_rules(self, _rope_key_rules)
+                except ValueError:
+                    super().__setattr__(name, before)
+                    raise
                 return
         super().__setattr__(name, value)
 

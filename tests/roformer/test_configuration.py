@@ -131,8 +131,10 @@ def test_given_rope_settings_are_not_changed_and_may_have_their_old_spelling():
     ],
 )
 def test_a_misspelt_rope_setting_given_later_is_refused_at_once(value, key, config):
+    before = config.rope_parameters
     with pytest.raises(ValueError, match=f"rope_parameters.{key} must"):
         config.rope_parameters = value
+    assert config.rope_parameters == before
 
 
 def test_rope_settings_given_later_keep_the_angles_of_the_weights(config, tmp_path):

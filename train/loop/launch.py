@@ -106,7 +106,7 @@ def start_accelerator(tracker: str | None = None, folder: str | None = None) -> 
 
 
 def _check_request(tracker: str | None) -> None:
-    """Check what is asked of Accelerate, which would give less, or an error of many lines."""
+    """Check the launcher's variables and the tracker before Accelerate reads them."""
     # Accelerate's launcher of a single process sets these only when several were asked for
     address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
     if address <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
@@ -139,11 +139,12 @@ def _check_launch(accelerator: Accelerator) -> None:
             "FSDP needs several GPUs, use configs/accelerate/cpu.yaml or one_gpu.yaml here"
         )
     kind = accelerator.distributed_type
-    other_kinds = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    if kind in other_kinds or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+    is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        found = "fsdp_version: 1, Accelerate's default" if is_fsdp1 else kind.value
         raise InputError(
-            f"launch must be data-parallel or FSDP 2, got {kind.value}, of version 1 unless the "
-            "configuration says fsdp_version: 2; use configs/accelerate/fsdp.yaml"
+            f"launch must be data-parallel or have fsdp_version: 2, got {found}; "
+            "use configs/accelerate/fsdp.yaml"
         )
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
         raise InputError(

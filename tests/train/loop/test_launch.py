@@ -40,7 +40,7 @@ def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch, capsys, capabil
     ("kind", "is_fsdp2", "key"),
     [
         ("DEEPSPEED", False, "launch must be .* got DEEPSPEED"),
-        ("FSDP", False, "launch must be .* got FSDP"),
+        ("FSDP", False, "launch must be .* got fsdp_version: 1"),
         ("FSDP", True, "fsdp_activation_checkpointing must be false"),
     ],
 )
